@@ -1,0 +1,1 @@
+"""Arriero: Llama-class pre-training, from raw text to a finished model."""
