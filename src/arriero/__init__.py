@@ -1,1 +1,3 @@
 """Arriero: Llama-class pre-training, from raw text to a finished model."""
+
+__version__ = "0.1.0"

@@ -4,7 +4,7 @@
 class UserError(Exception):
     """What is wrong and where, then what to do about it. The command line shows it without a traceback, exit code 2."""
 
-    def __init__(self, what: str, todo: str) -> None:
+    def __init__(self, what: str, todo: str = "") -> None:
         self.what = what
         self.todo = todo
-        super().__init__(f"{what}; {todo}")
+        super().__init__(f"{what}; {todo}" if todo else what)

@@ -1,0 +1,40 @@
+# make demo   from a fresh clone to a trained Llama        make test   checks and the whole suite
+VENV ?= .venv
+PYTHON ?= python3
+OLDEST_PYTHON ?= $(shell command -v python3.12 || command -v python3)
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo check test test-oldest clean
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/arriero train
+
+check: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check src tests
+	$(VENV)/bin/ruff format --check src tests
+	$(VENV)/bin/pyrefly check
+
+test: check
+	$(VENV)/bin/python -m pytest
+
+# The oldest torch the package allows; its only build is the CUDA one, which also runs on CPU.
+test-oldest: .venv-oldest/.installed-test
+	.venv-oldest/bin/python -m pytest
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[test]'
+	touch $@
+
+.venv-oldest/.installed-test: pyproject.toml constraints.txt
+	$(OLDEST_PYTHON) -m venv .venv-oldest
+	sed 's/^torch==.*/torch==2.11.0/' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python $(PIP_INSTALL) -c .venv-oldest/constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv .venv-oldest data runs

@@ -1,0 +1,4 @@
+from arriero.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The verb table. Each verb lives in the room that does its work."""
+
+import sys
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+import arriero.config.commands as config_verbs
+import arriero.model.commands as model_verbs
+import arriero.train.commands as train_verbs
+from arriero.errors import UserError
+
+app = typer.Typer(
+    help="Pre-train Llama-class models, from raw text to a finished model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+config = typer.Typer(help="Look at run files, keys and model presets.", no_args_is_help=True)
+
+app.command()(train_verbs.train)
+app.add_typer(config, name="config")
+config.command()(model_verbs.show)
+config.command()(config_verbs.schema)
+config.command()(config_verbs.explain)
+config.command()(model_verbs.models)
+
+
+@app.callback()
+def options(debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error.")) -> None: ...
+
+
+def main() -> None:
+    """Mistakes of the user end with one sentence and exit code 2; anything else is a bug and crashes loudly."""
+    debug = "--debug" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    try:
+        app(arguments)
+    except UserError as error:
+        if debug:
+            raise
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,69 @@
+"""Rules that tie keys of different sections together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from arriero.config.problems import Problem
+from arriero.units import Span
+
+
+def cross_check(sections: Mapping[str, Any]) -> list[Problem]:
+    """Every broken rule whose sections are valid in themselves."""
+    problems = []
+    for names, rule in _RULES:
+        if all(name in sections for name in names):
+            problems += rule(*(sections[name] for name in names))
+    return problems
+
+
+def _sequence_fits_model(data, model) -> list[Problem]:
+    if model.max_seq_len is None or data.seq_len <= model.max_seq_len:
+        return []
+    what = f"{data.seq_len} is longer than the model allows ({model.max_seq_len})"
+    return [Problem("data.seq_len", what, "shorten it, or raise model.max_seq_len")]
+
+
+def _batch_is_whole_sequences(data, train) -> list[Problem]:
+    tokens, length = train.batch.amount, data.seq_len
+    if tokens % length == 0:
+        return []
+    lower = tokens // length * length
+    near = " or ".join(f"'{Span(n, 'tok')}'" for n in (lower, lower + length) if n)
+    return [Problem("train.batch", f"'{train.batch}' is not a multiple of data.seq_len ({length})", f"take {near}")]
+
+
+def _micro_batch_divides(data, train) -> list[Problem]:
+    sequences = train.batch.amount // data.seq_len
+    if train.micro_batch is None or train.batch.amount % data.seq_len or sequences % train.micro_batch == 0:
+        return []
+    what = f"{train.micro_batch} does not divide the {sequences} sequences of a batch"
+    return [Problem("train.micro_batch", what, "take a divisor, or leave it out to have it derived")]
+
+
+def _schedule_has_an_end(train, schedule) -> list[Problem]:
+    if train.horizon.unit != "s" or schedule.kind == "constant" or schedule.horizon is not None:
+        return []
+    what = f"is missing: a '{schedule.kind}' schedule needs an end in tokens or steps, train.horizon is wall time"
+    return [Problem("schedule.horizon", what, "give it, or set schedule.kind = 'constant'")]
+
+
+def _decay_is_wsd(schedule) -> list[Problem]:
+    if schedule.decay is None or schedule.kind == "wsd":
+        return []
+    return [Problem("schedule.decay", f"has no meaning for '{schedule.kind}'", "remove it, or set schedule.kind = 'wsd'")]
+
+
+def _eval_has_data(evaluation) -> list[Problem]:
+    if evaluation.every is None or evaluation.heldout is not None:
+        return []
+    return [Problem("eval.every", "there is nothing held out to evaluate on", "give eval.heldout, like '1M tok'")]
+
+
+_RULES = [
+    (("data", "model"), _sequence_fits_model),
+    (("data", "train"), _batch_is_whole_sequences),
+    (("data", "train"), _micro_batch_divides),
+    (("train", "schedule"), _schedule_has_an_end),
+    (("schedule",), _decay_is_wsd),
+    (("eval",), _eval_has_data),
+]

@@ -1,0 +1,77 @@
+"""The verbs of `arriero config` that only need the run file."""
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.syntax import Syntax
+
+from arriero.config.problems import nearest_key
+from arriero.config.schema import RunConfig
+from arriero.config.walk import all_keys, field_at, section_of, type_name
+from arriero.errors import UserError
+
+
+def schema() -> None:
+    """Print the JSON Schema of the run file, for editors.
+
+    Example: arriero config schema > run.schema.json
+    """
+    document = RunConfig.model_json_schema()
+    document["properties"]["extends"] = {"type": "string", "description": "A run file this one builds on."}
+    typer.echo(json.dumps(document, indent=2))
+
+
+def explain(key: Annotated[str, typer.Argument(help="A section or key, like train.batch.")]) -> None:
+    """Say what a key of the run file means: type, default, allowed values.
+
+    Example: arriero config explain train.batch
+    """
+    field = field_at(RunConfig, key)
+    if field is None:
+        close = nearest_key(key)
+        raise UserError(f"'{key}' is not a key of the run file", f"did you mean '{close}'?" if close else "see `arriero config schema`")
+    console = Console(highlight=False)
+    console.print(f"[bold]{key}[/]  {field.description}")
+    if section := section_of(field.annotation):
+        for name in all_keys(section):
+            console.print(f"  [cyan]{key}.{name}[/]  {field_at(section, name).description}")
+        return
+    console.print(f"  type     {type_name(field.annotation)}", markup=False)
+    default = "none: it must be given" if field.is_required() else _default_text(field.get_default())
+    console.print(f"  default  {default}", markup=False)
+    if allowed := _allowed(key):
+        console.print(f"  allowed  {allowed}", markup=False)
+
+
+def _default_text(value: object) -> str:
+    if value is None:
+        return "nothing"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_LIMITS = {"exclusiveMinimum": ">", "minimum": ">=", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matching"}
+
+
+def _allowed(key: str) -> str:
+    """The limits and examples the JSON Schema knows of a key."""
+    document = RunConfig.model_json_schema()
+    node = document
+    for part in key.split("."):
+        while "properties" not in node:
+            node = document["$defs"][_reference(node)]
+        node = node["properties"][part]
+    branches = [b for b in (node, *node.get("anyOf", [])) if isinstance(b, dict)]
+    words = [f"{sign} {b[name]}" for b in branches for name, sign in _LIMITS.items() if name in b]
+    words += [", ".join(map(repr, b["enum"])) for b in branches if "enum" in b]
+    words += ["like " + ", ".join(map(repr, b["examples"])) for b in branches if "examples" in b]
+    return " and ".join(words)
+
+
+def _reference(node: dict) -> str:
+    """The definition a schema node points to: plain, optional, or the item of a list."""
+    for candidate in (node, node.get("items", {}), *node.get("anyOf", [])):
+        if "$ref" in candidate:
+            return candidate["$ref"].rpartition("/")[2]
+    raise KeyError(node)

@@ -1,0 +1,150 @@
+"""The run file: every section and key, with its meaning, default and allowed values."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from arriero.config.fields import AnySpan, Progress, Tokens
+from arriero.units import Span
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class RunSection(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        "run", description="Name of the run; its directory is DIR/NAME."
+    )
+    dir: str = Field("runs", description="Where run directories live.")
+    seed: Annotated[int, Field(ge=0)] = Field(1, description="Seed of initial weights and data order.")
+    deterministic: bool = Field(
+        False, description="Bit-identical losses over two runs on the same machine, at some cost in speed."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where to compute; 'cuda' means any NVIDIA or AMD GPU, 'auto' takes one if there is one."
+    )
+
+
+class RopeScalingSection(Section):
+    factor: Annotated[float, Field(ge=1)] = Field(description="How much further than the original the context reaches.")
+    low_freq_factor: Annotated[float, Field(gt=0)] = Field(1.0, description="Wavelengths beyond original/this are stretched.")
+    high_freq_factor: Annotated[float, Field(gt=0)] = Field(4.0, description="Wavelengths below original/this are kept.")
+    original_max_seq_len: Positive = Field(8192, description="Context length before the stretch.")
+
+
+class ModelSection(Section):
+    preset: str | None = Field(
+        None, description="A model of `arriero config models`; the other keys of this section override its dimensions."
+    )
+    family: Literal["llama", "gpt2"] | None = Field(None, description="Architecture.")
+    vocab_size: Positive | None = Field(None, description="Rows of the embedding table.")
+    dim: Positive | None = Field(None, description="Width of the residual stream.")
+    layers: Positive | None = Field(None, description="Number of transformer blocks.")
+    heads: Positive | None = Field(None, description="Query heads.")
+    kv_heads: Positive | None = Field(None, description="Key/value heads; fewer than heads is grouped-query attention.")
+    head_dim: Positive | None = Field(None, description="Width of one head; dim / heads unless given.")
+    ffn: Positive | None = Field(None, description="Hidden width of the feed-forward layer.")
+    max_seq_len: Positive | None = Field(None, description="Longest sequence the model accepts.")
+    norm_eps: Annotated[float, Field(gt=0)] | None = Field(None, description="Epsilon inside the norms.")
+    rope_theta: Annotated[float, Field(gt=0)] | None = Field(None, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScalingSection | Literal[False] | None = Field(
+        None, description="Llama-3.1 stretching of the rotary frequencies; false takes a preset's away."
+    )
+    tied: bool | None = Field(None, description="Whether the head shares the embedding table.")
+
+
+class SourceSection(Section):
+    path: str = Field(description="A prepared dataset directory, or 'builtin:stdlib'.")
+    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="Share of this source among the tokens seen.")
+
+
+class DataSection(Section):
+    sources: Annotated[tuple[SourceSection, ...], Field(min_length=1)] = Field(
+        description="What to train on, mixed by weight, by tokens."
+    )
+    seq_len: Positive = Field(2048, description="Tokens per training sequence.")
+    packing: Literal["concat"] = Field("concat", description="Sequences are windows over the stream of documents.")
+    document_mask: bool = Field(
+        False, description="Attention stays inside each document and positions restart at its beginning."
+    )
+    cache: str = Field("data", description="Where built-in corpora are prepared, once.")
+
+
+class TrainSection(Section):
+    batch: Tokens = Field(Span(524_288, "tok"), description="Tokens per optimizer step, over all ranks.")
+    horizon: AnySpan = Field(Span(1000, "steps"), description="How long to train.")
+    micro_batch: Positive | None = Field(
+        None, description="Sequences computed at once; derived from the device's memory unless given."
+    )
+
+
+class OptimSection(Section):
+    name: Literal["adamw"] = Field("adamw", description="The optimizer.")
+    lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="Peak learning rate.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="Decay of the first and second moment."
+    )
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="Added to the root of the second moment.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.1, description="Decoupled decay of matrices; norms and biases are never decayed."
+    )
+    clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="Largest global gradient norm.")
+
+
+class ScheduleSection(Section):
+    kind: Literal["constant", "linear", "cosine", "wsd", "frontier", "fms", "fms-annealing"] = Field(
+        "cosine", description="Shape of the learning rate over tokens; 'wsd' is warm-up, stable, decay."
+    )
+    warmup: Progress | None = Field(None, description="Linear warm-up; 'fms' derives its own when none is given.")
+    floor: Fraction | None = Field(
+        None, description="Share of the peak at the end; 0.1 for cosine and fms, 0 for linear and wsd."
+    )
+    decay: Progress | None = Field(None, description="Length of the final decay of 'wsd'; a fifth of the horizon.")
+    horizon: Progress | None = Field(None, description="Where the shape ends; train.horizon unless given.")
+
+
+class EvalSection(Section):
+    heldout: Tokens | None = Field(
+        None, description="Tokens at the end of each source kept out of training, cut between documents."
+    )
+    every: AnySpan | None = Field(None, description="How often to compute the held-out loss; always at start and end.")
+
+
+class ParallelSection(Section):
+    dp_replicate: Positive = Field(1, description="Copies of the sharded model.")
+    dp_shard: Annotated[int, Field(ge=-1)] = Field(-1, description="Ranks a copy is sharded over; -1 takes what is left.")
+    cp: Positive = Field(1, description="Ranks a sequence is split over.")
+    tp: Positive = Field(1, description="Ranks a layer is split over.")
+    pp: Positive = Field(1, description="Pipeline stages.")
+
+
+class PrecisionSection(Section):
+    compute: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="Precision of activations and matmuls; 'auto' takes bf16 where the device computes it."
+    )
+    master: Literal["fp32"] = Field("fp32", description="Precision of the weights the optimizer updates.")
+    compile: bool | Literal["auto"] = Field("auto", description="torch.compile each block; 'auto' compiles on GPUs.")
+
+
+class ObserveSection(Section):
+    log_every: Positive = Field(10, description="Steps between lines of metrics.jsonl.")
+    tensorboard: bool = Field(True, description="Write TensorBoard files.")
+    sample: str | None = Field(None, description="Text the finished model continues, shown at the end.")
+
+
+class RunConfig(Section):
+    run: RunSection = Field(default_factory=RunSection, description="The run itself.")
+    model: ModelSection = Field(default_factory=ModelSection, description="What is trained.")
+    data: DataSection = Field(description="What it is trained on.")
+    train: TrainSection = Field(default_factory=TrainSection, description="How much at once and how long.")
+    optim: OptimSection = Field(default_factory=OptimSection, description="How weights are updated.")
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection, description="How the learning rate moves.")
+    eval: EvalSection = Field(default_factory=EvalSection, description="How it is judged on the way.")
+    parallel: ParallelSection = Field(default_factory=ParallelSection, description="How ranks share the work.")
+    precision: PrecisionSection = Field(default_factory=PrecisionSection, description="Number formats and compilation.")
+    observe: ObserveSection = Field(default_factory=ObserveSection, description="What is written while it trains.")

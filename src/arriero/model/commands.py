@@ -1,0 +1,52 @@
+"""`arriero config models` and `arriero config show`: the verbs that know the presets."""
+
+import typer
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+
+from arriero.config.load import load_run
+from arriero.config.options import RunFile, Sets
+from arriero.config.toml import to_toml
+from arriero.model.presets import about, expand, load_preset, preset_names
+from arriero.model.spec import flops_per_token
+
+
+
+def show(run_file: RunFile = None, sets: Sets = []) -> None:  # noqa: B006 - typer copies the default
+    """Print the resolved run file, each value with where it came from.
+
+    Example: arriero config show run.toml --set optim.lr=1e-3
+    """
+    loaded = load_run(run_file, sets, expand)
+    text = to_toml(loaded.config, loaded.origin)
+    console = Console()
+    if console.is_terminal:
+        console.print(Syntax(text, "toml", background_color="default", word_wrap=True))
+    else:
+        typer.echo(text, nl=False)
+
+
+def models() -> None:
+    """List the model presets with parameters, GFLOP per token and size in bf16.
+
+    GFLOP per token counts forward and backward by the 'honest' formula, at the model's own longest sequence or
+    8192 tokens if that is shorter.
+
+    Example: arriero config models
+    """
+    table = Table(box=None, header_style="bold")
+    for heading in ("preset", "parameters", "GFLOP/token", "at", "bf16 GB", "what it is"):
+        table.add_column(heading, justify="left" if heading in ("preset", "what it is") else "right", no_wrap=heading == "preset")
+    for name in preset_names():
+        spec = load_preset(name)
+        length = min(spec.max_seq_len, 8192)
+        table.add_row(
+            name,
+            f"{spec.parameters / 1e9:.3f} B",
+            f"{flops_per_token(spec, length) / 1e9:.3f}",
+            str(length),
+            f"{spec.bf16_bytes / 1e9:.3f}",
+            about(name),
+        )
+    Console().print(table)

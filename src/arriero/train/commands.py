@@ -1,0 +1,29 @@
+"""`arriero train`."""
+
+from rich.console import Console
+
+from arriero.config.options import RunFile, Sets
+
+
+
+def train(run_file: RunFile = None, sets: Sets = []) -> None:  # noqa: B006 - typer copies the default
+    """Train a model as the run file says.
+
+    Without a file it needs no download, no account and no GPU: it trains a small Llama on Python's own source.
+
+    Example: arriero train run.toml --set train.horizon='500 steps'
+    """
+    from arriero.config.load import load_run
+    from arriero.model.presets import expand
+    from arriero.train.build import build
+    from arriero.train.console import ConsoleProgress, PreparationBar, show_outcome
+    from arriero.train.finish import export_model, sample_of
+    from arriero.train.loop import train as run
+
+    console = Console(highlight=False)
+    config = load_run(run_file, sets, expand).config
+    preparation = PreparationBar(console)
+    session = build(config, preparation, [ConsoleProgress(console)])
+    outcome = run(session)
+    export_model(session)
+    show_outcome(console, session, outcome, sample_of(session))

@@ -1,0 +1,130 @@
+"""What a person sees of a run: what was decided, a progress line, the result."""
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.table import Table
+
+from arriero.train.hooks import Hook
+from arriero.train.metrics import StepMetrics
+from arriero.units import human_count, human_time
+
+if TYPE_CHECKING:
+    from arriero.train.build import Session
+    from arriero.train.loop import Outcome
+
+
+class PreparationBar:
+    """Draws the preparation of a built-in corpus, stage by stage."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._stages: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = Progress(console=self._console, transient=True)
+            self._bar.start()
+        if stage not in self._stages:
+            self._stages[stage] = self._bar.add_task(f"{stage} the built-in corpus", total=total)
+        self._bar.update(self._stages[stage], completed=done)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class ConsoleProgress(Hook):
+    """A progress bar on a terminal; a line per tenth of the run elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._metrics: StepMetrics | None = None
+        self._printed = 0
+
+    def on_start(self, session: "Session") -> None:
+        self._start = time.monotonic()
+        self._console.print(_settings(session))
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("step {task.fields[step]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=1.0, step="0", numbers="evaluating the fresh model")
+        self._progress.start()
+
+    def on_step(self, session: "Session", step: int, tokens: int) -> None:
+        share = self._share(session, tokens)
+        left = (time.monotonic() - self._start) * (1 - share) / share
+        of = f"/{session.total_steps}" if session.total_steps else ""
+        self._progress.update(
+            self._task, completed=share, step=f"{step}{of}", numbers=f"{self._numbers()}{human_time(left)} left"
+        )
+
+    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
+        self._metrics = metrics
+        tenth = int(10 * self._share(session, metrics.tokens))
+        if not self._console.is_terminal and (tenth > self._printed or metrics.step == 1):
+            self._printed = tenth
+            self._console.print(f"step {metrics.step}  {self._numbers()}")
+
+    def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
+        self._console.print(f"step {step:>6}  held-out loss {loss:.3f}  perplexity {math.exp(min(loss, 700)):.1f}")
+
+    def on_end(self, session: "Session", outcome: "Outcome") -> None:
+        self._progress.stop()
+
+    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
+        self._progress.stop()
+
+    def _share(self, session: "Session", tokens: int) -> float:
+        if session.total_steps:
+            return tokens / (session.total_steps * session.tokens_per_step)
+        return min(1.0, (time.monotonic() - self._start) / session.config.train.horizon.amount)
+
+    def _numbers(self) -> str:
+        if self._metrics is None:
+            return ""
+        m = self._metrics
+        mfu = f"MFU {m.mfu:.1%}  " if m.mfu is not None else ""
+        return f"loss {m.loss:.3f}  {human_count(m.tokens_per_s)} tok/s  {mfu}"
+
+
+def _settings(session: "Session") -> Table:
+    table = Table.grid(padding=(0, 2))
+    spec, config = session.spec, session.config
+    data = ", ".join(source.path for source in config.data.sources)
+    rows = [
+        ("run", str(session.run_dir), f"seed {config.run.seed}"),
+        ("model", config.model.preset or spec.family, f"{human_count(spec.parameters)} parameters"),
+        ("data", data, f"sequences of {config.data.seq_len}"),
+        ("train", f"{config.train.batch} a step", f"for {config.train.horizon}"),
+        *((d.name, d.value, d.reason) for d in session.decisions),
+    ]
+    for name, value, remark in rows:
+        table.add_row(f"[bold]{name}", escape(value), f"[dim]{escape(remark)}")
+    return table
+
+
+def show_outcome(console: Console, session: "Session", outcome: "Outcome", continuation: str | None) -> None:
+    if continuation is not None:
+        prompt = session.config.observe.sample or ""
+        console.print(Panel(f"[bold]{escape(prompt)}[/][green]{escape(continuation)}", title="the model continues"))
+    table = Table.grid(padding=(0, 2))
+    uniform = math.log(session.spec.vocab_size)
+    table.add_row("[bold]training loss", f"{outcome.first_loss:.3f} -> {outcome.last_loss:.3f}", f"[dim]ln(vocabulary) = {uniform:.3f}")
+    if outcome.last_eval_loss is not None:
+        table.add_row("[bold]held-out loss", f"{outcome.first_eval_loss:.3f} -> {outcome.last_eval_loss:.3f}", f"[dim]{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)")
+    rate = human_count(outcome.tokens / outcome.seconds)
+    table.add_row("[bold]speed", f"{rate} tok/s", f"[dim]{human_count(outcome.tokens)} tokens in {human_time(outcome.seconds)}, evaluation included")
+    table.add_row("[bold]run directory", str(session.run_dir), "[dim]metrics.jsonl, events.jsonl, tensorboard/, model/")
+    console.print(table)

@@ -1,0 +1,68 @@
+"""The device a process computes on: which, in what precision, at what peak, with how much memory."""
+
+import os
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from arriero.errors import UserError
+from arriero.plan.hardware import peak_of
+
+
+@dataclass(frozen=True)
+class Device:
+    """NVIDIA and AMD GPUs are both 'cuda' to torch; nothing here asks which of the two it is."""
+
+    torch_device: torch.device
+    name: str
+    memory: int
+    peak_flops: float | None
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.torch_device.type == "cuda"
+
+    def synchronize(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize(self.torch_device)
+
+    def peak_memory(self) -> int:
+        """Most bytes in use so far: of the GPU, or of this process."""
+        if self.is_gpu:
+            return torch.cuda.max_memory_allocated(self.torch_device)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def choose_device(wanted: str) -> Device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("run.device is 'cuda' but torch sees no GPU here", "set run.device = 'auto' or 'cpu'")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Device(torch.device("cpu"), f"CPU, {torch.get_num_threads()} threads", memory, None)
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    peak = peak_of(properties.name)
+    return Device(device, properties.name, properties.total_memory, peak.bf16 if peak else None)
+
+
+def choose_compute(wanted: str, device: Device) -> tuple[torch.dtype, str]:
+    """The precision of activations and matmuls, and why."""
+    supported = not device.is_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
+    if wanted == "bf16" and not supported:
+        raise UserError(f"precision.compute is 'bf16' but {device.name} does not compute it", "set it to 'fp32'")
+    if wanted != "auto":
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[wanted], "as configured"
+    if not device.is_gpu:
+        return torch.float32, "CPUs compute fp32 fastest"
+    if not supported:
+        return torch.float32, f"{device.name} does not compute bf16"
+    return torch.bfloat16, f"{device.name} computes bf16"
+
+
+def make_deterministic() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,28 @@
+"""Held-out loss: the mean over all held-out tokens, each counted once."""
+
+import torch
+
+from arriero.data.loader import Loader
+from arriero.data.order import EvalStream
+from arriero.train.loss import IGNORED, summed_loss
+
+
+class Evaluator:
+    def __init__(self, stream: EvalStream, sequences: int, device: torch.device, documents: bool) -> None:
+        self._stream = stream
+        self._sequences = min(sequences, stream.samples)
+        self._device = device
+        self._documents = documents
+
+    @torch.no_grad()
+    def loss(self, model: torch.nn.Module) -> float:
+        model.eval()
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        with Loader(self._stream, self._sequences, documents=self._documents) as batches:
+            for batch in batches:
+                count += int((batch.labels_BT != IGNORED).sum())
+                batch = batch.to(self._device)
+                logits = model(batch.tokens_BT, batch.positions_BT, batch.documents_BT)
+                total += summed_loss(logits, batch.labels_BT).double().cpu()
+        model.train()
+        return float(total) / count

@@ -1,0 +1,67 @@
+"""The one way optional behaviour attaches to a run, and the hooks that write files."""
+
+import json
+from typing import TYPE_CHECKING
+
+from arriero.train.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from arriero.train.build import Session
+    from arriero.train.loop import Outcome
+
+
+class Hook:
+    """Override what you need. Hooks are called in the order they are listed; none knows of the others."""
+
+    def on_start(self, session: "Session") -> None: ...
+
+    def on_step(self, session: "Session", step: int, tokens: int) -> None: ...
+
+    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None: ...
+
+    def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None: ...
+
+    def on_end(self, session: "Session", outcome: "Outcome") -> None: ...
+
+    def on_fault(self, session: "Session", step: int, error: BaseException) -> None: ...
+
+
+class MetricsFile(Hook):
+    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
+        with (session.run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics.line()) + "\n")
+
+
+class EventsFile(Hook):
+    def on_start(self, session: "Session") -> None:
+        session.events.write("start", **session.describe())
+
+    def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
+        session.events.write("evaluation", step=step, tokens=tokens, eval_loss=loss)
+
+    def on_end(self, session: "Session", outcome: "Outcome") -> None:
+        session.events.write("end", **outcome.describe())
+
+    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
+        session.events.write("fault", step=step, error=type(error).__name__, message=str(error))
+
+
+class TensorBoard(Hook):
+    def on_start(self, session: "Session") -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(session.run_dir / "tensorboard"))
+
+    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
+        for name, value in metrics.line().items():
+            if value is not None and name not in ("step", "eval_loss"):
+                self._writer.add_scalar(name, value, metrics.step)
+
+    def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
+        self._writer.add_scalar("eval_loss", loss, step)
+
+    def on_end(self, session: "Session", outcome: "Outcome") -> None:
+        self._writer.close()
+
+    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
+        self._writer.close()

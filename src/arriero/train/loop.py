@@ -1,0 +1,105 @@
+"""The training loop."""
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from arriero.data.loader import Batch
+from arriero.errors import UserError
+from arriero.train.build import Session
+from arriero.train.loss import IGNORED, summed_loss
+from arriero.train.metrics import StepMetrics, Stopwatch
+
+
+@dataclass
+class Outcome:
+    """What a run has to show for itself so far."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    first_eval_loss: float | None = None
+    last_eval_loss: float | None = None
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def train(session: Session) -> Outcome:
+    outcome = Outcome()
+    session.notify("on_start")
+    try:
+        _train(session, outcome)
+    except BaseException as error:
+        session.notify("on_fault", outcome.steps, error)
+        raise
+    finally:
+        session.loader.close()
+    session.notify("on_end", outcome)
+    return outcome
+
+
+def _train(session: Session, outcome: Outcome) -> None:
+    start = time.monotonic()
+    _evaluate(session, outcome)
+    watch = Stopwatch(session.device, session.flops_per_token)
+    done = False
+    while not done:
+        with watch.waiting_for_data():
+            batch = next(session.loader)
+        lr = session.config.optim.lr * session.schedule.at(outcome.tokens)
+        loss = _gradients(session, batch)
+        grad_norm = session.optimizer.step(lr)
+        outcome.steps += 1
+        outcome.tokens += session.tokens_per_step
+        watch.count(session.tokens_per_step)
+        session.notify("on_step", outcome.steps, outcome.tokens)
+
+        done = session.finished(outcome.tokens, time.monotonic() - start)
+        evaluates = session.evaluation.due(outcome.tokens) or done
+        if outcome.steps % session.config.observe.log_every == 0 or outcome.steps == 1 or evaluates:
+            lap = watch.lap()
+            with watch.paused():
+                value = _finite(loss.item(), outcome.steps)
+                eval_loss = _evaluate(session, outcome) if evaluates else None
+            outcome.first_loss = value if outcome.first_loss is None else outcome.first_loss
+            outcome.last_loss = value
+            metrics = StepMetrics(
+                outcome.steps, outcome.tokens, value, grad_norm.item(), lr, eval_loss=eval_loss, **lap
+            )
+            session.notify("on_metrics", metrics)
+    outcome.seconds = time.monotonic() - start
+
+
+def _gradients(session: Session, batch: Batch) -> torch.Tensor:
+    """Accumulate the gradients of a batch, micro-batch by micro-batch; returns the mean loss over its tokens."""
+    labels = int((batch.labels_BT != IGNORED).sum())
+    mean = torch.zeros((), device=session.device.torch_device)
+    for micro in batch.split(session.micro_batch):
+        micro = micro.to(session.device.torch_device)
+        logits = session.model(micro.tokens_BT, micro.positions_BT, micro.documents_BT)
+        loss = summed_loss(logits, micro.labels_BT) / labels
+        loss.backward()
+        mean += loss.detach()
+    return mean
+
+
+def _evaluate(session: Session, outcome: Outcome) -> float | None:
+    if session.evaluator is None:
+        return None
+    loss = session.evaluator.loss(session.model)
+    outcome.first_eval_loss = loss if outcome.first_eval_loss is None else outcome.first_eval_loss
+    outcome.last_eval_loss = loss
+    session.notify("on_evaluation", outcome.steps, outcome.tokens, loss)
+    return loss
+
+
+def _finite(loss: float, step: int) -> float:
+    if not math.isfinite(loss):
+        raise UserError(f"the loss is {loss} at step {step}", "lower optim.lr, or lengthen schedule.warmup")
+    return loss

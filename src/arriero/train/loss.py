@@ -1,0 +1,12 @@
+"""Next-token loss, summed: the caller divides by the tokens of the whole batch, so every token weighs the same."""
+
+import torch
+import torch.nn.functional as F
+
+IGNORED = -100
+
+
+def summed_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORED, reduction="sum"
+    )

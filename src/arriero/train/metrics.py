@@ -1,0 +1,80 @@
+"""What is measured at a logged step, and the stopwatch that measures it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from arriero.train.device import Device
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl. Rates are means over the steps since the line before."""
+
+    step: int
+    tokens: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    step_s: float
+    data_wait: float
+    peak_mem_gib: float
+    mfu: float | None
+    eval_loss: float | None = None
+
+    def line(self) -> dict[str, Any]:
+        fields = asdict(self)
+        if self.eval_loss is None:
+            del fields["eval_loss"]
+        return fields
+
+
+class Stopwatch:
+    """Time of the steps since the last lap; evaluation and other pauses do not count."""
+
+    def __init__(self, device: Device, flops_per_token: float) -> None:
+        self._device = device
+        self._flops_per_token = flops_per_token
+        self._reset()
+
+    def _reset(self) -> None:
+        self._start = time.perf_counter()
+        self._paused = 0.0
+        self._waited = 0.0
+        self._steps = 0
+        self._tokens = 0
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._device.synchronize()
+        start = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - start
+
+    def count(self, tokens: int) -> None:
+        self._steps += 1
+        self._tokens += tokens
+
+    def lap(self) -> dict[str, Any]:
+        self._device.synchronize()
+        seconds = time.perf_counter() - self._start - self._paused
+        rate = self._tokens / seconds
+        peak = self._device.peak_flops
+        lap = {
+            "tokens_per_s": rate,
+            "step_s": seconds / self._steps,
+            "data_wait": self._waited / seconds,
+            "peak_mem_gib": self._device.peak_memory() / 2**30,
+            "mfu": self._flops_per_token * rate / peak if peak else None,
+        }
+        self._reset()
+        return lap

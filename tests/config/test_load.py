@@ -1,0 +1,162 @@
+import tomllib
+
+import pytest
+
+from arriero.config.load import config_from_toml, load_run
+from arriero.config.problems import ConfigError
+from arriero.config.toml import to_toml
+from arriero.errors import UserError
+from arriero.model.presets import expand
+from arriero.units import Span
+
+MINIMAL = """
+[model]
+preset = "llama-test"
+[data]
+seq_len = 64
+sources = [{ path = "builtin:stdlib" }]
+[train]
+batch = "1024 tok"
+"""
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def refusal(path, sets=()):
+    with pytest.raises(UserError) as caught:
+        load_run(path, sets, expand)
+    return str(caught.value)
+
+
+def test_the_embedded_default_needs_no_file():
+    loaded = load_run(None, [], expand)
+    assert loaded.config.run.name == "demo"
+    assert loaded.origin("run.name") == "embedded default"
+
+
+def test_each_value_knows_where_it_came_from(tmp_path):
+    write(tmp_path / "base.toml", MINIMAL + "[optim]\nlr = 1e-3\nclip = 2.0\n")
+    top = write(tmp_path / "run.toml", 'extends = "base.toml"\n[optim]\nlr = 2e-3\n')
+    loaded = load_run(top, ["optim.eps=1e-9"], expand)
+    assert (loaded.config.optim.lr, loaded.config.optim.clip, loaded.config.optim.eps) == (2e-3, 2.0, 1e-9)
+    assert loaded.origin("optim.lr") == str(top)
+    assert loaded.origin("optim.clip") == str(tmp_path / "base.toml")
+    assert loaded.origin("optim.eps") == "--set"
+    assert loaded.origin("optim.betas") == "default"
+    assert loaded.origin("model.dim") == "preset llama-test"
+
+
+def test_a_dimension_of_the_preset_can_be_overridden(tmp_path):
+    run = write(tmp_path / "run.toml", MINIMAL)
+    loaded = load_run(run, ["model.layers=3"], expand)
+    assert loaded.config.model.layers == 3
+    assert loaded.config.model.dim == load_run(run, [], expand).config.model.dim
+
+
+def test_set_takes_toml_values_and_plain_text(tmp_path):
+    run = write(tmp_path / "run.toml", MINIMAL)
+    sets = ["train.horizon=2h", "run.deterministic=true", "optim.betas=[0.8, 0.9]", "schedule.kind=constant"]
+    config = load_run(run, sets, expand).config
+    assert config.train.horizon == Span(7200, "s")
+    assert config.run.deterministic is True
+    assert config.optim.betas == (0.8, 0.9)
+
+
+def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path):
+    run = write(
+        tmp_path / "run.toml",
+        """
+[model]
+preset = "llama3-9b"
+[data]
+seq_len = "long"
+sources = [{ path = "x", wieght = 2 }]
+[train]
+horzon = "2h"
+batch = 4096
+[schedule]
+kind = "cos"
+decay = "5 steps"
+[optim]
+lr = -1
+[obseve]
+log_every = 3
+""",
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_run(run, ["run.seed=one"], expand)
+    text = str(caught.value)
+    keys = {problem.key for _, problem in caught.value.problems}
+    assert keys == {
+        "model", "data.seq_len", "data.sources[0].wieght", "train.horzon", "train.batch", "schedule.kind",
+        "optim.lr", "obseve", "run.seed",
+    }  # fmt: skip
+    assert "did you mean 'llama3-8b'" in text
+    assert "did you mean 'train.horizon'" in text
+    assert "did you mean 'data.sources.weight'" in text
+    assert "did you mean 'observe'" in text
+    assert "has no unit" in text
+    assert f"{run}: train.horzon" in text
+    assert "--set: run.seed" in text
+
+
+def test_a_key_in_the_wrong_section_is_found(tmp_path):
+    run = write(tmp_path / "run.toml", MINIMAL + "[run]\nlr = 1e-3\n")
+    assert "did you mean 'optim.lr'" in refusal(run)
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["data.seq_len=4096", "train.batch=4096 tok"], "longer than the model allows"),
+        (["train.batch=1000 tok"], "'960 tok' or '1024 tok'"),
+        (["train.micro_batch=3"], "does not divide the 16 sequences"),
+        (["train.horizon=1h"], "schedule.horizon"),
+        (["eval.every=10 steps"], "nothing held out"),
+        (["schedule.kind=linear", "schedule.decay=10 steps"], "has no meaning for 'linear'"),
+        (["model.heads=3"], "head"),
+        (["model.dim=true"], "model.dim"),
+        (["run.name=../elsewhere"], "run.name"),
+        (["train.batch=2h"], "wrong unit"),
+        (["run.seed"], "not an assignment"),
+        (["data=3"], "data"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(tmp_path, sets, words):
+    assert words in refusal(write(tmp_path / "run.toml", MINIMAL), sets)
+
+
+def test_unreadable_files_are_named(tmp_path):
+    assert "no run file" in refusal(tmp_path / "absent.toml")
+    broken = write(tmp_path / "broken.toml", "[run\nname=3")
+    assert f"{broken} is not valid TOML (" in refusal(broken)
+    assert "line 1" in refusal(broken)
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes(b'[run]\nname = "\xe9"')
+    assert "cannot be read" in refusal(latin)
+    assert "cannot be read" in refusal(tmp_path)
+
+
+def test_files_that_extend_each_other_are_refused(tmp_path):
+    write(tmp_path / "a.toml", 'extends = "b.toml"')
+    b = write(tmp_path / "b.toml", 'extends = "a.toml"')
+    assert "extends itself" in refusal(b)
+    assert "no run file" in refusal(write(tmp_path / "c.toml", 'extends = "gone.toml"'))
+    assert "not a file name" in refusal(write(tmp_path / "d.toml", "extends = 3"))
+
+
+def test_the_resolved_config_reads_back_equal(tmp_path):
+    sets = ["model.rope_scaling={factor=8.0}", "data.sources=[{path='a\"b', weight=0.25}, {path='c'}]"]
+    config = load_run(write(tmp_path / "run.toml", MINIMAL), sets, expand).config
+    resolved = write(tmp_path / "resolved.toml", to_toml(config))
+    assert config_from_toml(resolved) == config
+    assert tomllib.loads(resolved.read_text())["train"]["batch"] == "1024 tok"
+
+
+def test_a_config_cannot_be_changed():
+    config = load_run(None, [], expand).config
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.seed = 2

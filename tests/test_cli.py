@@ -1,0 +1,110 @@
+import json
+
+import pytest
+
+TINY = [
+    "--set", "model.preset=llama-test", "--set", "model.vocab_size=4096", "--set", "data.seq_len=64",
+    "--set", "train.batch=512 tok", "--set", "train.horizon=4 steps", "--set", "eval.heldout=2k tok",
+    "--set", "eval.every=2 steps", "--set", "schedule.warmup=1 step", "--set", "run.device=cpu",
+]  # fmt: skip
+
+
+def test_help_lists_only_verbs_that_exist(arriero):
+    text = arriero("--help").stdout
+    assert "train" in text
+    assert "config" in text
+    for absent in ("plan", "bench", "launch", "doctor", "fed", "ckpt"):
+        assert f" {absent} " not in text
+
+
+def test_training_shows_what_it_decided_and_what_came_of_it(arriero, corpus_cache, tmp_path):
+    result = arriero("train", *TINY, "--set", f"data.cache='{corpus_cache}'")
+    assert result.returncode == 0, result.stderr
+    for words in ("parameters", "micro-batch", "held-out loss", "training loss", "tok/s", "runs/demo", "continues"):
+        assert words in result.stdout
+    exported = json.loads((tmp_path / "runs/demo/model/config.json").read_text())
+    assert exported["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_the_exported_model_is_the_one_that_was_evaluated(arriero, corpus_cache, tmp_path):
+    """transformers, reading the run's model/, finds the held-out loss the run reported."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from arriero.data.order import split_heldout
+    from arriero.data.store import TokenStore
+
+    assert arriero("train", *TINY, "--set", f"data.cache='{corpus_cache}'").returncode == 0
+    run = tmp_path / "runs" / "demo"
+    reported = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"]
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    store = TokenStore.open(next(corpus_cache.glob("stdlib-*")))
+    tokens = store.read(split_heldout(store, 2000)[1].start, split_heldout(store, 2000)[1].__len__())
+    windows = (len(tokens) - 1) // 64
+    x = torch.tensor(tokens[: windows * 64].astype("int64")).view(windows, 64)
+    y = torch.tensor(tokens[1 : windows * 64 + 1].astype("int64"))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(x).logits.flatten(0, 1), y)
+    assert loss.item() == pytest.approx(reported, rel=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    assert tokenizer.decode(tokenizer("import os\n").input_ids) == "import os\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "absent.toml"], "no run file absent.toml"),
+        (["train", "--set", "model.preset=llama9"], "no model preset 'llama9'"),
+        (["train", "--set", "optim.lrr=1"], "did you mean 'optim.lr'"),
+        (["train", "--set", "run.device=cuda"], "sees no GPU"),
+        (["train", "--set", "data.sources=[{path='nowhere'}]"], "nowhere"),
+        (["train", "--set", "data.sources=[{path='builtin:web'}]"], "builtin:stdlib"),
+        (["train", "--set", "parallel.tp=2"], "2 ranks"),
+        (["config", "explain", "train.bach"], "did you mean 'train.batch'"),
+    ],
+)
+def test_a_mistake_ends_in_one_sentence_and_code_2(arriero, arguments, words, tmp_path):
+    result = arriero(*arguments)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback(arriero):
+    assert "Traceback" in arriero("train", "absent.toml", "--debug").stderr
+    assert "Traceback" in arriero("--debug", "train", "absent.toml").stderr
+
+
+def test_config_show_is_a_run_file_itself(arriero, tmp_path):
+    text = arriero("config", "show", "--set", "optim.lr=0.5").stdout
+    assert "# --set" in text
+    assert "# preset llama-demo" in text
+    (tmp_path / "again.toml").write_text(text)
+    again = arriero("config", "show", "again.toml").stdout
+    assert [line.split("#")[0].rstrip() for line in again.splitlines()] == [
+        line.split("#")[0].rstrip() for line in text.splitlines()
+    ]
+
+
+def test_config_schema_is_a_json_schema(arriero):
+    schema = json.loads(arriero("config", "schema").stdout)
+    assert "train" in schema["properties"]
+    assert "extends" in schema["properties"]
+
+
+def test_explain_tells_type_default_and_allowed_values(arriero):
+    text = arriero("config", "explain", "schedule.kind").stdout
+    assert "'cosine'" in text
+    text = arriero("config", "explain", "train.micro_batch").stdout
+    assert "integer" in text
+    assert "> 0" in text
+    assert "'4M tok'" in arriero("config", "explain", "train.batch").stdout
+    assert "train.horizon" in arriero("config", "explain", "train").stdout
+
+
+def test_models_lists_every_preset_with_its_size(arriero):
+    text = arriero("config", "models").stdout
+    assert "llama3.1-405b" in text
+    assert "405.853 B" in text

@@ -1,0 +1,53 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arriero.units import Span, human_count, human_time, parse_bytes, parse_span
+
+
+@pytest.mark.parametrize(
+    ("text", "span"),
+    [
+        ("4M tok", Span(4_000_000, "tok")),
+        ("1.5B tokens", Span(1_500_000_000, "tok")),
+        ("1T tok", Span(10**12, "tok")),
+        ("8192 tok", Span(8192, "tok")),
+        ("1_000 steps", Span(1000, "steps")),
+        ("1 step", Span(1, "steps")),
+        ("2h", Span(7200, "s")),
+        ("90 min", Span(5400, "s")),
+        ("1.5h", Span(5400, "s")),
+        ("30s", Span(30, "s")),
+    ],
+)
+def test_quantities_mean_what_they_say(text, span):
+    assert parse_span(text) == span
+
+
+@pytest.mark.parametrize("text", ["4M", "500", "tok", "-3 steps", "1.5 steps", "2 weeks", "", "4 M tok tok"])
+def test_a_quantity_without_a_clear_meaning_is_refused(text):
+    with pytest.raises(ValueError, match="write it like|whole number"):
+        parse_span(text)
+
+
+@given(st.integers(0, 10**15), st.sampled_from(["tok", "steps", "s"]))
+def test_a_written_span_reads_back_exactly(amount, unit):
+    span = Span(amount, unit)
+    assert parse_span(str(span)) == span
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * 2**30), ("500MB", 500 * 10**6), ("1.5 KiB", 1536)])
+def test_sizes_tell_binary_from_decimal(text, size):
+    assert parse_bytes(text) == size
+
+
+def test_steps_become_tokens_and_wall_time_does_not():
+    assert Span(10, "steps").in_tokens(4096) == 40960
+    with pytest.raises(ValueError, match="wall time"):
+        Span(10, "s").in_tokens(4096)
+
+
+def test_numbers_are_short_for_people():
+    assert human_count(1_234_567) == "1.23M"
+    assert human_count(512) == "512"
+    assert human_time(7325) == "2:02:05"

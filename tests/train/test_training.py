@@ -1,0 +1,213 @@
+import json
+import math
+import tomllib
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from arriero.config.load import load_run
+from arriero.errors import UserError
+from arriero.model.presets import expand
+from arriero.train.build import build
+from arriero.train.hooks import Hook
+from arriero.train.loop import train
+
+BASE = [
+    "model.preset=llama-test",
+    "model.vocab_size=4096",
+    "data.seq_len=64",
+    "train.batch=512 tok",
+    "train.horizon=6 steps",
+    "schedule.warmup=2 steps",
+    "eval.heldout=2k tok",
+    "eval.every=3 steps",
+    "observe.log_every=1",
+    "run.device=cpu",
+]
+
+
+@pytest.fixture
+def session(tmp_path, corpus_cache):
+    def make(*sets, name="run", hooks=()):
+        where = [f"run.name={name}", f"run.dir='{tmp_path}'", f"data.cache='{corpus_cache}'"]
+        return build(load_run(None, [*BASE, *where, *sets], expand).config, lambda *_: None, hooks)
+
+    return make
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(run):
+    train(run)
+    return [line["loss"] for line in lines(run.run_dir / "metrics.jsonl")]
+
+
+def test_training_learns(session):
+    run = session("train.horizon=60 steps", "optim.lr=1e-2", "observe.log_every=10")
+    outcome = train(run)
+    assert outcome.first_eval_loss == pytest.approx(math.log(4096), rel=0.02)
+    assert outcome.last_eval_loss < 0.8 * outcome.first_eval_loss
+    assert outcome.last_loss < 0.8 * outcome.first_loss
+
+
+def test_gpt2_learns_too(session):
+    run = session("model.preset=gpt2-test", "train.horizon=60 steps", "optim.lr=1e-2", "observe.log_every=10")
+    outcome = train(run)
+    assert outcome.last_eval_loss < 0.8 * outcome.first_eval_loss
+
+
+def test_a_deterministic_run_repeats_bit_by_bit(session):
+    first = losses(session("run.deterministic=true", name="a"))
+    torch.use_deterministic_algorithms(False)
+    second = losses(session("run.deterministic=true", name="b"))
+    torch.use_deterministic_algorithms(False)
+    assert first == second
+    assert losses(session("run.seed=2", name="c")) != first
+
+
+@pytest.mark.parametrize("mask", ["false", "true"])
+def test_the_micro_batch_does_not_change_the_losses(session, mask):
+    sets = [f"data.document_mask={mask}"]
+    whole = losses(session("train.micro_batch=8", *sets, name="whole"))
+    for size in (1, 4):
+        assert losses(session(f"train.micro_batch={size}", *sets, name=f"by-{size}")) == pytest.approx(whole, rel=1e-5)
+
+
+def test_every_token_weighs_the_same_however_labels_fall(session):
+    """A micro-batch with few labels must not count as much as one with many."""
+    from arriero.data.loader import Batch
+    from arriero.train.loop import _gradients
+    from arriero.train.loss import IGNORED
+
+    run = session("train.micro_batch=1")
+    batch = next(run.loader)
+    labels = batch.labels_BT.clone()
+    labels[0, 5:] = IGNORED
+    labels[3] = IGNORED
+    uneven = Batch(batch.first_sample, batch.tokens_BT, labels)
+    mean = _gradients(run, uneven)
+    gradients = [p.grad.clone() for p in run.model.parameters()]
+    run.model.zero_grad()
+    logits = run.model(batch.tokens_BT).flatten(0, 1)
+    reference = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED)
+    reference.backward()
+    run.loader.close()
+    assert mean.item() == pytest.approx(reference.item(), rel=1e-6)
+    for ours, parameter in zip(gradients, run.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_bf16_computes_in_bf16_and_updates_fp32(session):
+    run = session("precision.compute=bf16", "optim.lr=1e-3", name="bf16")
+    assert {p.dtype for p in run.model.parameters()} == {torch.bfloat16}
+    assert {w.dtype for w in run.optimizer.weights().values()} == {torch.float32}
+    assert losses(run) == pytest.approx(losses(session("optim.lr=1e-3", name="fp32")), rel=0.01)
+
+
+def test_small_updates_are_not_lost_in_bf16(session):
+    """Steps far below bf16's resolution add up in the fp32 masters."""
+    run = session("precision.compute=bf16", "optim.lr=1e-6", "optim.weight_decay=0", "train.horizon=6 steps")
+    before = {n: w.clone() for n, w in run.optimizer.weights().items()}
+    train(run)
+    moved = [(w != before[n]).float().mean().item() for n, w in run.optimizer.weights().items() if w.ndim > 1]
+    assert min(moved) > 0.2
+
+
+def test_norms_and_biases_are_not_decayed(session):
+    run = session("model.preset=gpt2-test")
+    run.loader.close()
+    groups = run.optimizer._adamw.param_groups
+    decayed = {p.ndim for p in groups[0]["params"]}
+    plain = {p.ndim for p in groups[1]["params"]}
+    assert (decayed, plain) == ({2}, {1})
+    assert (groups[0]["weight_decay"], groups[1]["weight_decay"]) == (0.1, 0.0)
+
+
+def test_gradients_are_clipped_to_the_global_norm(session):
+    run = session("optim.clip=0.01")
+    batch = next(run.loader)
+    from arriero.train.loop import _gradients
+
+    _gradients(run, batch)
+    norm = torch.stack([p.grad.norm() for p in run.model.parameters()]).norm()
+    seen = []
+    run.optimizer._adamw.step = lambda: seen.extend(p.grad.clone() for p in run.model.parameters())
+    reported = run.optimizer.step(1e-3)
+    run.loader.close()
+    assert reported.item() == pytest.approx(norm.item(), rel=1e-5)
+    assert torch.stack([g.norm() for g in seen]).norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_run_directory_holds_what_outside_tools_rely_on(session):
+    run = session()
+    train(run)
+    metrics = lines(run.run_dir / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5, 6]
+    keys = {"step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "data_wait", "peak_mem_gib", "mfu"}
+    assert all(keys <= m.keys() for m in metrics)
+    assert [m["step"] for m in metrics if "eval_loss" in m] == [3, 6]
+    assert [m["tokens"] for m in metrics] == [512 * (i + 1) for i in range(6)]
+    assert all(m["mfu"] is None and 0 <= m["data_wait"] <= 1 for m in metrics)
+    events = lines(run.run_dir / "events.jsonl")
+    assert [e["event"] for e in events] == ["start", "evaluation", "evaluation", "evaluation", "end"]
+    assert tomllib.loads((run.run_dir / "run.toml").read_text())["train"]["horizon"] == "6 steps"
+    board = EventAccumulator(str(run.run_dir / "tensorboard"))
+    board.Reload()
+    assert [s.step for s in board.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [s.step for s in board.Scalars("eval_loss")] == [0, 3, 6]
+
+
+def test_a_fault_is_recorded_and_not_swallowed(session):
+    class Trip(Hook):
+        def on_step(self, session, step, tokens):
+            if step == 2:
+                raise RuntimeError("the cable came loose")
+
+    run = session(hooks=[Trip()])
+    with pytest.raises(RuntimeError, match="cable"):
+        train(run)
+    last = lines(run.run_dir / "events.jsonl")[-1]
+    assert (last["event"], last["step"], last["message"]) == ("fault", 2, "the cable came loose")
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(session):
+    run = session("optim.lr=1e30", "optim.clip=1e30", "schedule.kind=constant", "train.horizon=50 steps")
+    with pytest.raises(UserError, match=r"the loss is (nan|inf) at step \d+; lower optim.lr"):
+        train(run)
+
+
+def test_a_wall_time_horizon_ends_the_run_and_still_evaluates(session):
+    run = session("train.horizon=2s", "schedule.kind=constant", "eval.every=100 steps", "observe.log_every=1000")
+    outcome = train(run)
+    assert outcome.steps > 1
+    assert lines(run.run_dir / "metrics.jsonl")[-1]["eval_loss"] == outcome.last_eval_loss
+
+
+def test_the_same_run_may_be_repeated_and_a_different_one_is_refused(session):
+    train(session())
+    train(session())
+    with pytest.raises(UserError, match=r"already holds a different run \(optim.lr was 0.00\d+, is 0.5\)"):
+        session("optim.lr=0.5")
+
+
+def test_a_directory_with_other_files_is_refused(session, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match="holds files but no run"):
+        session()
+
+
+def test_a_refused_run_leaves_nothing_behind(session, tmp_path):
+    for sets in (["model.vocab_size=4000"], ["parallel.tp=2"], ["eval.heldout=1T tok"], ["data.sources=[{path='gone'}]"]):
+        with pytest.raises(UserError):
+            session(*sets)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiled_model_trains_the_same(session):
+    eager = losses(session("train.horizon=2 steps", name="eager"))
+    compiled = losses(session("train.horizon=2 steps", "precision.compile=true", name="compiled"))
+    assert compiled == pytest.approx(eager, rel=1e-4)
