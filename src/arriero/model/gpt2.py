@@ -10,12 +10,16 @@ from arriero.model.spec import ModelSpec
 
 class GPT2(LanguageModel):
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec, [_block(spec) for _ in range(spec.layers)], nn.LayerNorm(spec.dim, eps=spec.norm_eps))
+        super().__init__(
+            spec, [_block(spec) for _ in range(spec.layers)], nn.LayerNorm(spec.dim, eps=spec.norm_eps)
+        )
         self.positions = nn.Embedding(spec.max_seq_len, spec.dim)
 
     def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
         if tokens_BT.shape[1] > self.spec.max_seq_len:
-            raise ValueError(f"{tokens_BT.shape[1]} tokens, but only {self.spec.max_seq_len} learned positions")
+            raise ValueError(
+                f"{tokens_BT.shape[1]} tokens, but only {self.spec.max_seq_len} learned positions"
+            )
         return self.embedding(tokens_BT) + self.positions(positions)
 
     def rotation(self, positions: Tensor) -> None:  # noqa: ARG002

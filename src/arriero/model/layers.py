@@ -119,7 +119,9 @@ class Gelu(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, attention_norm: nn.Module, attention: Attention, ffn_norm: nn.Module, ffn: nn.Module) -> None:
+    def __init__(
+        self, attention_norm: nn.Module, attention: Attention, ffn_norm: nn.Module, ffn: nn.Module
+    ) -> None:
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention

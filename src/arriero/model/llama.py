@@ -10,7 +10,9 @@ from arriero.model.spec import ModelSpec
 
 class Llama(LanguageModel):
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec, [_block(spec) for _ in range(spec.layers)], nn.RMSNorm(spec.dim, eps=spec.norm_eps))
+        super().__init__(
+            spec, [_block(spec) for _ in range(spec.layers)], nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        )
         assert spec.rope_theta is not None
         self.rope = Rope(spec.head_dim, spec.rope_theta, spec.rope_scaling)
 

@@ -189,11 +189,15 @@ def _llama_problems(f: Mapping[str, Any]) -> list[str]:
 
 
 def _gpt2_problems(f: Mapping[str, Any]) -> list[str]:
-    problems = [f"gpt2 has learned positions: {n} does not apply" for n in ("rope_theta", "rope_scaling") if n in f]
+    problems = [
+        f"gpt2 has learned positions: {n} does not apply" for n in ("rope_theta", "rope_scaling") if n in f
+    ]
     if {"heads", "kv_heads"} <= f.keys() and f["heads"] != f["kv_heads"]:
         problems.append(f"gpt2 has as many kv_heads as heads, not {f['kv_heads']} and {f['heads']}")
     if {"heads", "head_dim", "dim"} <= f.keys() and f["heads"] * f["head_dim"] != f["dim"]:
-        problems.append(f"gpt2 needs heads x head_dim = dim, not {f['heads']} x {f['head_dim']} and {f['dim']}")
+        problems.append(
+            f"gpt2 needs heads x head_dim = dim, not {f['heads']} x {f['head_dim']} and {f['dim']}"
+        )
     return problems
 
 
@@ -252,7 +256,9 @@ CONVENTIONS: dict[str, Convention] = {
     "bench-seed": Convention("6 N_all + 12 L H hd T", _bench_seed),
     "frontier-seed": Convention("6 (N_all - input embedding) + 12 L H hd T", _frontier_seed),
     "nnscaler": Convention("6 P + 12 L d T, P the nominal size", _nnscaler),
-    "hfu": Convention("honest + half an attention forward + the blocks' forward as often as recomputed", _hfu),
+    "hfu": Convention(
+        "honest + half an attention forward + the blocks' forward as often as recomputed", _hfu
+    ),
 }
 
 
