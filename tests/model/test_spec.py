@@ -1,8 +1,11 @@
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import arriero
 from arriero.errors import UserError
 from arriero.model.presets import load_preset
 from arriero.model.spec import CONVENTIONS, ModelSpec, RopeScaling, flops_per_token
@@ -148,6 +151,5 @@ def test_arithmetic_does_not_import_torch():
     code = (
         "import sys, arriero.model.presets as p; p.load_preset('llama3-8b'); sys.exit('torch' in sys.modules)"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "src"}, check=False).returncode == 0
-    )
+    env = os.environ | {"PYTHONPATH": str(Path(arriero.__path__[0]).parent)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0

@@ -59,7 +59,7 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def init_weights(self, seed: int, pieces: Pieces = whole) -> None:
-        """Every parameter and buffer is overwritten; `pieces` tells which part of a parameter is held here."""
+        """Overwrites every parameter and buffer; `pieces` tells which part of a parameter is held here."""
         self.tie()
         for wrapped, parameter in self.named_parameters():
             name = plain_name(wrapped)

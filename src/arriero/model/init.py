@@ -64,7 +64,7 @@ def _fill_rows(rows: Tensor, row: int, column: int, width: int, key: int, rule: 
 
 
 def _normals(index: Tensor, key: int, table: Tensor) -> Tensor:
-    """The inverse of the normal distribution by table and straight line: only exact operations, no library's erfinv."""
+    """Inverse normal by table and straight line: all devices round these operations alike, but not erfinv."""
     bits = _mix(index, key)
     cell = _shift(bits, 48)
     low = table[cell]

@@ -52,7 +52,7 @@ class ModelSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> "ModelSpec":
-        """Missing kv_heads, head_dim, norm_eps, rope_theta and tied are filled in; every problem is reported at once."""
+        """Fills in kv_heads, head_dim, norm_eps, rope_theta and tied; reports every problem at once."""
         given, problems = _typed(values)
         given.setdefault("family", "llama")
         known = {**_DEFAULTS.get(str(given["family"]), {}), **given}
@@ -130,18 +130,21 @@ def _typed(values: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, str]
             continue
         elif name == "rope_scaling":
             _take_scaling(value, good, problems)
-        elif name == "family":
-            good[name] = value
-        elif name == "tied" and isinstance(value, bool):
-            good[name] = value
-        elif name in _COUNTS and isinstance(value, int) and not isinstance(value, bool):
-            good[name] = value
-        elif name in _REALS and isinstance(value, int | float) and not isinstance(value, bool):
-            good[name] = float(value)
-        else:
-            kind = "true or false" if name == "tied" else "a whole number" if name in _COUNTS else "a number"
+        elif kind := _wrong_kind(name, value):
             problems[name] = f"{name} must be {kind}, not {value!r}"
+        else:
+            good[name] = float(value) if name in _REALS else value  # pyrefly: ignore[bad-argument-type]
     return good, problems
+
+
+def _wrong_kind(name: str, value: object) -> str | None:
+    """What the value should have been."""
+    if name == "tied":
+        return None if isinstance(value, bool) else "true or false"
+    if name == "family":
+        return None if isinstance(value, str) else "a name"
+    wanted, kind = (int, "a whole number") if name in _COUNTS else (int | float, "a number")
+    return None if isinstance(value, wanted) and not isinstance(value, bool) else kind
 
 
 def _take_scaling(value: object, good: dict[str, Any], problems: dict[str, str]) -> None:
@@ -203,7 +206,7 @@ def _gpt2_problems(f: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Workload:
-    """One token's surroundings: the sequence, the mean length of a token's document, the share of blocks recomputed."""
+    """A token's surroundings; `attended` is the mean length of the document a token lies in."""
 
     seq_len: int
     attended: float

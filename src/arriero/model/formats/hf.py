@@ -41,6 +41,37 @@ _GPT2_BLOCK = {
     "ffn.up": "mlp.c_fc",
     "ffn.down": "mlp.c_proj",
 }
+_FIELDS = {
+    "llama": {
+        "vocab_size": "vocab_size",
+        "dim": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "ffn": "intermediate_size",
+        "max_seq_len": "max_position_embeddings",
+        "tied": "tie_word_embeddings",
+    },
+    "gpt2": {
+        "vocab_size": "vocab_size",
+        "dim": "n_embd",
+        "layers": "n_layer",
+        "heads": "n_head",
+        "ffn": "n_inner",
+        "max_seq_len": "n_positions",
+        "norm_eps": "layer_norm_epsilon",
+        "tied": "tie_word_embeddings",
+    },
+}
+_FIXED: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "gpt2": {
+        "activation_function": "gelu_new",
+        "scale_attn_by_inverse_layer_idx": False,
+        "scale_attn_weights": True,
+    },
+}
 _CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
 _NOT_WEIGHTS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
@@ -79,82 +110,38 @@ def from_hf(state: State, spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def hf_config(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    shared = {"vocab_size": spec.vocab_size, "tie_word_embeddings": spec.tied, "initializer_range": 0.02}
-    shared |= {"bos_token_id": None, "eos_token_id": None, "dtype": str(dtype).removeprefix("torch.")}
+    config = {theirs: getattr(spec, ours) for ours, theirs in _FIELDS[spec.family].items()}
+    config |= {"model_type": spec.family, "dtype": str(dtype).removeprefix("torch."), **_FIXED[spec.family]}
+    config |= {"initializer_range": 0.02, "bos_token_id": None, "eos_token_id": None}
     if spec.family == "gpt2":
-        return shared | {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "n_embd": spec.dim,
-            "n_layer": spec.layers,
-            "n_head": spec.heads,
-            "n_inner": spec.ffn,
-            "n_positions": spec.max_seq_len,
-            "layer_norm_epsilon": spec.norm_eps,
-            "activation_function": "gelu_new",
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-        }
-    return shared | {
-        "model_type": "llama",
+        config["architectures"] = ["GPT2LMHeadModel"]
+        return config | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    scaling = _hf_scaling(spec)
+    return config | {
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": spec.dim,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "intermediate_size": spec.ffn,
-        "max_position_embeddings": spec.max_seq_len,
         "rms_norm_eps": spec.norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         # readers before transformers 5 look for the two keys apart, later ones for rope_parameters
         "rope_theta": spec.rope_theta,
-        "rope_scaling": _hf_scaling(spec),
-        "rope_parameters": {"rope_theta": spec.rope_theta, **(_hf_scaling(spec) or {"rope_type": "default"})},
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": spec.rope_theta, **(scaling or {"rope_type": "default"})},
     }
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    kind = config.get("model_type")
-    if kind not in ("llama", "gpt2"):
-        raise UserError(f"a Hugging Face model of type {kind!r}", "only llama and gpt2 can be read")
-    unlike = {"llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}}
-    unlike["gpt2"] = {"activation_function": "gelu_new", "scale_attn_by_inverse_layer_idx": False}
-    odd = [f"{k} = {config[k]!r}" for k, v in unlike[kind].items() if config.get(k, v) != v]
+    family = config.get("model_type")
+    if family not in _FIELDS:
+        raise UserError(f"a Hugging Face model of type {family!r}", "only llama and gpt2 can be read")
+    odd = [f"{k} = {config[k]!r}" for k, v in _FIXED[family].items() if config.get(k, v) != v]
     if odd:
         raise UserError(
             f"config.json asks for {', '.join(odd)}", "this variant of the model is not supported"
         )
-    if kind == "gpt2":
-        dim = config["n_embd"]
-        names = {
-            "heads": "n_head",
-            "layers": "n_layer",
-            "max_seq_len": "n_positions",
-            "vocab_size": "vocab_size",
-        }
-        fields = {ours: config.get(theirs) for ours, theirs in names.items()}
-        fields |= {"family": "gpt2", "dim": dim, "ffn": config.get("n_inner") or 4 * dim}
-        norm_eps = config.get("layer_norm_epsilon", 1e-5)
-        return ModelSpec.from_dict(
-            fields | {"norm_eps": norm_eps, "tied": config.get("tie_word_embeddings", True)}
-        )
-    names = {
-        "vocab_size": "vocab_size",
-        "dim": "hidden_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "ffn": "intermediate_size",
-        "max_seq_len": "max_position_embeddings",
-    }
-    fields = {ours: config.get(theirs) for ours, theirs in names.items()}
-    fields |= {"norm_eps": config.get("rms_norm_eps", 1e-6), "tied": config.get("tie_word_embeddings", False)}
-    return ModelSpec.from_dict(fields | {"family": "llama"} | _rope_from_hf(config))
+    fields = {"family": family} | {ours: config.get(theirs) for ours, theirs in _FIELDS[family].items()}
+    if family == "llama":
+        fields |= {"norm_eps": config.get("rms_norm_eps", 1e-6)} | _rope_from_hf(config)
+    elif fields["ffn"] is None and fields["dim"] is not None:
+        fields["ffn"] = 4 * fields["dim"]
+    return ModelSpec.from_dict(fields)
 
 
 def save_hf(
