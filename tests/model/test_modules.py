@@ -119,6 +119,10 @@ def test_a_tied_head_stays_tied(name):
     for version in (model, copy.deepcopy(model), model.to(torch.float64)):
         assert version.head.weight is version.embedding.weight
     assert model.head.weight.dtype == torch.float64
+    with torch.device("meta"):
+        empty = build_model(model.spec)
+    empty = empty.to_empty(device="cpu")
+    assert empty.head.weight is empty.embedding.weight
 
 
 def test_gpt2_refuses_more_tokens_than_positions():
