@@ -1,0 +1,44 @@
+"""GPT-2: LayerNorm, learned positions, biases, GELU."""
+
+from torch import Tensor, nn
+
+from arriero.model.base import LanguageModel
+from arriero.model.init import Rule
+from arriero.model.layers import Attention, Block, Gelu
+from arriero.model.spec import ModelSpec
+
+
+class GPT2(LanguageModel):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(
+            spec, [_block(spec) for _ in range(spec.layers)], nn.LayerNorm(spec.dim, eps=spec.norm_eps)
+        )
+        self.positions = nn.Embedding(spec.max_seq_len, spec.dim)
+
+    def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
+        if tokens_BT.shape[1] > self.spec.max_seq_len:
+            raise ValueError(
+                f"{tokens_BT.shape[1]} tokens, but only {self.spec.max_seq_len} learned positions"
+            )
+        return self.embedding(tokens_BT) + self.positions(positions)
+
+    def rotation(self, positions: Tensor) -> None:  # noqa: ARG002
+        return None
+
+    def rule(self, name: str) -> Rule:
+        parts = name.split(".")
+        if parts[-1] == "bias":
+            return Rule()
+        if "norm" in parts[-2]:
+            return Rule(constant=1.0)
+        residual = (2 * self.spec.layers) ** -0.5 if parts[-2] in ("o", "down") else 1.0
+        return Rule(std=0.02 * residual, cut=5.0)
+
+
+def _block(spec: ModelSpec) -> Block:
+    return Block(
+        nn.LayerNorm(spec.dim, eps=spec.norm_eps),
+        Attention(spec.dim, spec.heads, spec.kv_heads, spec.head_dim, bias=True),
+        nn.LayerNorm(spec.dim, eps=spec.norm_eps),
+        Gelu(spec.dim, spec.ffn),
+    )

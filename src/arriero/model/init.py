@@ -1,0 +1,102 @@
+"""First weights. Element n of a parameter is a pure function of (seed, parameter name, n): the same bits on
+every device, in any order, and for any slice of the parameter."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+Piece = tuple[Tensor, Sequence[int]]
+Pieces = Callable[[Tensor], Iterable[Piece]]
+
+_CELLS = 1 << 16
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A constant where std is zero, else a normal cut at so many sigmas."""
+
+    std: float = 0.0
+    cut: float = 3.0
+    constant: float = 0.0
+
+
+def plain_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def whole(parameter: Tensor) -> Iterable[Piece]:
+    return [(parameter, (0,) * parameter.ndim)]
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, name: str, rule: Rule, seed: int, pieces: Pieces = whole) -> None:
+    """`pieces` names the parts of the parameter held here, each with where in the whole it begins."""
+    shape = parameter.shape
+    for held, start in pieces(parameter):
+        if held.is_meta:
+            raise ValueError(f"{name} has no storage yet: call to_empty before init_weights")
+        if rule.std == 0.0:
+            held.fill_(rule.constant)
+            continue
+        rows = held.unsqueeze(0) if held.ndim == 1 else held
+        width = shape[-1]
+        row, column = (0, start[0]) if held.ndim == 1 else (start[0], start[1])
+        _fill_rows(rows, row, column, width, _key(seed, name), rule)
+
+
+def _fill_rows(rows: Tensor, row: int, column: int, width: int, key: int, rule: Rule) -> None:
+    table = _quantiles(rule.cut).to(rows.device) * rule.std
+    columns = torch.arange(column, column + rows.shape[1], device=rows.device)
+    # small chunks stay in a CPU's cache, large ones fill a GPU
+    at_once = max(1, (1 << 15 if rows.device.type == "cpu" else 1 << 24) // max(1, rows.shape[1]))
+    for first in range(0, rows.shape[0], at_once):
+        part = rows[first : first + at_once]
+        index = torch.arange(row + first, row + first + part.shape[0], device=rows.device)
+        part.copy_(_normals(index[:, None] * width + columns, key, table))
+
+
+def _normals(index: Tensor, key: int, table: Tensor) -> Tensor:
+    """Inverse normal by table and straight line: all devices round these operations alike, but not erfinv."""
+    bits = _mix(index, key)
+    cell = _shift(bits, 48)
+    low = table[cell]
+    within = (_shift(bits, 24) & 0xFFFFFF).float() * 2.0**-24
+    return low + (table[cell + 1] - low) * within
+
+
+def _mix(index: Tensor, key: int) -> Tensor:
+    """SplitMix64 at a counter: neighbouring indices give unrelated bits."""
+    z = index * _signed(0x9E3779B97F4A7C15) + _signed(key)
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, by: int) -> Tensor:
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _key(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")
+
+
+@cache
+def _quantiles(cut: float) -> Tensor:
+    tail = 0.5 * math.erfc(cut / math.sqrt(2.0))
+    share = torch.linspace(tail, 0.5, _CELLS // 2 + 1, dtype=torch.float64, device="cpu")
+    lower = torch.special.ndtri(share)
+    lower[0] = -cut
+    lower[-1] = 0.0
+    return torch.cat((lower, -lower[:-1].flip(0))).float()

@@ -1,0 +1,133 @@
+"""What a block is made of. B batch, T tokens, D dim, H heads, K kv heads, E head dim, F ffn."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from arriero.model.spec import RopeScaling
+
+Rotation = tuple[Tensor, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Rope(nn.Module):
+    """Rotary positions in Hugging Face's half-split order: dimension i turns with i + E/2."""
+
+    frequencies: Tensor
+
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+        super().__init__()
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.register_buffer("frequencies", torch.empty(head_dim // 2), persistent=False)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        if not self.frequencies.is_meta:
+            frequencies = rope_frequencies(self.head_dim, self.theta, self.scaling)
+            self.frequencies = frequencies.to(self.frequencies.device)
+
+    def _apply(self, fn, recurse=True):
+        # a cast to bf16 or a to_empty would spoil the angles of far positions
+        super()._apply(fn, recurse)
+        self.reset()
+        return self
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """Cosines and sines in fp32, shaped (..., T, 1, E/2) to meet (B, T, H, E/2)."""
+        angles = positions[..., None, None].float() * self.frequencies
+        return angles.cos(), angles.sin()
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
+    frequencies = 1.0 / theta**exponents
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+
+
+def rotate(x_BTHE: Tensor, rotation: Rotation) -> Tensor:
+    cos, sin = rotation
+    a, b = x_BTHE.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTHE.dtype)
+
+
+def same_document_mask(documents_BT: Tensor) -> Tensor:
+    """(B, 1, T, T), true where a query may look: not ahead, not into another document."""
+    same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
+    return same.tril()
+
+
+def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
+    groups = q.shape[1] // k.shape[1]
+    if mask is not None and groups > 1:
+        # torch's masked kernels know no groups and would fall back to the T x T one
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        groups = 1
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1
+    )
+    return out.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Heads are counted from the projections' width, so a slice of them is an Attention too."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, bias: bool) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q = nn.Linear(dim, heads * head_dim, bias=bias)
+        self.k = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.v = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.o = nn.Linear(heads * head_dim, dim, bias=bias)
+        self.attend: Attend = attend
+
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Tensor | None) -> Tensor:
+        q, k, v = (p(x_BTD).unflatten(-1, (-1, self.head_dim)) for p in (self.q, self.k, self.v))
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        return self.o(self.attend(q, k, v, mask).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, dim: int, ffn: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, ffn, bias=False)
+        self.up = nn.Linear(dim, ffn, bias=False)
+        self.down = nn.Linear(ffn, dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Gelu(nn.Module):
+    def __init__(self, dim: int, ffn: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, ffn)
+        self.down = nn.Linear(ffn, dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(
+        self, attention_norm: nn.Module, attention: Attention, ffn_norm: nn.Module, ffn: nn.Module
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.ffn_norm = ffn_norm
+        self.ffn = ffn
+
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Tensor | None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation, mask)
+        return x_BTD + self.ffn(self.ffn_norm(x_BTD))

@@ -1,0 +1,40 @@
+"""Llama 2 and 3: RMSNorm, rotary positions, grouped queries, SwiGLU."""
+
+from torch import Tensor, nn
+
+from arriero.model.base import LanguageModel
+from arriero.model.init import Rule
+from arriero.model.layers import Attention, Block, Rope, Rotation, SwiGLU
+from arriero.model.spec import ModelSpec
+
+
+class Llama(LanguageModel):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(
+            spec, [_block(spec) for _ in range(spec.layers)], nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        )
+        assert spec.rope_theta is not None
+        self.rope = Rope(spec.head_dim, spec.rope_theta, spec.rope_scaling)
+
+    def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002
+        return self.embedding(tokens_BT)
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        return self.rope(positions)
+
+    def rule(self, name: str) -> Rule:
+        parts = name.split(".")
+        if "norm" in parts[-2]:
+            return Rule(constant=1.0)
+        if parts[-2] in ("o", "down"):
+            return Rule(std=0.02 / (2 * (int(parts[1]) + 1)) ** 0.5)
+        return Rule(std=self.spec.dim**-0.5 if parts[0] == "head" else 0.02)
+
+
+def _block(spec: ModelSpec) -> Block:
+    return Block(
+        nn.RMSNorm(spec.dim, eps=spec.norm_eps),
+        Attention(spec.dim, spec.heads, spec.kv_heads, spec.head_dim, bias=False),
+        nn.RMSNorm(spec.dim, eps=spec.norm_eps),
+        SwiGLU(spec.dim, spec.ffn),
+    )

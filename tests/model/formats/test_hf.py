@@ -1,0 +1,191 @@
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from arriero.errors import UserError
+from arriero.model.build import build_model
+from arriero.model.formats.hf import from_hf, hf_config, load_hf, save_hf, spec_from_hf, to_hf
+from arriero.model.presets import load_preset, preset_names
+from arriero.model.spec import ModelSpec
+
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 32}
+BASE = {"vocab_size": 97, "layers": 2, "ffn": 88, "max_seq_len": 512}
+SHAPES = {
+    "mha": {"dim": 64, "heads": 4},
+    "gqa": {"dim": 64, "heads": 4, "kv_heads": 2},
+    "mqa": {"dim": 64, "heads": 4, "kv_heads": 1},
+    "three heads": {"dim": 48, "heads": 3},
+    "five heads, one kv": {"dim": 80, "heads": 5, "kv_heads": 1},
+    "wide heads": {"dim": 64, "heads": 4, "kv_heads": 2, "head_dim": 24},
+    "tied": {"dim": 64, "heads": 4, "kv_heads": 2, "tied": True},
+    "theta": {"dim": 64, "heads": 4, "rope_theta": 5e5, "norm_eps": 1e-6},
+    "scaled rope": {"dim": 64, "heads": 4, "kv_heads": 2, "rope_scaling": SCALING},
+    "gpt2": {"family": "gpt2", "dim": 64, "heads": 4},
+    "gpt2, three heads": {"family": "gpt2", "dim": 48, "heads": 3, "tied": False},
+}
+
+
+def spec_of(shape):
+    return ModelSpec.from_dict({**BASE, **SHAPES[shape]})
+
+
+def lively(spec):
+    """Weights large enough for attention to matter, norms and biases away from ones and zeros."""
+    model = build_model(spec)
+    model.init_weights(1)
+    noise = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.1)
+    return model.eval()
+
+
+def theirs(spec, model=None):
+    config = AutoConfig.for_model(**hf_config(spec, torch.float32))
+    config._attn_implementation = "eager"
+    peer = AutoModelForCausalLM.from_config(config).eval()
+    if model is not None:
+        missing, unexpected = peer.load_state_dict(to_hf(model.state_dict(), spec), strict=False)
+        assert not unexpected and set(missing) <= ({"lm_head.weight"} if spec.tied else set())
+        peer.tie_weights()
+    return peer
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_equal_transformers(shape):
+    spec = spec_of(shape)
+    model = lively(spec)
+    tokens = torch.randint(0, spec.vocab_size, (2, 96), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        ours, peers = model(tokens), theirs(spec, model)(tokens).logits
+    assert peers.std() > 0.5
+    assert (ours - peers).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("shape", ["gqa", "scaled rope"])
+def test_logits_equal_transformers_far_out(shape):
+    spec = spec_of(shape)
+    model = lively(spec)
+    tokens = torch.randint(0, spec.vocab_size, (1, 32), generator=torch.Generator().manual_seed(3))
+    positions = (torch.arange(32) * 15)[None]
+    with torch.no_grad():
+        ours, peers = model(tokens, positions), theirs(spec, model)(tokens, position_ids=positions).logits
+    assert (ours - peers).abs().max() <= 1e-5
+
+
+def test_scaling_matters_where_it_is_tested():
+    plain, scaled = lively(spec_of("gqa")), lively(spec_of("scaled rope"))
+    tokens = torch.arange(96)[None]
+    with torch.no_grad():
+        assert (plain(tokens) - scaled(tokens)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_survive_both_ways_bit_for_bit(shape, dtype):
+    spec = spec_of(shape)
+    ours = lively(spec).to(dtype).state_dict()
+    back = from_hf(to_hf(ours, spec), spec)
+    assert back.keys() == ours.keys() and all(torch.equal(back[k], ours[k]) for k in ours)
+    hf = theirs(spec).to(dtype).state_dict()
+    again = to_hf(from_hf(hf, spec), spec)
+    assert again.keys() == hf.keys() - ({"lm_head.weight"} if spec.tied else set())
+    assert all(torch.equal(again[k], hf[k]) for k in again)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_survives_config_json(name):
+    spec = load_preset(name)
+    config = json.loads(json.dumps(hf_config(spec)))
+    back = spec_from_hf(config)
+    assert {**back.to_dict(), "nominal_params": 0} == {**spec.to_dict(), "nominal_params": 0}
+    assert spec_from_hf(AutoConfig.for_model(**config).to_dict()) == back
+
+
+def test_old_and_new_rope_keys_are_read():
+    config = hf_config(load_preset("llama3.1-8b"))
+    old = {k: v for k, v in config.items() if k != "rope_parameters"}
+    new = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling")}
+    assert spec_from_hf(old) == spec_from_hf(new)
+    assert spec_from_hf(new).rope_theta == 5e5
+    with pytest.raises(UserError, match="yarn"):
+        spec_from_hf({**old, "rope_scaling": {"type": "yarn", "factor": 2.0}})
+
+
+def test_other_architectures_are_refused():
+    with pytest.raises(UserError, match="mamba"):
+        spec_from_hf({"model_type": "mamba"})
+    with pytest.raises(UserError, match="attention_bias"):
+        spec_from_hf({**hf_config(load_preset("llama-test")), "attention_bias": True})
+
+
+def test_the_first_gpt2_files_are_read():
+    spec = spec_of("gpt2")
+    model = lively(spec)
+    bare = {name.removeprefix("transformer."): t for name, t in to_hf(model.state_dict(), spec).items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    model.load_state_dict(from_hf(bare, spec))
+
+
+def test_tensors_that_do_not_fit_are_listed():
+    spec = spec_of("gqa")
+    state = to_hf(lively(spec).state_dict(), spec)
+    state["model.extra.weight"] = state.pop("model.norm.weight")
+    with pytest.raises(
+        UserError, match=r"1 missing \(model.norm.weight\); 1 unexpected \(model.extra.weight\)"
+    ):
+        from_hf(state, spec)
+    with pytest.raises(UserError, match="missing"):
+        to_hf({}, spec)
+
+
+@pytest.mark.parametrize("shape", ["gqa", "tied", "scaled rope", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_directory_loads_in_transformers(shape, dtype, tmp_path):
+    spec = spec_of(shape)
+    model = lively(spec).to(dtype)
+    save_hf(tmp_path, model.state_dict(), spec)
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True, dtype="auto").eval()
+    assert peer.dtype == dtype
+    state, read = load_hf(tmp_path)
+    assert read == spec
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    tokens = torch.arange(90)[None]
+    with torch.no_grad():
+        difference = (model.float()(tokens) - peer.float()(tokens).logits).abs().max()
+    assert difference <= 1e-5
+
+
+def test_the_tokenizer_travels_with_the_model(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "source.json"))
+    spec = spec_of("gqa")
+    state = lively(spec).state_dict()
+    save_hf(tmp_path / "out", state, spec, tmp_path / "source.json", eos_token="<end>")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert loaded("a b b")["input_ids"] == [0, 1, 1]
+    assert (loaded.eos_token, loaded.eos_token_id) == ("<end>", 3)
+    assert AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == 3
+    with pytest.raises(UserError, match="<nowhere>"):
+        save_hf(tmp_path / "out", state, spec, tmp_path / "source.json", eos_token="<nowhere>")
+
+
+def test_a_model_in_pieces_is_read(tmp_path):
+    spec = spec_of("gqa")
+    model = lively(spec)
+    save_hf(tmp_path / "whole", model.state_dict(), spec)
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", local_files_only=True)
+    peer.save_pretrained(tmp_path / "pieces", max_shard_size="50KB")
+    assert len(list((tmp_path / "pieces").glob("*.safetensors"))) > 1
+    state, read = load_hf(tmp_path / "pieces")
+    assert read == spec and all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+
+
+def test_an_empty_directory_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"config\.json"):
+        load_hf(tmp_path)

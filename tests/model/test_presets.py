@@ -1,0 +1,103 @@
+import pytest
+import torch
+
+from arriero.errors import UserError
+from arriero.model.build import build_model
+from arriero.model.presets import about, load_preset, preset_names, resolve
+
+CENSUS = {
+    "frontier-llama2-271m": "0.271",
+    "frontier-llama2-1b": "1.056",
+    "frontier-llama2-7b": "6.738",
+    "frontier-llama2-13b": "13.016",
+    "frontier-llama2-26b": "25.704",
+    "frontier-llama2-70b": "68.977",
+    "frontier-llama3-1b": "1.398",
+    "frontier-llama3-3b": "4.399",
+    "frontier-llama3-8b": "8.030",
+    "frontier-llama3-70b": "70.554",
+    "frontier-llama3-405b": "405.853",
+    "bench-gpt2-125m": "0.124",
+    "bench-gpt2-1.5b": "1.558",
+    "bench-llama-3.1-8b": "8.030",
+    "bench-llama-3.1-70b": "70.554",
+    "bench-llama-3.1-70b-proxy": "2.957",
+    "llama3-8b-mini": "1.923",
+    "llama2-34b": "33.744",
+    "fms-llama2-34b": "33.744",
+    "fms-llama2-1.4b": "1.289",
+    "fms-llama3-1.8b": "1.884",
+    "fms-llama3-3.2b": "3.204",
+    "llama3.2-1b": "1.236",
+    "llama3.2-3b": "3.213",
+}
+
+
+@pytest.mark.parametrize(("name", "billions"), CENSUS.items())
+def test_parameters_equal_the_census_to_the_printed_digit(name, billions):
+    assert f"{load_preset(name).parameters / 1e9:.3f}" == billions
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_module_really_has_the_parameters_the_spec_counts(name):
+    spec = load_preset(name)
+    with torch.device("meta"):
+        model = build_model(spec)
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert sum(p.numel() for p in model.parameters()) == spec.parameters
+    assert sum(m.weight.numel() for m in linears) == spec.matmul_parameters
+    assert spec.bf16_bytes == 2 * spec.parameters
+    assert about(name) and "\n" not in about(name)
+
+
+def test_same_size_in_the_name_is_not_the_same_model():
+    assert load_preset("llama2-34b").rope_theta == 1e4
+    assert load_preset("fms-llama2-34b").rope_theta == 1e6
+    assert load_preset("fms-llama2-34b").max_seq_len == 16384
+    assert load_preset("llama3-8b").rope_scaling is None
+    scaling = load_preset("llama3.1-405b").rope_scaling
+    assert scaling is not None and scaling.factor == 8.0
+    assert load_preset("frontier-llama3-405b").rope_scaling is None
+    assert load_preset("frontier-llama3-3b").max_seq_len == 131072
+    assert load_preset("bench-llama-2-7b").vocab_size == 3200
+    assert "mistake" in about("bench-llama-2-7b")
+    assert (load_preset("gpt2-1.5b").vocab_size, load_preset("bench-gpt2-1.5b").vocab_size) == (50257, 50304)
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(UserError) as caught:
+        load_preset("lama3-8b")
+    assert "'llama3-8b'" in caught.value.todo
+    assert "arriero config models" in caught.value.todo
+
+
+def test_overrides_lie_over_the_preset():
+    spec = resolve("llama3-8b", {"layers": 4, "max_seq_len": None})
+    assert spec == load_preset("llama3-8b-mini")
+    assert spec.nominal_params is None
+    assert resolve("llama3-8b", {"max_seq_len": 4096}).nominal_params == 8_000_000_000
+
+
+def test_head_dim_and_kv_heads_follow_the_heads():
+    assert resolve("llama3-8b", {"heads": 16}).head_dim == 256
+    assert resolve("llama3-8b", {"dim": 2048}).head_dim == 64
+    assert resolve("llama3-8b", {"dim": 2048, "head_dim": 128}).head_dim == 128
+    assert resolve("llama3-8b", {"heads": 16}).kv_heads == 8
+    assert resolve("llama2-7b", {"heads": 16}).kv_heads == 16
+    assert resolve("gpt2-test", {"heads": 8}).kv_heads == 8
+
+
+def test_scaling_can_be_taken_away():
+    assert resolve("llama3.1-8b", {"rope_scaling": False}).rope_scaling is None
+
+
+def test_a_model_may_be_given_without_a_preset():
+    fields = {"vocab_size": 100, "dim": 64, "layers": 2, "heads": 4, "ffn": 128, "max_seq_len": 32}
+    assert resolve(None, fields).parameters == resolve("llama-test", {**fields, "kv_heads": 4}).parameters
+
+
+def test_every_problem_of_an_override_is_reported():
+    with pytest.raises(UserError) as caught:
+        resolve("llama3-8b", {"kv_heads": 5, "layers": 0, "laeyrs": 2})
+    for part in ("kv_heads 5", "layers must be positive", "did you mean layers?"):
+        assert part in caught.value.what
