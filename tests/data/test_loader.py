@@ -59,6 +59,12 @@ def test_resuming_from_the_state_continues_without_gap_or_repeat(stream):
     assert torch.equal(torch.cat([b.tokens_BT for b in before + after]), whole)
 
 
+def test_every_rank_holds_the_same_state(stream):
+    loaders = [Loader(stream, 6, start_sample=12, rank=rank, ranks=3) for rank in range(3)]
+    assert [take(loader, 2)[-1].first_sample for loader in loaders] == [18, 18, 18]
+    assert [loader.state()["sample"] for loader in loaders] == [24, 24, 24]
+
+
 def test_batches_keep_their_content_while_later_ones_are_read(stream):
     kept = take(Loader(stream, 6, prefetch=1), 12)
     again = take(Loader(stream, 6, prefetch=3), 12)

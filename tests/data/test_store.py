@@ -44,6 +44,12 @@ def test_any_range_reads_back_across_shards_and_empty_documents(make_store, shar
         assert store.document_start_before(start) == max(b for b in begins if b <= start)
 
 
+def test_a_crowd_of_empty_documents_hides_no_beginning(make_store):
+    store = make_store([[[1], *[[]] * 9, [2], [3]]])
+    assert store.document_starts(0, 3).tolist() == [0, 1, 2]
+    assert store.document_start_before(1) == 1
+
+
 def test_the_index_has_megatrons_bytes(make_store):
     store = make_store([[[1, 2, 3], [4]]])
     expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
@@ -162,3 +168,12 @@ def test_a_missing_cut_or_foreign_shard_file_is_named(make_store):
     (foreign.directory / "00000.idx").write_bytes(b"x" * size)
     with pytest.raises(UserError, match=r"00000\.idx is not the index"):
         foreign.document_starts(0, 3)
+
+
+def test_an_index_for_another_token_width_is_refused(make_store):
+    store = make_store([[[1, 2, 3]]])
+    index = bytearray((store.directory / "00000.idx").read_bytes())
+    index[17] = 4
+    (store.directory / "00000.idx").write_bytes(index)
+    with pytest.raises(UserError, match=r"00000\.idx is not the index"):
+        store.document_starts(0, 3)
