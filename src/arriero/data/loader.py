@@ -1,0 +1,151 @@
+"""Batches for one rank, read ahead by one thread. The whole state is one integer and a fingerprint."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from arriero.data.order import EvalStream, Located, Stream
+from arriero.errors import UserError
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's sequences of a global batch. Positions count from a document's first token in the window."""
+
+    first_sample: int
+    tokens_BT: torch.Tensor
+    labels_BT: torch.Tensor
+    positions_BT: torch.Tensor | None = None
+    documents_BT: torch.Tensor | None = None
+
+
+class Loader:
+    """Global batches of `batch_sequences` from `start_sample` on, cut into one consecutive part per rank.
+
+    A finite stream ends with a batch filled up with ignored labels, so all ranks see equally many batches.
+    """
+
+    def __init__(
+        self,
+        stream: Stream | EvalStream,
+        batch_sequences: int,
+        start_sample: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
+        prefetch: int = 2,
+        pin: bool = False,
+        documents: bool = False,
+    ) -> None:
+        if batch_sequences < 1 or batch_sequences % ranks:
+            raise UserError(
+                f"a batch of {batch_sequences} sequences does not divide over {ranks} data-parallel ranks",
+                f"make it a multiple of {ranks}",
+            )
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} of {ranks}")
+        self._stream = stream
+        self._batch_sequences = batch_sequences
+        self._local = batch_sequences // ranks
+        self._rank = rank
+        self._pin = pin
+        self._with_documents = documents
+        self._fingerprint = stream.fingerprint
+        self._consumed = start_sample
+        self._row = {s.store.dtype: np.empty(stream.seq_len + 1, s.store.dtype) for s in stream.sources}
+        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=max(1, prefetch))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._produce, args=(start_sample,), name="data", daemon=True)
+        self._thread.start()
+
+    def state(self) -> dict[str, int | str]:
+        """What was handed out, not what was read ahead."""
+        return {"sample": self._consumed, "fingerprint": self._fingerprint}
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._stop.is_set():
+            raise StopIteration
+        item = self._ready.get()
+        if isinstance(item, Batch):
+            self._consumed = item.first_sample + self._batch_sequences
+            return item
+        self.close()
+        if item is None:
+            raise StopIteration
+        raise item
+
+    def close(self) -> None:
+        self._stop.set()
+        while not self._ready.empty():
+            self._ready.get_nowait()
+        self._thread.join()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _produce(self, sample: int) -> None:
+        try:
+            while not self._stop.is_set():
+                if self._stream.samples is not None and sample >= self._stream.samples:
+                    self._ready.put(None)
+                    return
+                self._ready.put(self._make(sample))
+                sample += self._batch_sequences
+        except BaseException as error:
+            self._ready.put(error)
+
+    def _make(self, first_sample: int) -> Batch:
+        begin = first_sample + self._rank * self._local
+        end = begin + self._local
+        if self._stream.samples is not None:
+            end = max(begin, min(end, self._stream.samples))
+        located = self._stream.locate(np.arange(begin, end))
+        tokens_BT, labels_BT = self._empty(), self._empty()
+        self._fill(located, tokens_BT.numpy(), labels_BT.numpy())
+        if not self._with_documents:
+            return Batch(first_sample, tokens_BT, labels_BT)
+        positions_BT, documents_BT = self._empty(), self._empty()
+        self._fill_documents(located, positions_BT.numpy(), documents_BT.numpy())
+        return Batch(first_sample, tokens_BT, labels_BT, positions_BT, documents_BT)
+
+    def _empty(self) -> torch.Tensor:
+        return torch.empty(self._local, self._stream.seq_len, dtype=torch.int64, pin_memory=self._pin)
+
+    def _fill(self, located: Located, tokens_BT: np.ndarray, labels_BT: np.ndarray) -> None:
+        rows = len(located.start)
+        for b in range(rows):
+            store = self._stream.sources[located.source[b]].store
+            row = self._row[store.dtype]
+            store.read_into(int(located.start[b]), row)
+            tokens_BT[b] = row[:-1]
+            labels_BT[b] = row[1:]
+        tokens_BT[rows:] = self._stream.sources[0].store.eos_id
+        labels_BT[rows:] = IGNORED
+
+    def _fill_documents(self, located: Located, positions_BT: np.ndarray, documents_BT: np.ndarray) -> None:
+        seq_len = self._stream.seq_len
+        documents_BT[:] = 0
+        positions_BT[:] = 1
+        positions_BT[:, 0] = 0
+        for b in range(len(located.start)):
+            start = int(located.start[b])
+            store = self._stream.sources[located.source[b]].store
+            begins = store.document_starts(start + 1, seq_len - 1) - start
+            documents_BT[b, begins] = 1
+            positions_BT[b, begins] -= np.diff(begins, prepend=0)
+        np.cumsum(documents_BT, axis=1, out=documents_BT)
+        np.cumsum(positions_BT, axis=1, out=positions_BT)

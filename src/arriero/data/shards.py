@@ -1,0 +1,128 @@
+"""Writing one shard: little-endian tokens in `.bin`, the documents in a Megatron v1 `.idx`."""
+
+import hashlib
+import os
+import struct
+from array import array
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+
+from arriero.errors import UserError
+
+IDX_MAGIC = b"MMIDIDX\x00\x00"
+IDX_VERSION = 1
+IDX_HEADER = struct.Struct("<9sQBQQ")
+
+
+class Layout(NamedTuple):
+    code: int
+    numpy: str
+
+
+DTYPES = {"uint16": Layout(8, "<u2"), "int32": Layout(4, "<i4")}
+
+
+def dtype_for(vocab_size: int) -> str:
+    return "uint16" if vocab_size <= 2**16 else "int32"
+
+
+class Shard(NamedTuple):
+    name: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    bin_sha256: str
+    idx_sha256: str
+
+
+class ShardWriter:
+    """Writes under `.tmp` names; `close()` makes the shard appear whole. An exception leaves nothing."""
+
+    def __init__(self, directory: Path, name: str, vocab_size: int) -> None:
+        self.name = name
+        self.tokens = 0
+        self.text_bytes = 0
+        self._vocab_size = vocab_size
+        self._layout = DTYPES[dtype_for(vocab_size)]
+        self._bin = directory / f"{name}.bin"
+        self._idx = directory / f"{name}.idx"
+        self._tmp = directory / f"{name}.bin.tmp"
+        self._file = self._tmp.open("wb", buffering=2**20)
+        self._digest = hashlib.sha256()
+        self._lengths = array("i")
+
+    def add(self, ids: np.ndarray, text_bytes: int = 0) -> None:
+        ids = np.asarray(ids)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
+            bad = int(ids.max()) if ids.min() >= 0 else int(ids.min())
+            raise UserError(
+                f"{self._bin}: document {len(self._lengths)} has token id {bad} of {self._vocab_size}",
+                "prepare with the tokenizer whose vocabulary is declared",
+            )
+        raw = ids.astype(self._layout.numpy).tobytes()
+        self._file.write(raw)
+        self._digest.update(raw)
+        self._lengths.append(len(ids))
+        self.tokens += len(ids)
+        self.text_bytes += text_bytes
+
+    def close(self) -> Shard:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        index = self._index()
+        write_durably(self._idx, index)
+        self._tmp.replace(self._bin)
+        sync_directory(self._bin.parent)
+        return Shard(
+            name=self.name,
+            tokens=self.tokens,
+            documents=len(self._lengths),
+            text_bytes=self.text_bytes,
+            bin_sha256=self._digest.hexdigest(),
+            idx_sha256=hashlib.sha256(index).hexdigest(),
+        )
+
+    def discard(self) -> None:
+        self._file.close()
+        self._tmp.unlink(missing_ok=True)
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._file.closed:
+            self.discard()
+
+    def _index(self) -> bytes:
+        n = len(self._lengths)
+        lengths = np.array(self._lengths, dtype="<i4")
+        pointers = np.zeros(n, dtype="<i8")
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= np.dtype(self._layout.numpy).itemsize
+        header = IDX_HEADER.pack(IDX_MAGIC, IDX_VERSION, self._layout.code, n, n + 1)
+        return header + lengths.tobytes() + pointers.tobytes() + np.arange(n + 1, dtype="<i8").tobytes()
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """The file appears whole or not at all, also after a power cut."""
+    tmp = path.with_name(path.name + ".tmp")
+    with tmp.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    tmp.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

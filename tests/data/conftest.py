@@ -1,0 +1,56 @@
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from arriero.data.prepare import prepare_builtin
+from arriero.data.shards import ShardWriter, dtype_for
+from arriero.data.store import TokenStore, write_manifest
+
+MakeStore = Callable[..., TokenStore]
+
+
+def write_store(
+    directory: Path, shards: Sequence[Sequence[Sequence[int]]], vocab_size: int = 1000, tokenizer: str = "{}"
+) -> TokenStore:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_text(tokenizer)
+    written = []
+    for i, documents in enumerate(shards):
+        with ShardWriter(directory, f"{i:05d}", vocab_size) as writer:
+            for ids in documents:
+                writer.add(np.array(ids, dtype=np.int64))
+            written.append(writer.close())
+    write_manifest(
+        directory,
+        written,
+        tokenizer="tokenizer.json",
+        vocab_size=vocab_size,
+        eos_id=0,
+        dtype=dtype_for(vocab_size),
+        about={"source": "test"},
+    )
+    return TokenStore.open(directory)
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> MakeStore:
+    count = iter(range(1000))
+    return lambda shards, **more: write_store(tmp_path / f"set{next(count)}", shards, **more)
+
+
+@pytest.fixture(scope="session")
+def counting_store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    """Token k of the dataset is k, in documents of 7 tokens over shards of 210."""
+    shards = [
+        [range(begin, begin + 7) for begin in range(210 * shard, 210 * (shard + 1), 7)] for shard in range(5)
+    ]
+    return write_store(tmp_path_factory.mktemp("counting") / "set", shards, vocab_size=2000)
+
+
+@pytest.fixture(scope="session")
+def stdlib_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cache = tmp_path_factory.mktemp("cache")
+    prepare_builtin("builtin:stdlib", cache)
+    return cache

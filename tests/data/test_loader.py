@@ -1,0 +1,138 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from arriero.data.loader import IGNORED, Loader
+from arriero.data.order import EvalStream, Source, Stream
+from arriero.errors import UserError
+
+
+@pytest.fixture
+def stream(counting_store):
+    return Stream(
+        [Source(counting_store, range(600), 2), Source(counting_store, range(600, 1050), 1)], 16, seed=3
+    )
+
+
+def take(loader, n):
+    with loader:
+        return [next(loader) for _ in range(n)]
+
+
+def test_labels_are_the_tokens_one_further(stream):
+    for batch in take(Loader(stream, 6), 20):
+        assert batch.tokens_BT.shape == (6, 16)
+        assert batch.tokens_BT.dtype == batch.labels_BT.dtype == torch.int64
+        assert torch.equal(batch.labels_BT, batch.tokens_BT + 1)
+
+
+def test_batches_hold_the_samples_the_stream_names(stream):
+    batches = take(Loader(stream, 4, start_sample=8190), 3)
+    starts = stream.locate(np.arange(8190, 8190 + 12)).start
+    assert torch.cat([b.tokens_BT[:, 0] for b in batches]).tolist() == starts.tolist()
+    assert [b.first_sample for b in batches] == [8190, 8194, 8198]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 12])
+def test_ranks_together_see_the_global_batch(stream, ranks):
+    whole = take(Loader(stream, 12), 2)
+    parts = [take(Loader(stream, 12, rank=rank, ranks=ranks), 2) for rank in range(ranks)]
+    for step in range(2):
+        assert torch.equal(torch.cat([part[step].tokens_BT for part in parts]), whole[step].tokens_BT)
+
+
+def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(stream):
+    with pytest.raises(UserError, match="10 sequences does not divide over 4"):
+        Loader(stream, 10, ranks=4)
+
+
+def test_resuming_from_the_state_continues_without_gap_or_repeat(stream):
+    whole = torch.cat([b.tokens_BT for b in take(Loader(stream, 6), 8)])
+    first = Loader(stream, 6, prefetch=4)
+    before = take(first, 3)
+    state = first.state()
+    assert state == {"sample": 18, "fingerprint": stream.fingerprint}
+    after = take(Loader(stream, 6, start_sample=state["sample"]), 5)
+    assert torch.equal(torch.cat([b.tokens_BT for b in before + after]), whole)
+
+
+def test_every_rank_holds_the_same_state(stream):
+    loaders = [Loader(stream, 6, start_sample=12, rank=rank, ranks=3) for rank in range(3)]
+    assert [take(loader, 2)[-1].first_sample for loader in loaders] == [18, 18, 18]
+    assert [loader.state()["sample"] for loader in loaders] == [24, 24, 24]
+
+
+def test_batches_keep_their_content_while_later_ones_are_read(stream):
+    kept = take(Loader(stream, 6, prefetch=1), 12)
+    again = take(Loader(stream, 6, prefetch=3), 12)
+    assert all(torch.equal(a.tokens_BT, b.tokens_BT) for a, b in zip(kept, again, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_evaluation_ends_with_ignored_labels_on_every_rank(counting_store, ranks):
+    stream = EvalStream([Source(counting_store, range(51))], 5)
+    parts = []
+    for rank in range(ranks):
+        with Loader(stream, 8, rank=rank, ranks=ranks) as loader:
+            parts.append(list(loader))
+    assert {len(part) for part in parts} == {2}
+    labels = torch.cat([torch.cat([part[step].labels_BT for part in parts]) for step in range(2)]).flatten()
+    assert labels.tolist() == [*range(1, 51), *[IGNORED] * 30]
+
+
+def test_positions_and_documents_restart_where_a_document_begins(counting_store):
+    stream = EvalStream([Source(counting_store, range(3, 54))], 10)
+    with Loader(stream, 2, documents=True) as loader:
+        batches = list(loader)
+    positions = torch.cat([b.positions_BT for b in batches])
+    documents = torch.cat([b.documents_BT for b in batches])
+    for w in range(5):
+        tokens = range(3 + 10 * w, 13 + 10 * w)
+        assert documents[w].tolist() == [t // 7 - tokens[0] // 7 for t in tokens]
+        assert positions[w].tolist() == [min(t % 7, t - tokens[0]) for t in tokens]
+
+
+def test_sources_of_different_token_width_mix(make_store):
+    narrow, wide = make_store([[range(400)]]), make_store([[range(500, 900)]], vocab_size=70_000)
+    stream = Stream([Source(narrow), Source(wide)], 8, 1)
+    tokens = torch.cat([b.tokens_BT for b in take(Loader(stream, 8), 20)])
+    assert torch.equal(tokens, tokens[:, :1] + torch.arange(8))
+    assert {bool(first >= 500) for first in tokens[:, 0]} == {True, False}
+
+
+def test_an_error_in_the_thread_reaches_the_consumer(make_store):
+    store = make_store([[range(100)], [range(100)]])
+    (store.directory / "00001.bin").unlink()
+    loader = Loader(EvalStream([Source(store)], 10), 1)
+    with pytest.raises(UserError, match=r"00001\.bin is missing"):
+        list(loader)
+    assert loader.state()["sample"] == 9
+    assert list(loader) == []
+
+
+def test_close_stops_the_thread_at_once(stream):
+    before = threading.active_count()
+    loaders = [Loader(stream, 6, prefetch=1) for _ in range(20)]
+    time.sleep(0.05)
+    began = time.perf_counter()
+    for loader in loaders:
+        loader.close()
+    assert time.perf_counter() - began < 1
+    assert threading.active_count() == before
+    assert list(loaders[0]) == []
+
+
+def test_reading_costs_little(make_store):
+    """Far below the 400 Mtok per CPU-second of a quiet machine: a guard against Python per token."""
+    store = make_store([[np.arange(1_000_000) % 1000]])
+    loader = Loader(Stream([Source(store)], 8192, 1), 32)
+    next(loader)
+    began, tokens = time.process_time(), 0
+    while tokens < 2e7:
+        tokens += next(loader).tokens_BT.numel()
+    spent = time.process_time() - began
+    loader.close()
+    assert tokens / spent > 50e6

@@ -1,0 +1,179 @@
+import json
+import os
+import struct
+import threading
+import time
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from arriero.data import store as store_module
+from arriero.data.shards import Shard, ShardWriter
+from arriero.data.store import TokenStore, write_manifest
+from arriero.errors import UserError
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 999), max_size=6), max_size=5)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shards=st.lists(DOCUMENTS, min_size=1, max_size=4),
+    vocab_size=st.sampled_from([1000, 100_000]),
+    data=st.data(),
+)
+def test_any_range_reads_back_across_shards_and_empty_documents(make_store, shards, vocab_size, data):
+    store = make_store(shards, vocab_size=vocab_size)
+    flat = list(chain.from_iterable(chain.from_iterable(shards)))
+    begins, position = set(), 0
+    for document in chain.from_iterable(shards):
+        if document:
+            begins.add(position)
+        position += len(document)
+    start = data.draw(st.integers(0, len(flat)))
+    n = data.draw(st.integers(0, len(flat) - start))
+
+    assert store.tokens == len(flat)
+    assert store.documents == sum(len(documents) for documents in shards)
+    assert store.read(start, n).tolist() == flat[start : start + n]
+    assert store.document_starts(start, n).tolist() == sorted(b for b in begins if start <= b < start + n)
+    if start < len(flat):
+        assert store.document_start_before(start) == max(b for b in begins if b <= start)
+
+
+def test_a_crowd_of_empty_documents_hides_no_beginning(make_store):
+    store = make_store([[[1], *[[]] * 9, [2], [3]]])
+    assert store.document_starts(0, 3).tolist() == [0, 1, 2]
+    assert store.document_start_before(1) == 1
+
+
+def test_the_index_has_megatrons_bytes(make_store):
+    store = make_store([[[1, 2, 3], [4]]])
+    expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
+    expected += struct.pack("<2i", 3, 1) + struct.pack("<2q", 0, 6) + struct.pack("<3q", 0, 1, 2)
+    assert (store.directory / "00000.idx").read_bytes() == expected
+    assert (store.directory / "00000.bin").read_bytes() == struct.pack("<4H", 1, 2, 3, 4)
+
+
+def test_a_large_vocabulary_is_stored_as_int32(make_store):
+    store = make_store([[[70_000, 5]]], vocab_size=70_001)
+    assert (store.directory / "00000.bin").read_bytes() == struct.pack("<2i", 70_000, 5)
+    assert (store.directory / "00000.idx").read_bytes()[17] == 4
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_and_leaves_no_shard(tmp_path):
+    with pytest.raises(UserError, match="token id 1000"), ShardWriter(tmp_path, "00000", 1000) as writer:
+        writer.add(np.array([3, 1000]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_opening_reads_nothing_but_the_manifest(make_store):
+    store = make_store([[[1, 2]], [[3]]])
+    for path in store.directory.iterdir():
+        if path.name != "manifest.json":
+            path.unlink()
+    assert TokenStore.open(store.directory).tokens == 3
+
+
+def test_a_million_shards_open_within_a_second(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    shards = [Shard(f"{i:07d}", 10**9, 10**6, 4 * 10**9, "0" * 64, "1" * 64) for i in range(1_000_000)]
+    write_manifest(
+        tmp_path, shards, tokenizer="tokenizer.json", vocab_size=9, eos_id=0, dtype="uint16", about={}
+    )
+    began = time.process_time()
+    store = TokenStore.open(tmp_path)
+    assert time.process_time() - began < 1
+    assert store.tokens == 10**15
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_few_files_stay_open(make_store, monkeypatch):
+    monkeypatch.setattr(store_module, "OPEN_SHARDS", 3)
+    store = make_store([[[i]] for i in range(40)])
+    before = open_files()
+    assert store.read(0, 40).tolist() == list(range(40))
+    assert open_files() - before <= 3
+    store.close()
+    assert open_files() <= before
+
+
+def test_threads_share_a_store_whose_files_come_and_go(make_store, monkeypatch):
+    monkeypatch.setattr(store_module, "OPEN_SHARDS", 1)
+    store = make_store([[[i] * 50] for i in range(8)])
+    wrong = []
+
+    def read(seed):
+        for k in np.random.default_rng(seed).integers(0, 8, 400):
+            got = store.read(int(k) * 50, 50)
+            if not (got == k).all():
+                wrong.append(got)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_the_fingerprint_follows_the_content_and_not_the_place_or_time(make_store):
+    one, same, other = make_store([[[1, 2]]]), make_store([[[1, 2]]]), make_store([[[1, 3]]])
+    os.utime(same.directory / "manifest.json", (1, 1))
+    assert one.fingerprint == TokenStore.open(same.directory).fingerprint != other.fingerprint
+    assert make_store([[[1, 2]]], tokenizer="{ }").fingerprint != one.fingerprint
+    assert make_store([[[1], [2]]]).fingerprint != one.fingerprint
+
+
+def test_a_manifest_that_cannot_be_used_is_named(make_store, tmp_path):
+    with pytest.raises(UserError, match=r"nowhere/manifest\.json does not exist"):
+        TokenStore.open(tmp_path / "nowhere")
+    path = make_store([[[1]]]).directory / "manifest.json"
+    good = json.loads(path.read_text())
+
+    def complaint(text):
+        path.write_text(text)
+        with pytest.raises(UserError) as caught:
+            TokenStore.open(path.parent)
+        assert str(path) in caught.value.what
+        return caught.value.what
+
+    assert "not valid JSON" in complaint(path.read_text()[:-20])
+    assert "version 2" in complaint(json.dumps(good | {"version": 2}))
+    assert "version None" in complaint("[]")
+    assert "damaged" in complaint(json.dumps({k: v for k, v in good.items() if k != "eos_id"}))
+    assert "damaged" in complaint(json.dumps(good | {"shards": good["shards"] | {"tokens": [1, 2]}}))
+    assert "damaged" in complaint(json.dumps(good | {"shards": good["shards"] | {"tokens": [-1]}}))
+    assert "damaged" in complaint(json.dumps(good | {"dtype": "float32"}))
+
+
+def test_a_missing_cut_or_foreign_shard_file_is_named(make_store):
+    missing, cut, no_index, foreign = (make_store([[[1, 2, 3]]]) for _ in range(4))
+    (missing.directory / "00000.bin").unlink()
+    with pytest.raises(UserError, match=r"00000\.bin is missing"):
+        missing.read(0, 1)
+    (cut.directory / "00000.bin").write_bytes(b"1234")
+    with pytest.raises(UserError, match=r"00000\.bin has 4 bytes, the manifest says 6"):
+        cut.read(0, 1)
+    (no_index.directory / "00000.idx").unlink()
+    with pytest.raises(UserError, match=r"00000\.idx is missing"):
+        no_index.document_starts(0, 3)
+    size = (foreign.directory / "00000.idx").stat().st_size
+    (foreign.directory / "00000.idx").write_bytes(b"x" * size)
+    with pytest.raises(UserError, match=r"00000\.idx is not the index"):
+        foreign.document_starts(0, 3)
+
+
+def test_an_index_for_another_token_width_is_refused(make_store):
+    store = make_store([[[1, 2, 3]]])
+    index = bytearray((store.directory / "00000.idx").read_bytes())
+    index[17] = 4
+    (store.directory / "00000.idx").write_bytes(index)
+    with pytest.raises(UserError, match=r"00000\.idx is not the index"):
+        store.document_starts(0, 3)
