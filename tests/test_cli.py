@@ -20,7 +20,15 @@ def test_help_lists_only_verbs_that_exist(arriero):
 def test_training_shows_what_it_decided_and_what_came_of_it(arriero, corpus_cache, tmp_path):
     result = arriero("train", *TINY, "--set", f"data.cache='{corpus_cache}'")
     assert result.returncode == 0, result.stderr
-    for words in ("parameters", "micro-batch", "held-out loss", "training loss", "tok/s", "runs/demo", "continues"):
+    for words in (
+        "parameters",
+        "micro-batch",
+        "held-out loss",
+        "training loss",
+        "tok/s",
+        "runs/demo",
+        "continues",
+    ):
         assert words in result.stdout
     exported = json.loads((tmp_path / "runs/demo/model/config.json").read_text())
     assert exported["architectures"] == ["LlamaForCausalLM"]

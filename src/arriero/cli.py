@@ -33,7 +33,7 @@ def options(debug: bool = typer.Option(False, "--debug", help="Show the tracebac
 
 
 def main() -> None:
-    """Mistakes of the user end with one sentence and exit code 2; anything else is a bug and crashes loudly."""
+    """A user's mistake ends with one sentence and exit code 2; anything else is a bug and crashes loudly."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
@@ -41,5 +41,7 @@ def main() -> None:
     except UserError as error:
         if debug:
             raise
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        Console(stderr=True, highlight=False).print(
+            f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True
+        )
         sys.exit(2)

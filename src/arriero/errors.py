@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """What is wrong and where, then what to do about it. The command line shows it without a traceback, exit code 2."""
+    """What is wrong and where, then what to do about it. Shown without a traceback, exit code 2."""
 
     def __init__(self, what: str, todo: str = "") -> None:
         self.what = what

@@ -29,7 +29,11 @@ class Span:
         if self.unit == "s":
             name = next(n for n in ("d", "h", "min", "s") if self.amount % _TIMES[n] == 0)
             return f"{self.amount // _TIMES[name]}{name}"
-        suffix = next(s for s in ("T", "B", "M", "k", "") if self.amount % _SCALES[s] == 0 and self.amount) if self.amount else ""
+        suffix = (
+            next(s for s in ("T", "B", "M", "k", "") if self.amount % _SCALES[s] == 0 and self.amount)
+            if self.amount
+            else ""
+        )
         return f"{self.amount // _SCALES[suffix]}{suffix} {self.unit}"
 
     def in_tokens(self, tokens_per_step: int) -> int:

@@ -21,6 +21,8 @@ def test_known_devices_have_their_published_peak(name, peak):
     assert peak_of(name).bf16 == peak
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "NVIDIA GB200", "NVIDIA GH200 480GB", "AMD Instinct MI300A", "CPU"])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA GeForce RTX 4090", "NVIDIA GB200", "NVIDIA GH200 480GB", "AMD Instinct MI300A", "CPU"]
+)
 def test_an_unknown_device_has_no_peak_rather_than_a_guess(name):
     assert peak_of(name) is None

@@ -16,7 +16,9 @@ def rates(s, steps):
     return [s.at(step * BATCH) for step in range(steps)]
 
 
-@pytest.mark.parametrize(("step", "rate"), [(0, 0), (1, 0.001), (500, 0.4375), (1000, 0.75), (5e5, 0.55), (1e6, 0.1)])
+@pytest.mark.parametrize(
+    ("step", "rate"), [(0, 0), (1, 0.001), (500, 0.4375), (1000, 0.75), (5e5, 0.55), (1e6, 0.1)]
+)
 def test_fms_shape_equals_its_published_points(step, rate):
     s = shape(10**6, kind="fms")
     assert s.at(int(step) * BATCH) == pytest.approx(rate, abs=5e-6 if step > 1000 else 5e-7)

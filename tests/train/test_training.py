@@ -45,8 +45,8 @@ def losses(run):
     return [line["loss"] for line in lines(run.run_dir / "metrics.jsonl")]
 
 
-def test_training_learns(session):
-    run = session("train.horizon=60 steps", "optim.lr=1e-2", "observe.log_every=10")
+def test_training_starts_at_a_uniform_guess_and_learns(session):
+    run = session("model.tied=true", "train.horizon=60 steps", "optim.lr=1e-2", "observe.log_every=10")
     outcome = train(run)
     assert outcome.first_eval_loss == pytest.approx(math.log(4096), rel=0.02)
     assert outcome.last_eval_loss < 0.8 * outcome.first_eval_loss
@@ -73,14 +73,15 @@ def test_the_micro_batch_does_not_change_the_losses(session, mask):
     sets = [f"data.document_mask={mask}"]
     whole = losses(session("train.micro_batch=8", *sets, name="whole"))
     for size in (1, 4):
-        assert losses(session(f"train.micro_batch={size}", *sets, name=f"by-{size}")) == pytest.approx(whole, rel=1e-5)
+        assert losses(session(f"train.micro_batch={size}", *sets, name=f"by-{size}")) == pytest.approx(
+            whole, rel=1e-5
+        )
 
 
 def test_every_token_weighs_the_same_however_labels_fall(session):
     """A micro-batch with few labels must not count as much as one with many."""
-    from arriero.data.loader import Batch
+    from arriero.data.loader import IGNORED, Batch
     from arriero.train.loop import _gradients
-    from arriero.train.loss import IGNORED
 
     run = session("train.micro_batch=1")
     batch = next(run.loader)
@@ -146,7 +147,18 @@ def test_a_run_directory_holds_what_outside_tools_rely_on(session):
     train(run)
     metrics = lines(run.run_dir / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5, 6]
-    keys = {"step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "data_wait", "peak_mem_gib", "mfu"}
+    keys = {
+        "step",
+        "tokens",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens_per_s",
+        "step_s",
+        "data_wait",
+        "peak_mem_gib",
+        "mfu",
+    }
     assert all(keys <= m.keys() for m in metrics)
     assert [m["step"] for m in metrics if "eval_loss" in m] == [3, 6]
     assert [m["tokens"] for m in metrics] == [512 * (i + 1) for i in range(6)]
@@ -180,7 +192,9 @@ def test_a_loss_that_is_not_a_number_stops_the_run(session):
 
 
 def test_a_wall_time_horizon_ends_the_run_and_still_evaluates(session):
-    run = session("train.horizon=2s", "schedule.kind=constant", "eval.every=100 steps", "observe.log_every=1000")
+    run = session(
+        "train.horizon=2s", "schedule.kind=constant", "eval.every=100 steps", "observe.log_every=1000"
+    )
     outcome = train(run)
     assert outcome.steps > 1
     assert lines(run.run_dir / "metrics.jsonl")[-1]["eval_loss"] == outcome.last_eval_loss
@@ -201,7 +215,12 @@ def test_a_directory_with_other_files_is_refused(session, tmp_path):
 
 
 def test_a_refused_run_leaves_nothing_behind(session, tmp_path):
-    for sets in (["model.vocab_size=4000"], ["parallel.tp=2"], ["eval.heldout=1T tok"], ["data.sources=[{path='gone'}]"]):
+    for sets in (
+        ["model.vocab_size=4000"],
+        ["parallel.tp=2"],
+        ["eval.heldout=1T tok"],
+        ["data.sources=[{path='gone'}]"],
+    ):
         with pytest.raises(UserError):
             session(*sets)
     assert list(tmp_path.iterdir()) == []

@@ -29,7 +29,11 @@ def _batch_is_whole_sequences(data, train) -> list[Problem]:
         return []
     lower = tokens // length * length
     near = " or ".join(f"'{Span(n, 'tok')}'" for n in (lower, lower + length) if n)
-    return [Problem("train.batch", f"'{train.batch}' is not a multiple of data.seq_len ({length})", f"take {near}")]
+    return [
+        Problem(
+            "train.batch", f"'{train.batch}' is not a multiple of data.seq_len ({length})", f"take {near}"
+        )
+    ]
 
 
 def _micro_batch_divides(data, train) -> list[Problem]:
@@ -43,20 +47,28 @@ def _micro_batch_divides(data, train) -> list[Problem]:
 def _schedule_has_an_end(train, schedule) -> list[Problem]:
     if train.horizon.unit != "s" or schedule.kind == "constant" or schedule.horizon is not None:
         return []
-    what = f"is missing: a '{schedule.kind}' schedule needs an end in tokens or steps, train.horizon is wall time"
+    what = f"is missing: '{schedule.kind}' must end at some token or step, and train.horizon is wall time"
     return [Problem("schedule.horizon", what, "give it, or set schedule.kind = 'constant'")]
 
 
 def _decay_is_wsd(schedule) -> list[Problem]:
     if schedule.decay is None or schedule.kind == "wsd":
         return []
-    return [Problem("schedule.decay", f"has no meaning for '{schedule.kind}'", "remove it, or set schedule.kind = 'wsd'")]
+    return [
+        Problem(
+            "schedule.decay",
+            f"has no meaning for '{schedule.kind}'",
+            "remove it, or set schedule.kind = 'wsd'",
+        )
+    ]
 
 
 def _eval_has_data(evaluation) -> list[Problem]:
     if evaluation.every is None or evaluation.heldout is not None:
         return []
-    return [Problem("eval.every", "there is nothing held out to evaluate on", "give eval.heldout, like '1M tok'")]
+    return [
+        Problem("eval.every", "there is nothing held out to evaluate on", "give eval.heldout, like '1M tok'")
+    ]
 
 
 _RULES = [

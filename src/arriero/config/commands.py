@@ -5,11 +5,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.syntax import Syntax
 
 from arriero.config.problems import nearest_key
 from arriero.config.schema import RunConfig
-from arriero.config.walk import all_keys, field_at, section_of, type_name
+from arriero.config.walk import field_at, section_of, type_name
 from arriero.errors import UserError
 
 
@@ -31,12 +30,15 @@ def explain(key: Annotated[str, typer.Argument(help="A section or key, like trai
     field = field_at(RunConfig, key)
     if field is None:
         close = nearest_key(key)
-        raise UserError(f"'{key}' is not a key of the run file", f"did you mean '{close}'?" if close else "see `arriero config schema`")
+        raise UserError(
+            f"'{key}' is not a key of the run file",
+            f"did you mean '{close}'?" if close else "see `arriero config schema`",
+        )
     console = Console(highlight=False)
     console.print(f"[bold]{key}[/]  {field.description}")
     if section := section_of(field.annotation):
-        for name in all_keys(section):
-            console.print(f"  [cyan]{key}.{name}[/]  {field_at(section, name).description}")
+        for name, inner in section.model_fields.items():
+            console.print(f"  [cyan]{key}.{name}[/]  {inner.description}")
         return
     console.print(f"  type     {type_name(field.annotation)}", markup=False)
     default = "none: it must be given" if field.is_required() else _default_text(field.get_default())
@@ -51,7 +53,13 @@ def _default_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_LIMITS = {"exclusiveMinimum": ">", "minimum": ">=", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matching"}
+_LIMITS = {
+    "exclusiveMinimum": ">",
+    "minimum": ">=",
+    "maximum": "<=",
+    "exclusiveMaximum": "<",
+    "pattern": "matching",
+}
 
 
 def _allowed(key: str) -> str:

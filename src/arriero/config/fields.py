@@ -33,7 +33,9 @@ def _span_type(units: tuple[str, ...], example: str, meaning: str) -> Any:
         Span,
         BeforeValidator(lambda value: check(_read_span(value))),
         PlainSerializer(str),
-        WithJsonSchema({"type": "string", "description": meaning, "examples": re.findall(r"'([^']+)'", example)}),
+        WithJsonSchema(
+            {"type": "string", "description": meaning, "examples": re.findall(r"'([^']+)'", example)}
+        ),
     ]
 
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from arriero.config.check import cross_check
 from arriero.config.problems import ConfigError, Problem, from_validation
 from arriero.config.schema import ModelSection, RunConfig
+from arriero.config.walk import section_of
 from arriero.errors import UserError
 
 Table = dict[str, Any]
@@ -54,7 +55,9 @@ def _overlay_file(tree: Table, origins: dict[str, str], path: Path, seen: tuple[
     base = table.pop("extends", None)
     if base is not None:
         if not isinstance(base, str):
-            raise UserError(f"{path}: extends = {base!r} is not a file name", 'write it like extends = "base.toml"')
+            raise UserError(
+                f"{path}: extends = {base!r} is not a file name", 'write it like extends = "base.toml"'
+            )
         _overlay_file(tree, origins, path.parent / base, (*seen, path.resolve()))
     _overlay(tree, table, str(path), origins)
 
@@ -63,7 +66,9 @@ def _read_toml(path: Path) -> Table:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"there is no run file {path}", "check the path, or leave it out for the embedded default") from None
+        raise UserError(
+            f"there is no run file {path}", "check the path, or leave it out for the embedded default"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error})", "give a readable TOML file") from None
     except tomllib.TOMLDecodeError as error:
@@ -90,7 +95,9 @@ def _toml_value(text: str) -> Any:
         return text
 
 
-def _overlay(tree: Table, table: Mapping[str, Any], origin: str, origins: dict[str, str], prefix: str = "") -> None:
+def _overlay(
+    tree: Table, table: Mapping[str, Any], origin: str, origins: dict[str, str], prefix: str = ""
+) -> None:
     for name, value in table.items():
         key = prefix + name
         if isinstance(value, dict) and isinstance(tree.get(name, {}), dict):
@@ -134,7 +141,9 @@ def _validate_sections(tree: Table) -> tuple[Table, list[Problem]]:
             continue
         try:
             document = json.dumps(tree.get(name, {}), default=str)
-            sections[name] = field.annotation.model_validate_json(document, strict=True)
+            section = section_of(field.annotation)
+            assert section is not None
+            sections[name] = section.model_validate_json(document, strict=True)
         except ValidationError as error:
             errors += [{**e, "loc": (name, *e["loc"])} for e in error.errors()]
     return sections, from_validation(errors)

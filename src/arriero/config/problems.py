@@ -31,7 +31,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def nearest_key(key: str) -> str | None:
-    """The valid key a mistyped one most likely means: in its own section first, else anywhere by its last word."""
+    """What a mistyped key most likely means: a key of its own section, else any by its last word."""
     keys = all_keys(RunConfig)
     section, _, word = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}

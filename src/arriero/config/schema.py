@@ -26,32 +26,44 @@ class RunSection(Section):
         False, description="Bit-identical losses over two runs on the same machine, at some cost in speed."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where to compute; 'cuda' means any NVIDIA or AMD GPU, 'auto' takes one if there is one."
+        "auto",
+        description="Where to compute; 'cuda' means any NVIDIA or AMD GPU, 'auto' takes one if there is one.",
     )
 
 
 class RopeScalingSection(Section):
-    factor: Annotated[float, Field(ge=1)] = Field(description="How much further than the original the context reaches.")
-    low_freq_factor: Annotated[float, Field(gt=0)] = Field(1.0, description="Wavelengths beyond original/this are stretched.")
-    high_freq_factor: Annotated[float, Field(gt=0)] = Field(4.0, description="Wavelengths below original/this are kept.")
+    factor: Annotated[float, Field(ge=1)] = Field(
+        description="How much further than before the context reaches."
+    )
+    low_freq_factor: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Wavelengths beyond original/this are stretched."
+    )
+    high_freq_factor: Annotated[float, Field(gt=0)] = Field(
+        4.0, description="Wavelengths below original/this are kept."
+    )
     original_max_seq_len: Positive = Field(8192, description="Context length before the stretch.")
 
 
 class ModelSection(Section):
     preset: str | None = Field(
-        None, description="A model of `arriero config models`; the other keys of this section override its dimensions."
+        None,
+        description="A model of `arriero config models`; the other keys here override its dimensions.",
     )
     family: Literal["llama", "gpt2"] | None = Field(None, description="Architecture.")
     vocab_size: Positive | None = Field(None, description="Rows of the embedding table.")
     dim: Positive | None = Field(None, description="Width of the residual stream.")
     layers: Positive | None = Field(None, description="Number of transformer blocks.")
     heads: Positive | None = Field(None, description="Query heads.")
-    kv_heads: Positive | None = Field(None, description="Key/value heads; fewer than heads is grouped-query attention.")
+    kv_heads: Positive | None = Field(
+        None, description="Key/value heads; fewer than heads is grouped-query attention."
+    )
     head_dim: Positive | None = Field(None, description="Width of one head; dim / heads unless given.")
     ffn: Positive | None = Field(None, description="Hidden width of the feed-forward layer.")
     max_seq_len: Positive | None = Field(None, description="Longest sequence the model accepts.")
     norm_eps: Annotated[float, Field(gt=0)] | None = Field(None, description="Epsilon inside the norms.")
-    rope_theta: Annotated[float, Field(gt=0)] | None = Field(None, description="Base of the rotary frequencies.")
+    rope_theta: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Base of the rotary frequencies."
+    )
     rope_scaling: RopeScalingSection | Literal[False] | None = Field(
         None, description="Llama-3.1 stretching of the rotary frequencies; false takes a preset's away."
     )
@@ -60,7 +72,9 @@ class ModelSection(Section):
 
 class SourceSection(Section):
     path: str = Field(description="A prepared dataset directory, or 'builtin:stdlib'.")
-    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="Share of this source among the tokens seen.")
+    weight: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Share of this source among the tokens seen."
+    )
 
 
 class DataSection(Section):
@@ -68,7 +82,9 @@ class DataSection(Section):
         description="What to train on, mixed by weight, by tokens."
     )
     seq_len: Positive = Field(2048, description="Tokens per training sequence.")
-    packing: Literal["concat"] = Field("concat", description="Sequences are windows over the stream of documents.")
+    packing: Literal["concat"] = Field(
+        "concat", description="Sequences are windows over the stream of documents."
+    )
     document_mask: bool = Field(
         False, description="Attention stays inside each document and positions restart at its beginning."
     )
@@ -100,11 +116,15 @@ class ScheduleSection(Section):
     kind: Literal["constant", "linear", "cosine", "wsd", "frontier", "fms", "fms-annealing"] = Field(
         "cosine", description="Shape of the learning rate over tokens; 'wsd' is warm-up, stable, decay."
     )
-    warmup: Progress | None = Field(None, description="Linear warm-up; 'fms' derives its own when none is given.")
+    warmup: Progress | None = Field(
+        None, description="Linear warm-up; 'fms' derives its own when none is given."
+    )
     floor: Fraction | None = Field(
         None, description="Share of the peak at the end; 0.1 for cosine and fms, 0 for linear and wsd."
     )
-    decay: Progress | None = Field(None, description="Length of the final decay of 'wsd'; a fifth of the horizon.")
+    decay: Progress | None = Field(
+        None, description="Length of the final decay of 'wsd'; a fifth of the horizon."
+    )
     horizon: Progress | None = Field(None, description="Where the shape ends; train.horizon unless given.")
 
 
@@ -112,12 +132,16 @@ class EvalSection(Section):
     heldout: Tokens | None = Field(
         None, description="Tokens at the end of each source kept out of training, cut between documents."
     )
-    every: AnySpan | None = Field(None, description="How often to compute the held-out loss; always at start and end.")
+    every: AnySpan | None = Field(
+        None, description="How often to compute the held-out loss; always at start and end."
+    )
 
 
 class ParallelSection(Section):
     dp_replicate: Positive = Field(1, description="Copies of the sharded model.")
-    dp_shard: Annotated[int, Field(ge=-1)] = Field(-1, description="Ranks a copy is sharded over; -1 takes what is left.")
+    dp_shard: Annotated[int, Field(ge=-1)] = Field(
+        -1, description="Ranks a copy is sharded over; -1 takes what is left."
+    )
     cp: Positive = Field(1, description="Ranks a sequence is split over.")
     tp: Positive = Field(1, description="Ranks a layer is split over.")
     pp: Positive = Field(1, description="Pipeline stages.")
@@ -125,10 +149,13 @@ class ParallelSection(Section):
 
 class PrecisionSection(Section):
     compute: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="Precision of activations and matmuls; 'auto' takes bf16 where the device computes it."
+        "auto",
+        description="Precision of activations and matmuls; 'auto' takes bf16 where the device computes it.",
     )
     master: Literal["fp32"] = Field("fp32", description="Precision of the weights the optimizer updates.")
-    compile: bool | Literal["auto"] = Field("auto", description="torch.compile each block; 'auto' compiles on GPUs.")
+    compile: bool | Literal["auto"] = Field(
+        "auto", description="torch.compile each block; 'auto' compiles on GPUs."
+    )
 
 
 class ObserveSection(Section):
@@ -143,8 +170,16 @@ class RunConfig(Section):
     data: DataSection = Field(description="What it is trained on.")
     train: TrainSection = Field(default_factory=TrainSection, description="How much at once and how long.")
     optim: OptimSection = Field(default_factory=OptimSection, description="How weights are updated.")
-    schedule: ScheduleSection = Field(default_factory=ScheduleSection, description="How the learning rate moves.")
+    schedule: ScheduleSection = Field(
+        default_factory=ScheduleSection, description="How the learning rate moves."
+    )
     eval: EvalSection = Field(default_factory=EvalSection, description="How it is judged on the way.")
-    parallel: ParallelSection = Field(default_factory=ParallelSection, description="How ranks share the work.")
-    precision: PrecisionSection = Field(default_factory=PrecisionSection, description="Number formats and compilation.")
-    observe: ObserveSection = Field(default_factory=ObserveSection, description="What is written while it trains.")
+    parallel: ParallelSection = Field(
+        default_factory=ParallelSection, description="How ranks share the work."
+    )
+    precision: PrecisionSection = Field(
+        default_factory=PrecisionSection, description="Number formats and compilation."
+    )
+    observe: ObserveSection = Field(
+        default_factory=ObserveSection, description="What is written while it trains."
+    )

@@ -1,4 +1,4 @@
-"""Writing a RunConfig as TOML. The libraries that write TOML keep no comments, and comments carry the origins."""
+"""Writing a RunConfig as TOML. Libraries that write TOML keep no comments, and comments carry the origins."""
 
 import json
 from collections.abc import Callable, Mapping

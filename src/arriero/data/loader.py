@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -24,6 +24,19 @@ class Batch:
     labels_BT: torch.Tensor
     positions_BT: torch.Tensor | None = None
     documents_BT: torch.Tensor | None = None
+
+    def split(self, sequences: int) -> "Iterator[Batch]":
+        """Parts of at most so many sequences, in order."""
+        for begin in range(0, len(self.tokens_BT), sequences):
+            rows = slice(begin, begin + sequences)
+            yield self._map(lambda tensor, rows=rows: tensor[rows])
+
+    def to(self, device: torch.device) -> "Batch":
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        optional = (None if t is None else change(t) for t in (self.positions_BT, self.documents_BT))
+        return Batch(self.first_sample, change(self.tokens_BT), change(self.labels_BT), *optional)
 
 
 class Loader:

@@ -15,11 +15,13 @@ KNOWN_ENDS = (END, "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 class Tokenizer:
     """Encoding treats special strings as plain text: a document cannot smuggle in a control token."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, eos_id: int, sha256: str) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, path: Path, eos: str, eos_id: int, sha256: str) -> None:
         inner.encode_special_tokens = True
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
+        self.path = path
+        self.eos = eos
         self.eos_id = eos_id
         self.sha256 = sha256
         self.vocab_size = max(inner.get_vocab().values()) + 1
@@ -49,6 +51,6 @@ def load_tokenizer(path: Path, eos: str | None = None) -> Tokenizer:
         ) from None
     for name in (eos,) if eos else KNOWN_ENDS:
         if (eos_id := inner.token_to_id(name)) is not None:
-            return Tokenizer(inner, eos_id, hashlib.sha256(raw).hexdigest())
+            return Tokenizer(inner, Path(path), name, eos_id, hashlib.sha256(raw).hexdigest())
     tried = ", ".join((eos,) if eos else KNOWN_ENDS)
     raise UserError(f"{path} has no end-of-document token {tried}", "name the token that ends a document")

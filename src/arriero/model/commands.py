@@ -12,8 +12,7 @@ from arriero.model.presets import about, expand, load_preset, preset_names
 from arriero.model.spec import flops_per_token
 
 
-
-def show(run_file: RunFile = None, sets: Sets = []) -> None:  # noqa: B006 - typer copies the default
+def show(run_file: RunFile = None, sets: Sets = []) -> None:
     """Print the resolved run file, each value with where it came from.
 
     Example: arriero config show run.toml --set optim.lr=1e-3
@@ -30,14 +29,18 @@ def show(run_file: RunFile = None, sets: Sets = []) -> None:  # noqa: B006 - typ
 def models() -> None:
     """List the model presets with parameters, GFLOP per token and size in bf16.
 
-    GFLOP per token counts forward and backward by the 'honest' formula, at the model's own longest sequence or
+    GFLOP per token counts forward and backward by the 'honest' formula, at the model's longest sequence or at
     8192 tokens if that is shorter.
 
     Example: arriero config models
     """
     table = Table(box=None, header_style="bold")
     for heading in ("preset", "parameters", "GFLOP/token", "at", "bf16 GB", "what it is"):
-        table.add_column(heading, justify="left" if heading in ("preset", "what it is") else "right", no_wrap=heading == "preset")
+        table.add_column(
+            heading,
+            justify="left" if heading in ("preset", "what it is") else "right",
+            no_wrap=heading == "preset",
+        )
     for name in preset_names():
         spec = load_preset(name)
         length = min(spec.max_seq_len, 8192)

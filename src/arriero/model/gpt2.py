@@ -22,7 +22,7 @@ class GPT2(LanguageModel):
             )
         return self.embedding(tokens_BT) + self.positions(positions)
 
-    def rotation(self, positions: Tensor) -> None:  # noqa: ARG002
+    def rotation(self, positions: Tensor) -> None:
         return None
 
     def rule(self, name: str) -> Rule:

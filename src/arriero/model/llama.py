@@ -16,7 +16,7 @@ class Llama(LanguageModel):
         assert spec.rope_theta is not None
         self.rope = Rope(spec.head_dim, spec.rope_theta, spec.rope_scaling)
 
-    def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002
+    def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
         return self.embedding(tokens_BT)
 
     def rotation(self, positions: Tensor) -> Rotation:

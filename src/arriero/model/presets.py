@@ -61,3 +61,11 @@ def _entry(name: str) -> dict[str, Any]:
 @cache
 def _table() -> dict[str, dict[str, Any]]:
     return tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+
+
+def expand(table: Mapping[str, Any]) -> dict[str, object]:
+    """The [model] table of a run file with every dimension filled in."""
+    own = {name: value for name, value in table.items() if name != "preset"}
+    fields = resolve(table.get("preset"), own).to_dict()
+    fields.pop("nominal_params", None)
+    return fields

@@ -15,7 +15,7 @@ class MicroBatch:
 
 
 def state_bytes(spec: ModelSpec, compute_bytes: int) -> int:
-    """fp32 weights, gradients and two moments; a lower compute precision adds its own weights and one gradient."""
+    """fp32 weights, gradients and two moments; bf16 compute adds its own weights and a passing gradient."""
     working = 2 * compute_bytes if compute_bytes != FP32 else 0
     return spec.parameters * (4 * FP32 + working)
 
@@ -28,12 +28,15 @@ def activation_bytes_per_token(spec: ModelSpec, compute_bytes: int) -> int:
     return spec.layers * block + logits
 
 
-def micro_batch_that_fits(spec: ModelSpec, seq_len: int, sequences: int, compute_bytes: int, memory: int) -> MicroBatch:
-    """The largest divisor of the batch that fits in nine tenths of the memory; 1 if even that seems too much."""
+def micro_batch_that_fits(
+    spec: ModelSpec, seq_len: int, sequences: int, compute_bytes: int, memory: int
+) -> MicroBatch:
+    """The largest divisor of the batch that fits in nine tenths of the memory; 1 if nothing seems to."""
     state = state_bytes(spec, compute_bytes)
     per_sequence = seq_len * activation_bytes_per_token(spec, compute_bytes)
     room = int(0.9 * memory) - state
     fitting = [n for n in range(1, sequences + 1) if sequences % n == 0 and n * per_sequence <= room]
     chosen = max(fitting, default=1)
-    arithmetic = f"{human_bytes(state)} of state, {human_bytes(per_sequence)} per sequence, {human_bytes(memory)} in all"
+    sizes = [human_bytes(n) for n in (state, per_sequence, memory)]
+    arithmetic = f"{sizes[0]} of state, {sizes[1]} per sequence, {sizes[2]} in all"
     return MicroBatch(chosen, arithmetic if fitting else f"even one may not fit: {arithmetic}")

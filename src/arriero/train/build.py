@@ -1,4 +1,4 @@
-"""The composition root: from a RunConfig to everything a run needs, with the reason for each derived setting."""
+"""The composition root: from a RunConfig to all a run needs, with the reason for each derived setting."""
 
 import platform
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from arriero.data.store import TokenStore
 from arriero.data.tokenizer import Tokenizer, load_tokenizer
 from arriero.errors import UserError
 from arriero.events import EventLog
+from arriero.model.base import LanguageModel
 from arriero.model.build import build_model
 from arriero.model.presets import resolve
 from arriero.model.spec import ModelSpec, flops_per_token
@@ -46,7 +47,7 @@ class Session:
     config: RunConfig
     spec: ModelSpec
     device: Device
-    model: torch.nn.Module
+    model: LanguageModel
     optimizer: Optimizer
     schedule: Shape
     loader: Loader
@@ -68,7 +69,11 @@ class Session:
     def total_steps(self) -> int | None:
         """None when the end is a wall time."""
         horizon = self.config.train.horizon
-        return None if horizon.unit == "s" else -(-horizon.in_tokens(self.tokens_per_step) // self.tokens_per_step)
+        return (
+            None
+            if horizon.unit == "s"
+            else -(-horizon.in_tokens(self.tokens_per_step) // self.tokens_per_step)
+        )
 
     def finished(self, tokens: int, seconds: float) -> bool:
         if self.total_steps is None:
@@ -85,7 +90,11 @@ class Session:
             "device": self.device.name,
             "parameters": self.spec.parameters,
             "data": self.loader.state()["fingerprint"],
-            "versions": {"arriero": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": {
+                "arriero": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
         }
 
 
@@ -114,10 +123,20 @@ def build(config: RunConfig, progress: Progress, extra_hooks: Sequence[Hook] = (
     written = [MetricsFile(), EventsFile(), *([TensorBoard()] if config.observe.tensorboard else [])]
     documents = config.data.document_mask
     decisions = [
-        Decision("device", device.name, "as configured" if config.run.device != "auto" else "the best one here"),
+        Decision(
+            "device", device.name, "as configured" if config.run.device != "auto" else "the best one here"
+        ),
         Decision("compute", str(compute).removeprefix("torch."), compute_reason),
-        Decision("compile", str(bool(compiled)).lower(), "auto: on for GPUs" if config.precision.compile == "auto" else "as configured"),
-        Decision("micro-batch", f"{micro_batch} of {sequences} sequences", "as configured" if config.train.micro_batch else fits.reason),
+        Decision(
+            "compile",
+            str(bool(compiled)).lower(),
+            "auto: on for GPUs" if config.precision.compile == "auto" else "as configured",
+        ),
+        Decision(
+            "micro-batch",
+            f"{micro_batch} of {sequences} sequences",
+            "as configured" if config.train.micro_batch else fits.reason,
+        ),
     ]
     return Session(
         config=config,
@@ -147,18 +166,22 @@ def _refuse_more_ranks(config: RunConfig) -> None:
     p = config.parallel
     ranks = p.dp_replicate * abs(p.dp_shard) * p.cp * p.tp * p.pp
     if ranks != 1:
-        raise UserError(f"[parallel] asks for {ranks} ranks but this run has 1 process", "set its degrees to 1")
+        raise UserError(
+            f"[parallel] asks for {ranks} ranks but this run has 1 process", "set its degrees to 1"
+        )
 
 
 def _open_source(path: str, cache: Path, progress: Progress) -> TokenStore:
-    return TokenStore.open(prepare_builtin(path, cache, progress) if path.startswith("builtin:") else Path(path))
+    return TokenStore.open(
+        prepare_builtin(path, cache, progress) if path.startswith("builtin:") else Path(path)
+    )
 
 
 def _refuse_small_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> None:
     for store in stores:
         if store.vocab_size > spec.vocab_size:
             raise UserError(
-                f"model.vocab_size is {spec.vocab_size} but the tokenizer of {store.directory} has {store.vocab_size} tokens",
+                f"model.vocab_size is {spec.vocab_size}, below {store.vocab_size}, that of {store.directory}",
                 f"set model.vocab_size to at least {store.vocab_size}",
             )
 
@@ -168,14 +191,18 @@ def _streams(config: RunConfig, stores: Sequence[TokenStore]) -> tuple[Stream, E
     spans = [split_heldout(store, heldout) for store in stores]
     weights = [source.weight for source in config.data.sources]
     seq_len = config.data.seq_len
-    train = [Source(store, span[0], weight) for store, span, weight in zip(stores, spans, weights, strict=True)]
+    train = [
+        Source(store, span[0], weight) for store, span, weight in zip(stores, spans, weights, strict=True)
+    ]
     stream = Stream(train, seq_len, config.run.seed)
     if not heldout:
         return stream, None
-    return stream, EvalStream([Source(store, span[1]) for store, span in zip(stores, spans, strict=True)], seq_len)
+    return stream, EvalStream(
+        [Source(store, span[1]) for store, span in zip(stores, spans, strict=True)], seq_len
+    )
 
 
-def _initial_model(config: RunConfig, spec: ModelSpec, device: Device) -> torch.nn.Module:
+def _initial_model(config: RunConfig, spec: ModelSpec, device: Device) -> LanguageModel:
     if config.run.deterministic:
         make_deterministic()
     with torch.device("meta"):

@@ -5,11 +5,10 @@ from rich.console import Console
 from arriero.config.options import RunFile, Sets
 
 
-
-def train(run_file: RunFile = None, sets: Sets = []) -> None:  # noqa: B006 - typer copies the default
+def train(run_file: RunFile = None, sets: Sets = []) -> None:
     """Train a model as the run file says.
 
-    Without a file it needs no download, no account and no GPU: it trains a small Llama on Python's own source.
+    Without a file it needs no download, no account and no GPU: it trains a small Llama on Python's source.
 
     Example: arriero train run.toml --set train.horizon='500 steps'
     """

@@ -67,7 +67,10 @@ class ConsoleProgress(Hook):
         left = (time.monotonic() - self._start) * (1 - share) / share
         of = f"/{session.total_steps}" if session.total_steps else ""
         self._progress.update(
-            self._task, completed=share, step=f"{step}{of}", numbers=f"{self._numbers()}{human_time(left)} left"
+            self._task,
+            completed=share,
+            step=f"{step}{of}",
+            numbers=f"{self._numbers()}{human_time(left)} left",
         )
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
@@ -78,7 +81,9 @@ class ConsoleProgress(Hook):
             self._console.print(f"step {metrics.step}  {self._numbers()}")
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
-        self._console.print(f"step {step:>6}  held-out loss {loss:.3f}  perplexity {math.exp(min(loss, 700)):.1f}")
+        self._console.print(
+            f"step {step:>6}  held-out loss {loss:.3f}  perplexity {math.exp(min(loss, 700)):.1f}"
+        )
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
         self._progress.stop()
@@ -118,13 +123,29 @@ def _settings(session: "Session") -> Table:
 def show_outcome(console: Console, session: "Session", outcome: "Outcome", continuation: str | None) -> None:
     if continuation is not None:
         prompt = session.config.observe.sample or ""
-        console.print(Panel(f"[bold]{escape(prompt)}[/][green]{escape(continuation)}", title="the model continues"))
+        console.print(
+            Panel(f"[bold]{escape(prompt)}[/][green]{escape(continuation)}", title="the model continues")
+        )
     table = Table.grid(padding=(0, 2))
     uniform = math.log(session.spec.vocab_size)
-    table.add_row("[bold]training loss", f"{outcome.first_loss:.3f} -> {outcome.last_loss:.3f}", f"[dim]ln(vocabulary) = {uniform:.3f}")
+    table.add_row(
+        "[bold]training loss",
+        f"{outcome.first_loss:.3f} -> {outcome.last_loss:.3f}",
+        f"[dim]ln(vocabulary) = {uniform:.3f}",
+    )
     if outcome.last_eval_loss is not None:
-        table.add_row("[bold]held-out loss", f"{outcome.first_eval_loss:.3f} -> {outcome.last_eval_loss:.3f}", f"[dim]{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)")
+        table.add_row(
+            "[bold]held-out loss",
+            f"{outcome.first_eval_loss:.3f} -> {outcome.last_eval_loss:.3f}",
+            f"[dim]{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)",
+        )
     rate = human_count(outcome.tokens / outcome.seconds)
-    table.add_row("[bold]speed", f"{rate} tok/s", f"[dim]{human_count(outcome.tokens)} tokens in {human_time(outcome.seconds)}, evaluation included")
-    table.add_row("[bold]run directory", str(session.run_dir), "[dim]metrics.jsonl, events.jsonl, tensorboard/, model/")
+    table.add_row(
+        "[bold]speed",
+        f"{rate} tok/s",
+        f"[dim]{human_count(outcome.tokens)} tokens in {human_time(outcome.seconds)}, evaluation included",
+    )
+    table.add_row(
+        "[bold]run directory", str(session.run_dir), "[dim]metrics.jsonl, events.jsonl, tensorboard/, model/"
+    )
     console.print(table)

@@ -52,7 +52,9 @@ def choose_compute(wanted: str, device: Device) -> tuple[torch.dtype, str]:
     """The precision of activations and matmuls, and why."""
     supported = not device.is_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
     if wanted == "bf16" and not supported:
-        raise UserError(f"precision.compute is 'bf16' but {device.name} does not compute it", "set it to 'fp32'")
+        raise UserError(
+            f"precision.compute is 'bf16' but {device.name} does not compute it", "set it to 'fp32'"
+        )
     if wanted != "auto":
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[wanted], "as configured"
     if not device.is_gpu:

@@ -2,9 +2,9 @@
 
 import torch
 
-from arriero.data.loader import Loader
+from arriero.data.loader import IGNORED, Loader
 from arriero.data.order import EvalStream
-from arriero.train.loss import IGNORED, summed_loss
+from arriero.train.loss import summed_loss
 
 
 class Evaluator:

@@ -10,7 +10,8 @@ from arriero.train.sample import continue_text
 def export_model(session: Session) -> Path:
     """A Hugging Face directory with the fp32 weights and the tokenizer."""
     directory = session.run_dir / "model"
-    save_hf(directory, session.optimizer.weights(), session.spec, session.tokenizer.path)
+    tokenizer = session.tokenizer
+    save_hf(directory, session.optimizer.weights(), session.spec, tokenizer.path, eos_token=tokenizer.eos)
     return directory
 
 
@@ -18,4 +19,6 @@ def sample_of(session: Session) -> str | None:
     text = session.config.observe.sample
     if text is None:
         return None
-    return continue_text(session.model, session.tokenizer, text, session.config.data.seq_len, seed=session.config.run.seed)
+    return continue_text(
+        session.model, session.tokenizer, text, session.config.data.seq_len, seed=session.config.run.seed
+    )

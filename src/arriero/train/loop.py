@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from arriero.data.loader import Batch
+from arriero.data.loader import IGNORED, Batch
 from arriero.errors import UserError
 from arriero.train.build import Session
-from arriero.train.loss import IGNORED, summed_loss
+from arriero.train.loss import summed_loss
 from arriero.train.metrics import StepMetrics, Stopwatch
 
 
@@ -77,7 +77,7 @@ def _train(session: Session, outcome: Outcome) -> None:
 
 
 def _gradients(session: Session, batch: Batch) -> torch.Tensor:
-    """Accumulate the gradients of a batch, micro-batch by micro-batch; returns the mean loss over its tokens."""
+    """Accumulate a batch's gradients, micro-batch by micro-batch; returns the mean loss over its tokens."""
     labels = int((batch.labels_BT != IGNORED).sum())
     mean = torch.zeros((), device=session.device.torch_device)
     for micro in batch.split(session.micro_batch):

@@ -1,9 +1,9 @@
-"""Next-token loss, summed: the caller divides by the tokens of the whole batch, so every token weighs the same."""
+"""Next-token loss, summed: the caller divides by the tokens of the whole batch, so all weigh the same."""
 
 import torch
 import torch.nn.functional as F
 
-IGNORED = -100
+from arriero.data.loader import IGNORED
 
 
 def summed_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,10 @@ class Optimizer:
             self._masters = _masters_of(self._working, compute)
         decayed = [m for m in self._masters if m.ndim > 1]
         plain = [m for m in self._masters if m.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
         self._adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
@@ -31,9 +34,13 @@ class Optimizer:
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         if self._masters is not self._working:
-            with torch.no_grad():
-                torch._foreach_copy_(self._working, self._masters)
+            self._copy_back()
         return norm
+
+    @torch.no_grad()
+    def _copy_back(self) -> None:
+        for weight, master in zip(self._working, self._masters, strict=True):
+            weight.copy_(master)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters in full precision."""
@@ -41,7 +48,7 @@ class Optimizer:
 
 
 def _masters_of(working: Iterable[nn.Parameter], compute: torch.dtype) -> list[nn.Parameter]:
-    """Cast the model's weights to the compute type in place; keep fp32 copies that gather gradients in fp32."""
+    """Cast the model's weights to the compute type in place; the fp32 copies gather fp32 gradients."""
     masters = []
     for weight in working:
         master = nn.Parameter(weight.detach().clone())
@@ -53,10 +60,9 @@ def _masters_of(working: Iterable[nn.Parameter], compute: torch.dtype) -> list[n
 
 def _gather_into(master: nn.Parameter):
     def hook(weight: torch.Tensor) -> None:
-        if master.grad is None:
-            master.grad = weight.grad.float()
-        else:
-            master.grad += weight.grad
+        gradient = weight.grad
+        assert gradient is not None
+        master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
         weight.grad = None
 
     return hook

@@ -34,7 +34,9 @@ def open_run_directory(config: RunConfig) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "run.toml").write_text(to_toml(config))
     except OSError as error:
-        raise UserError(f"{directory} cannot be written ({error})", "set run.dir to a directory you may write") from None
+        raise UserError(
+            f"{directory} cannot be written ({error})", "set run.dir to a directory you may write"
+        ) from None
     return directory
 
 

@@ -30,7 +30,9 @@ def make_shape(schedule: ScheduleSection, train: TrainSection) -> Shape:
     if schedule.kind == "fms" and schedule.warmup is None:
         warmup = min(2000 * step, horizon // 20)
     decay = schedule.decay.in_tokens(step) if schedule.decay else horizon // 5
-    floor = schedule.floor if schedule.floor is not None else {"cosine": 0.1, "fms": 0.1}.get(schedule.kind, 0.0)
+    floor = (
+        schedule.floor if schedule.floor is not None else {"cosine": 0.1, "fms": 0.1}.get(schedule.kind, 0.0)
+    )
     return Shape(schedule.kind, step, warmup, horizon, floor, decay)
 
 
@@ -65,7 +67,7 @@ def _wsd(shape: Shape, tokens: int) -> float:
 
 
 def _frontier(shape: Shape, tokens: int) -> float:
-    """frontier-torchtitan: (s + 1)/(w + 1), then a straight line that reaches the floor one step past the last."""
+    """frontier-torchtitan: (s + 1)/(w + 1), then a line that reaches zero one step past the last."""
     if tokens < shape.warmup:
         return (tokens + shape.step) / (shape.warmup + shape.step)
     passed = (tokens - shape.warmup) / max(1, shape.horizon - shape.warmup)
