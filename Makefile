@@ -1,7 +1,7 @@
 # make demo   from a fresh clone to a trained Llama        make test   checks and the whole suite
 VENV ?= .venv
 PYTHON ?= python3
-OLDEST_PYTHON ?= $(shell command -v python3.12 || command -v python3)
+OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo check test test-oldest clean

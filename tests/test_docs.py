@@ -1,0 +1,47 @@
+"""The documents tell the truth: their commands run, their run file is valid, their links lead somewhere."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text()
+PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
+
+TABLE_COMMANDS = re.findall(r"^\|[^|]+\| `(arriero [^`]+)` \|$", README, flags=re.MULTILINE)
+RUN_FILE = re.search(r"```toml\n(.*?)```", README, flags=re.DOTALL).group(1)
+SMALL = ["--set", "train.horizon=2 steps", "--set", "train.batch=1024 tok", "--set", "eval.heldout=2k tok"]
+
+
+@pytest.mark.parametrize("command", TABLE_COMMANDS)
+def test_every_command_of_the_readme_table_runs(command, arriero, corpus_cache, tmp_path):
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    arguments = shlex.split(command)[1:]
+    if arguments[0] == "train":
+        arguments += [*SMALL, "--set", f"data.cache='{corpus_cache}'"]
+    result = arriero(*arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+
+
+def test_the_readme_names_the_two_commands_of_the_makefile():
+    targets = re.findall(r"^(\w[\w-]*):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
+    commands = re.findall(r"^make (\S+)", README, flags=re.MULTILINE)
+    assert commands == ["demo", "test"]
+    assert set(commands) <= set(targets)
+    assert (REPOSITORY / ".ci" / "run").read_text().strip().endswith("make test")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_the_map_names_every_module():
+    pages = (REPOSITORY / "docs" / "architecture.md").read_text()
+    modules = [p for p in (REPOSITORY / "src" / "arriero").rglob("*.py") if not p.name.startswith("__")]
+    assert not [p.name for p in modules if p.name not in pages]
