@@ -91,7 +91,8 @@ log_every = 3
     text = str(caught.value)
     keys = {problem.key for _, problem in caught.value.problems}
     assert keys == {
-        "model.preset", "data.seq_len", "data.sources[0].wieght", "train.horzon", "train.batch", "schedule.kind",
+        "model.preset", "data.seq_len",
+        "data.sources[0].wieght", "train.horzon", "train.batch", "schedule.kind",
         "optim.lr", "obseve", "run.seed",
     }  # fmt: skip
     assert "did you mean 'llama3-8b'" in text

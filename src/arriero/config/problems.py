@@ -23,7 +23,7 @@ class ConfigError(UserError):
     def __init__(self, problems: Iterable[tuple[str, Problem]]) -> None:
         self.problems = tuple(problems)
         lines = [f"{where}: {p.key}: {p.what}; {p.todo}" for where, p in self.problems]
-        several = f"{len(lines)} problems in the run file\n  - " if len(lines) > 1 else ""
+        several = f"{len(lines)} problems in the configuration\n  - " if len(lines) > 1 else ""
         super().__init__(several + "\n  - ".join(lines))
 
 
