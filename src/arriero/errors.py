@@ -1,5 +1,8 @@
 """Mistakes a user can mend."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """What is wrong and where, then what to do about it. Shown without a traceback, exit code 2."""
@@ -8,3 +11,8 @@ class UserError(Exception):
         self.what = what
         self.todo = todo
         super().__init__(f"{what}; {todo}" if todo else what)
+
+
+def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The choice a mistyped word most likely means."""
+    return next(iter(difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)), None)

@@ -12,6 +12,8 @@ _TIMES = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 _BYTES = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
+_LARGEST = 10**18
+
 _NUMBER = r"(\d[\d_]*(?:\.\d+)?(?:e\d+)?)"
 _COUNT = re.compile(rf"{_NUMBER}\s*([kKMBGT]?)\s*(tok|tokens?|steps?)")
 _TIME = re.compile(rf"{_NUMBER}\s*({'|'.join(_TIMES)})")
@@ -29,11 +31,8 @@ class Span:
         if self.unit == "s":
             name = next(n for n in ("d", "h", "min", "s") if self.amount % _TIMES[n] == 0)
             return f"{self.amount // _TIMES[name]}{name}"
-        suffix = (
-            next(s for s in ("T", "B", "M", "k", "") if self.amount % _SCALES[s] == 0 and self.amount)
-            if self.amount
-            else ""
-        )
+        exact = (s for s in ("T", "B", "M", "k") if self.amount and self.amount % _SCALES[s] == 0)
+        suffix = next(exact, "")
         return f"{self.amount // _SCALES[suffix]}{suffix} {self.unit}"
 
     def in_tokens(self, tokens_per_step: int) -> int:
@@ -48,28 +47,30 @@ def parse_span(text: str) -> Span:
         return Span(_whole(number, _SCALES[scale], text), "steps" if word.startswith("step") else "tok")
     if match := _TIME.fullmatch(text.strip()):
         return Span(_whole(match[1], _TIMES[match[2]], text), "s")
-    raise ValueError(f"'{text}' is not a quantity of training; write it like '4M tok', '500 steps' or '2h'")
+    raise ValueError(f"'{text}' is not a quantity of training")
 
 
 def parse_bytes(text: str) -> int:
     if match := _SIZE.fullmatch(text.strip()):
         return _whole(match[1], _BYTES[match[2]], text)
-    raise ValueError(f"'{text}' is not a size; write it like '80GiB' or '500MB'")
+    raise ValueError(f"'{text}' is not a size like '80GiB' or '500MB'")
 
 
 def _whole(number: str, scale: int, text: str) -> int:
     value = Fraction(number.replace("_", "")) * scale
     if value.denominator != 1:
         raise ValueError(f"'{text}' is not a whole number of its unit")
+    if value > _LARGEST:
+        raise ValueError(f"'{text}' is larger than anything that can be trained")
     return int(value)
 
 
 def human_count(n: float) -> str:
     """1234567 -> '1.23M'."""
     for suffix in ("T", "B", "M", "k"):
-        if abs(n) >= _SCALES[suffix]:
+        if abs(n) >= 0.9995 * _SCALES[suffix]:
             return f"{n / _SCALES[suffix]:.3g}{suffix}"
-    return f"{n:.3g}" if isinstance(n, float) else str(n)
+    return f"{n:.3g}"
 
 
 def human_bytes(n: float) -> str:

@@ -64,7 +64,7 @@ def _decay_is_wsd(schedule) -> list[Problem]:
 
 
 def _eval_has_data(evaluation) -> list[Problem]:
-    if evaluation.every is None or evaluation.heldout is not None:
+    if not evaluation.every or evaluation.heldout:
         return []
     return [
         Problem("eval.every", "there is nothing held out to evaluate on", "give eval.heldout, like '1M tok'")

@@ -8,35 +8,28 @@ from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 from arriero.units import Span, parse_span
 
 
-def _read_span(value: Any) -> Span:
-    if isinstance(value, Span):
-        return value
-    if isinstance(value, str):
-        return parse_span(value)
-    raise ValueError(f"{value!r} has no unit; write it like '4M tok', '500 steps' or '2h'")
-
-
-def _only(units: tuple[str, ...], example: str):
-    def check(span: Span) -> Span:
-        if span.unit not in units:
-            raise ValueError(f"'{span}' has the wrong unit here; write it like {example}")
-        if span.amount < 1:
-            raise ValueError(f"'{span}' must be more than nothing; write it like {example}")
-        return span
-
-    return check
+def _write(value: Any) -> Any:
+    return str(value) if isinstance(value, Span) else value
 
 
 def _span_type(units: tuple[str, ...], example: str, meaning: str) -> Any:
-    check = _only(units, example)
-    return Annotated[
-        Span,
-        BeforeValidator(lambda value: check(_read_span(value))),
-        PlainSerializer(str),
-        WithJsonSchema(
-            {"type": "string", "description": meaning, "examples": re.findall(r"'([^']+)'", example)}
-        ),
-    ]
+    def read(value: Any) -> Span:
+        if isinstance(value, Span):
+            return value
+        if not isinstance(value, str):
+            raise ValueError(f"{value!r} has no unit; write it like {example}")
+        try:
+            span = parse_span(value)
+        except ValueError as error:
+            raise ValueError(f"{error}; write it like {example}") from None
+        if span.unit not in units:
+            raise ValueError(f"'{value}' has the wrong unit here; write it like {example}")
+        if span.amount < 1:
+            raise ValueError(f"'{value}' must be more than nothing; write it like {example}")
+        return span
+
+    schema = {"type": "string", "description": meaning, "examples": re.findall(r"'([^']+)'", example)}
+    return Annotated[Span, BeforeValidator(read), PlainSerializer(_write), WithJsonSchema(schema)]
 
 
 AnySpan = _span_type(("tok", "steps", "s"), "'4M tok', '500 steps' or '2h'", "tokens, steps or wall time")

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from arriero.config.check import cross_check
 from arriero.config.problems import ConfigError, Problem, from_validation
@@ -27,7 +27,7 @@ class LoadedRun:
     origins: Mapping[str, str]
 
     def origin(self, key: str) -> str:
-        return self.origins.get(key, "default")
+        return _origin_of(key, self.origins, "default")
 
 
 def load_run(path: Path | None, sets: Iterable[str], expand_model: ExpandModel) -> LoadedRun:
@@ -35,7 +35,7 @@ def load_run(path: Path | None, sets: Iterable[str], expand_model: ExpandModel) 
     tree: Table = {}
     origins: dict[str, str] = {}
     if path is None:
-        default = files("arriero.config").joinpath("default.toml").read_text()
+        default = files("arriero.config").joinpath("default.toml").read_text(encoding="utf-8")
         _overlay(tree, tomllib.loads(default), "embedded default", origins)
     else:
         _overlay_file(tree, origins, path, seen=())
@@ -64,7 +64,7 @@ def _overlay_file(tree: Table, origins: dict[str, str], path: Path, seen: tuple[
 
 def _read_toml(path: Path) -> Table:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(
             f"there is no run file {path}", "check the path, or leave it out for the embedded default"
@@ -90,9 +90,10 @@ def _overlay_sets(tree: Table, origins: dict[str, str], sets: Iterable[str]) -> 
 def _toml_value(text: str) -> Any:
     """A TOML value, or plain text where quotes were left to the shell."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return table["value"] if len(table) == 1 else text
 
 
 def _overlay(
@@ -109,51 +110,74 @@ def _overlay(
 
 def _validate(tree: Table, origins: dict[str, str], expand_model: ExpandModel, where: str) -> LoadedRun:
     sections, problems = _validate_sections(tree)
-    if "model" in sections:
-        try:
-            sections["model"] = _expand(sections["model"], expand_model, origins)
-        except UserError as error:
-            preset = sections["model"].preset
-            key = "model.preset" if preset and preset in error.what else "model"
-            problems.append(Problem(key, error.what, error.todo))
+    try:
+        sections |= _expanded_model(tree, sections, expand_model, origins)
+    except UserError as error:
+        preset = _preset_of(tree)
+        key = "model.preset" if preset and preset in error.what else "model"
+        problems.append(Problem(key, error.what, error.todo))
     problems += cross_check(sections)
     if problems:
         raise ConfigError((_origin_of(p.key, origins, where), p) for p in problems)
     return LoadedRun(RunConfig(**sections), origins)
 
 
-def _expand(model: ModelSection, expand_model: ExpandModel, origins: dict[str, str]) -> ModelSection:
-    given = model.model_dump(exclude_none=True)
-    full = {**expand_model(given), **given}
-    source = f"preset {model.preset}" if model.preset else "derived"
-    origins.update({f"model.{name}": source for name in full if name not in given})
-    return ModelSection.model_validate(full)
+def _preset_of(tree: Table) -> str | None:
+    table = tree.get("model")
+    preset = table.get("preset") if isinstance(table, dict) else None
+    return preset if isinstance(preset, str) else None
+
+
+def _expanded_model(
+    tree: Table, sections: Table, expand_model: ExpandModel, origins: dict[str, str]
+) -> Mapping[str, ModelSection]:
+    """The model section with every dimension; of a faulty section only the preset's name is checked."""
+    preset = _preset_of(tree)
+    base = expand_model({"preset": preset}) if preset else {}
+    if "model" not in sections:
+        return {}
+    given = sections["model"].model_dump(exclude_unset=True, exclude_none=True)
+    full = {**given, **expand_model(given)}
+    for name in full.keys() - given.keys():
+        derived = "derived" if preset else "default"
+        origins[f"model.{name}"] = f"preset {preset}" if base.get(name) == full[name] else derived
+    return {"model": ModelSection.model_validate(full)}
 
 
 def _validate_sections(tree: Table) -> tuple[Table, list[Problem]]:
     """Each section by itself, so that one wrong key does not hide what is wrong elsewhere."""
     sections: Table = {}
-    errors: list[Any] = []
-    for name, value in tree.items():
-        if name not in RunConfig.model_fields:
-            errors.append({"type": "extra_forbidden", "loc": (name,), "msg": "", "input": value})
+    errors: list[Any] = [
+        {"type": "extra_forbidden", "loc": (name,), "msg": "", "input": value}
+        for name, value in tree.items()
+        if name not in RunConfig.model_fields
+    ]
     for name, field in RunConfig.model_fields.items():
-        if name not in tree and not field.is_required():
-            sections[name] = field.get_default(call_default_factory=True)
-            continue
+        section = section_of(field.annotation)
+        assert section is not None
+        table = tree.get(name, {})
         try:
-            document = json.dumps(tree.get(name, {}), default=str)
-            section = section_of(field.annotation)
-            assert section is not None
-            sections[name] = section.model_validate_json(document, strict=True)
+            sections[name] = _read_section(section, table)
         except ValidationError as error:
             errors += [{**e, "loc": (name, *e["loc"])} for e in error.errors()]
+            unknown = {e["loc"][0] for e in error.errors() if e["type"] == "extra_forbidden"}
+            if len(unknown) == error.error_count():
+                rest = {key: value for key, value in table.items() if key not in unknown}
+                sections[name] = _read_section(section, rest)
     return sections, from_validation(errors)
 
 
-def _origin_of(key: str, origins: Mapping[str, str], fallback: str) -> str:
-    while key:
-        if key in origins:
-            return origins[key]
-        key = key.rpartition(".")[0] if "." in key else key.rpartition("[")[0]
-    return fallback
+def _read_section(section: type[BaseModel], table: Any) -> BaseModel:
+    """Strictly, through JSON, where a list may stand for a tuple but text never for a number."""
+    return section.model_validate_json(json.dumps(table, default=str), strict=True)
+
+
+def _origin_of(key: str, origins: Mapping[str, str], otherwise: str) -> str:
+    """Where a key, the table around it, or something inside it was given; --set speaks last."""
+    around = key
+    while around:
+        if around in origins:
+            return origins[around]
+        around = around[: max(around.rfind("."), around.rfind("["), 0)]
+    inside = [origin for name, origin in origins.items() if name.startswith((f"{key}.", f"{key}["))]
+    return "--set" if "--set" in inside else next(iter(inside), otherwise)

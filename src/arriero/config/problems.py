@@ -1,13 +1,14 @@
 """Turning what is wrong with a run file into sentences: where, which key, what is wrong, what to do."""
 
-import difflib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from arriero.config.schema import RunConfig
+from arriero.config.toml import toml_value
 from arriero.config.walk import all_keys, field_at
-from arriero.errors import UserError
+from arriero.errors import UserError, nearest
 
 
 @dataclass(frozen=True)
@@ -27,58 +28,105 @@ class ConfigError(UserError):
         super().__init__(several + "\n  - ".join(lines))
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    match = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return match[0] if match else None
+# What other trainers call our keys.
+_CALLED_ELSEWHERE = {
+    "learning_rate": "optim.lr",
+    "max_norm": "optim.clip",
+    "grad_clip": "optim.clip",
+    "batch_size": "train.batch",
+    "gradient_accumulation_steps": "train.micro_batch",
+    "steps": "train.horizon",
+    "max_steps": "train.horizon",
+    "num_steps": "train.horizon",
+    "epochs": "train.horizon",
+    "warmup_steps": "schedule.warmup",
+    "hidden_size": "model.dim",
+    "n_embd": "model.dim",
+    "num_layers": "model.layers",
+    "n_layer": "model.layers",
+    "num_attention_heads": "model.heads",
+    "n_heads": "model.heads",
+    "intermediate_size": "model.ffn",
+    "seq_length": "data.seq_len",
+    "context_length": "data.seq_len",
+    "dataset": "data.sources",
+    "dtype": "precision.compute",
+}
 
 
 def nearest_key(key: str) -> str | None:
-    """What a mistyped key most likely means: a key of its own section, else any by its last word."""
+    """What a mistyped key likely means: a key of its section, another trainer's name, a key elsewhere."""
     keys = all_keys(RunConfig)
-    section, _, word = key.rpartition(".")
+    section, _, word = re.sub(r"\[\d+\]", "", key).rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
     if match := nearest(word, siblings):
         return siblings[match]
+    if word in _CALLED_ELSEWHERE:
+        return _CALLED_ELSEWHERE[word]
     elsewhere = {k.rpartition(".")[2]: k for k in keys if "." in k}
-    if match := nearest(word, elsewhere):
-        return elsewhere[match]
-    return nearest(key, keys)
+    match = nearest(word, elsewhere, cutoff=0.8)
+    return elsewhere[match] if match else None
 
 
 def from_validation(errors: Iterable[Mapping[str, Any]]) -> list[Problem]:
-    found: dict[str, Problem] = {}
+    """One problem per key; a section is not blamed for what is wrong with a key inside it."""
+    by_key: dict[str, list[Mapping[str, Any]]] = {}
     for error in errors:
-        key = _key_of(error)
-        found.setdefault(key, _explain(key, error))
-    return [p for k, p in found.items() if not any(other.startswith((f"{k}.", f"{k}[")) for other in found)]
+        by_key.setdefault(_key_of(error), []).append(error)
+    inner = [k for k in by_key if not any(other.startswith((f"{k}.", f"{k}[")) for other in by_key)]
+    return [_explain(key, by_key[key]) for key in inner]
 
 
 def _key_of(error: Mapping[str, Any]) -> str:
-    """The key an error is about; the branch of a union that pydantic tried is not part of it."""
-    key = ""
-    for part in error["loc"]:
+    """The key an error is about; the branch of a union that was tried is not part of it."""
+    key, last = "", len(error["loc"]) - 1
+    for place, part in enumerate(error["loc"]):
         if isinstance(part, int):
             key += f"[{part}]"
             continue
         candidate = f"{key}.{part}" if key else part
-        if error["type"] != "extra_forbidden" and field_at(RunConfig, candidate) is None:
-            break
-        key = candidate
+        unknown = error["type"] == "extra_forbidden" and place == last
+        if unknown or field_at(RunConfig, candidate) is not None:
+            key = candidate
     return key
 
 
-def _explain(key: str, error: Mapping[str, Any]) -> Problem:
-    kind, value = error["type"], error.get("input")
-    if kind == "extra_forbidden":
+def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Problem:
+    kinds = {error["type"]: error for error in errors}
+    if "extra_forbidden" in kinds:
         close = nearest_key(key)
         todo = f"did you mean '{close}'?" if close else "`arriero config schema` lists all keys"
         return Problem(key, "unknown section" if "." not in key else "unknown key", todo)
-    field = field_at(RunConfig, key)
-    meaning = (field.description or "").rstrip(".") if field else ""
-    if kind == "missing":
-        return Problem(key, "is missing", f"add it ({meaning})" if meaning else "add it")
-    if kind == "value_error":
-        what, _, todo = error["msg"].removeprefix("Value error, ").partition("; ")
+    if "missing" in kinds:
+        field = field_at(RunConfig, key)
+        meaning = field.description if field and field.description else key
+        return Problem(key, "is missing", f"add it ({meaning.rstrip('.')})")
+    if "value_error" in kinds:
+        what, _, todo = kinds["value_error"]["msg"].removeprefix("Value error, ").partition("; ")
         return Problem(key, what, todo or f"see `arriero config explain {key}`")
-    expected = error["msg"].removeprefix("Input should be ")
-    return Problem(key, f"{value!r} is not accepted", f"it should be {expected}")
+    wanted = " or ".join(dict.fromkeys(_wanted(error) for error in errors))
+    return Problem(key, f"{toml_value(errors[0]['input'])} is not accepted", f"it should be {wanted}")
+
+
+_WORDS = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid string": "text in quotes",
+    "a valid array": "a list",
+    "an object": "a table",
+    "a finite number": "finite",
+    "False": "false",
+}
+
+
+def _wanted(error: Mapping[str, Any]) -> str:
+    if error["type"] == "string_pattern_mismatch":
+        return f"text that matches {error['ctx']['pattern']}"
+    if error["type"] in ("too_short", "too_long"):
+        limits = error["ctx"]
+        if "min_length" in limits:
+            return f"a list of at least {limits['min_length']}"
+        return f"a list of at most {limits['max_length']}"
+    words = error["msg"].removeprefix("Input should be ")
+    return _WORDS.get(words, words)

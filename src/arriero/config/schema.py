@@ -5,11 +5,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from arriero.config.fields import AnySpan, Progress, Tokens
-from arriero.units import Span
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 Positive = Annotated[int, Field(gt=0)]
@@ -21,7 +20,9 @@ class RunSection(Section):
         "run", description="Name of the run; its directory is DIR/NAME."
     )
     dir: str = Field("runs", description="Where run directories live.")
-    seed: Annotated[int, Field(ge=0)] = Field(1, description="Seed of initial weights and data order.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        1, description="Seed of initial weights and data order."
+    )
     deterministic: bool = Field(
         False, description="Bit-identical losses over two runs on the same machine, at some cost in speed."
     )
@@ -33,7 +34,7 @@ class RunSection(Section):
 
 class RopeScalingSection(Section):
     factor: Annotated[float, Field(ge=1)] = Field(
-        description="How much further than before the context reaches."
+        8.0, description="How much further than before the context reaches."
     )
     low_freq_factor: Annotated[float, Field(gt=0)] = Field(
         1.0, description="Wavelengths beyond original/this are stretched."
@@ -92,8 +93,10 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    batch: Tokens = Field(Span(524_288, "tok"), description="Tokens per optimizer step, over all ranks.")
-    horizon: AnySpan = Field(Span(1000, "steps"), description="How long to train.")
+    batch: Tokens = Field(
+        "524288 tok", validate_default=True, description="Tokens per optimizer step, over all ranks."
+    )
+    horizon: AnySpan = Field("1000 steps", validate_default=True, description="How long to train.")
     micro_batch: Positive | None = Field(
         None, description="Sequences computed at once; derived from the device's memory unless given."
     )
@@ -109,7 +112,9 @@ class OptimSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         0.1, description="Decoupled decay of matrices; norms and biases are never decayed."
     )
-    clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="Largest global gradient norm.")
+    clip: Annotated[float, Field(gt=0)] | Literal[False] = Field(
+        1.0, description="Largest global gradient norm; false does not clip."
+    )
 
 
 class ScheduleSection(Section):
@@ -129,11 +134,11 @@ class ScheduleSection(Section):
 
 
 class EvalSection(Section):
-    heldout: Tokens | None = Field(
-        None, description="Tokens at the end of each source kept out of training, cut between documents."
+    heldout: Tokens | Literal[False] = Field(
+        False, description="Tokens at the end of each source kept out of training, cut between documents."
     )
-    every: AnySpan | None = Field(
-        None, description="How often to compute the held-out loss; always at start and end."
+    every: AnySpan | Literal[False] = Field(
+        False, description="How often to compute the held-out loss; always at start and end."
     )
 
 
@@ -161,7 +166,9 @@ class PrecisionSection(Section):
 class ObserveSection(Section):
     log_every: Positive = Field(10, description="Steps between lines of metrics.jsonl.")
     tensorboard: bool = Field(True, description="Write TensorBoard files.")
-    sample: str | None = Field(None, description="Text the finished model continues, shown at the end.")
+    sample: str | Literal[False] = Field(
+        False, description="Text the finished model continues, shown at the end."
+    )
 
 
 class RunConfig(Section):

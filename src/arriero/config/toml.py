@@ -14,17 +14,17 @@ def to_toml(config: RunConfig, comment: Callable[[str], str | None] = lambda _: 
         lines = [f"[{section}]"]
         for name, value in table.items():
             remark = comment(f"{section}.{name}")
-            line = f"{name} = {_value(value)}"
+            line = f"{name} = {toml_value(value)}"
             lines.append(f"{line:<40} # {remark}" if remark else line)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
+        return "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items() if v is not None) + " }"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_value, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, float):
         return repr(value)
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

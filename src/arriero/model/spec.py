@@ -1,11 +1,10 @@
 """The shape of a model, and what follows from it by arithmetic alone: parameters, bytes, FLOPs per token."""
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from arriero.errors import UserError
+from arriero.errors import UserError, nearest
 
 Family = Literal["llama", "gpt2"]
 FAMILIES = ("llama", "gpt2")
@@ -124,8 +123,8 @@ def _typed(values: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, str]
     problems = {n: f"{n} is missing" for n in _REQUIRED if values.get(n) is None}
     for name, value in values.items():
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            problems[name] = f"{name} is not a model field" + (f" (did you mean {near[0]}?)" if near else "")
+            near = nearest(name, names)
+            problems[name] = f"{name} is not a model field" + (f" (did you mean {near}?)" if near else "")
         elif value is None:
             continue
         elif name == "rope_scaling":

@@ -1,6 +1,7 @@
 """When something that happens every so often is due."""
 
 import time
+from typing import Literal
 
 from arriero.units import Span
 
@@ -8,14 +9,14 @@ from arriero.units import Span
 class Cadence:
     """Due whenever a whole period of tokens, steps or seconds has been completed."""
 
-    def __init__(self, every: Span | None, tokens_per_step: int) -> None:
+    def __init__(self, every: Span | Literal[False], tokens_per_step: int) -> None:
         self._every = every
         self._step = tokens_per_step
         self._last = time.monotonic()
 
     def due(self, tokens: int) -> bool:
         """Asked once after each step, with the tokens seen so far."""
-        if self._every is None:
+        if not self._every:
             return False
         if self._every.unit == "s":
             if time.monotonic() - self._last < self._every.amount:

@@ -16,7 +16,7 @@ def train(run_file: RunFile = None, sets: Sets = []) -> None:
     from arriero.model.presets import expand
     from arriero.train.build import build
     from arriero.train.console import ConsoleProgress, PreparationBar, show_outcome
-    from arriero.train.finish import finish
+    from arriero.train.finish import sample
     from arriero.train.loop import train as run
 
     console = Console(highlight=False)
@@ -24,4 +24,4 @@ def train(run_file: RunFile = None, sets: Sets = []) -> None:
     with PreparationBar(console) as preparation:
         session = build(config, preparation, [ConsoleProgress(console)])
     outcome = run(session)
-    show_outcome(console, session, outcome, finish(session))
+    show_outcome(console, session, outcome, sample(session))

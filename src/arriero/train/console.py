@@ -17,7 +17,6 @@ from arriero.units import human_count, human_time
 
 if TYPE_CHECKING:
     from arriero.train.build import Session
-    from arriero.train.finish import Ending
     from arriero.train.loop import Outcome
 
 
@@ -120,10 +119,10 @@ def _settings(session: "Session") -> Table:
     return _grid(rows)
 
 
-def show_outcome(console: Console, session: "Session", outcome: "Outcome", ending: "Ending") -> None:
-    if ending.continuation is not None:
+def show_outcome(console: Console, session: "Session", outcome: "Outcome", continuation: str | None) -> None:
+    if continuation is not None:
         prompt = escape(session.config.observe.sample or "")
-        text = f"[bold]{prompt}[/][green]{escape(ending.continuation)}"
+        text = f"[bold]{prompt}[/][green]{escape(continuation)}"
         console.print(Panel(text, title="the model continues"))
     uniform = math.log(session.spec.vocab_size)
     whole = f"{human_count(outcome.tokens)} tokens in {human_time(outcome.seconds)}, evaluation included"
@@ -138,8 +137,10 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", endin
         change = f"{outcome.first_eval_loss:.3f} -> {outcome.last_eval_loss:.3f}"
         rows.append(("held-out loss", change, f"{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)"))
     rows.append(("speed", f"{human_count(outcome.tokens_per_s)} tok/s", f"median; {whole}"))
-    rows.append(("run directory", str(session.run_dir), "metrics.jsonl, events.jsonl, run.toml"))
-    rows.append(("model", str(ending.model or "not exported"), ending.remark))
+    rows.append(
+        ("run directory", str(session.run_dir), "metrics.jsonl, events.jsonl, run.toml, tensorboard/")
+    )
+    rows.append(("model", str(outcome.model), "Hugging Face config, fp32 safetensors, tokenizer"))
     console.print(_grid(rows))
 
 

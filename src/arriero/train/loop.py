@@ -11,6 +11,7 @@ import torch
 from arriero.data.loader import IGNORED, Batch
 from arriero.errors import UserError
 from arriero.train.build import Session
+from arriero.train.finish import export_model
 from arriero.train.loss import summed_loss
 from arriero.train.metrics import StepMetrics, Stopwatch
 
@@ -26,6 +27,7 @@ class Outcome:
     last_loss: float | None = None
     first_eval_loss: float | None = None
     last_eval_loss: float | None = None
+    model: str | None = None
     rates: list[float] = field(default_factory=list)
 
     def saw(self, loss: float, tokens_per_s: float) -> None:
@@ -36,7 +38,7 @@ class Outcome:
     @property
     def tokens_per_s(self) -> float:
         """The median of the logged rates: the first step, compilation and evaluation do not blur it."""
-        return statistics.median(self.rates)
+        return statistics.median(self.rates[1:] or self.rates)
 
     def describe(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -46,9 +48,10 @@ class Outcome:
 
 def train(session: Session) -> Outcome:
     outcome = Outcome()
-    session.notify("on_start")
     try:
+        session.notify("on_start")
         _train(session, outcome)
+        outcome.model = str(export_model(session))
     except BaseException as error:
         session.notify("on_fault", outcome.steps, error)
         raise
