@@ -10,12 +10,14 @@ import json
 import mmap
 import os
 import struct
+from collections.abc import Callable, Iterator
 from functools import _lru_cache_wrapper, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from arriero.data.columns import ShardColumns, parse_manifest
 from arriero.data.shards import DTYPES, IDX_HEADER, IDX_MAGIC, IDX_VERSION, Shard, write_durably
 from arriero.errors import UserError
 
@@ -66,8 +68,7 @@ def write_manifest(
 class TokenStore:
     """All shards as one sequence of tokens. Opening reads the manifest alone; shards open when first read."""
 
-    def __init__(self, directory: Path, manifest: dict[str, Any]) -> None:
-        shards = manifest["shards"]
+    def __init__(self, directory: Path, manifest: dict[str, Any], columns: ShardColumns) -> None:
         self.directory = directory
         self.vocab_size: int = int(manifest["vocab_size"])
         self.eos_id: int = int(manifest["eos_id"])
@@ -75,38 +76,36 @@ class TokenStore:
         self.tokenizer_path = directory / manifest["tokenizer"]["file"]
         self.tokenizer_sha256: str = manifest["tokenizer"]["sha256"]
         self.about: dict[str, Any] = manifest["about"]
-        tokens, documents, text_bytes = (
-            np.array(shards[column], dtype=np.int64) for column in ("tokens", "documents", "text_bytes")
-        )
-        if not len(shards["name"]) == len(tokens) == len(documents) == len(text_bytes):
-            raise ValueError("the columns of 'shards' differ in length")
-        if min(tokens.min(initial=0), documents.min(initial=0)) < 0:
-            raise ValueError("a shard has a negative count")
+        self.labels: str | None = manifest.get("labels")
+        tokens, documents = columns.tokens, columns.documents
         self._ends = np.cumsum(tokens)
+        self._name = columns.name
         self.shards = len(tokens)
         self.tokens = int(tokens.sum())
         self.documents = int(documents.sum())
-        self.text_bytes = int(text_bytes.sum())
+        self.text_bytes = columns.text_bytes
         self.fingerprint = _fingerprint(manifest, tokens)
-        self._shard = _shard_opener(directory, shards["name"], tokens, documents, self.dtype)
+        self._shard = _shard_opener(self.shard_path, tokens, documents, self.dtype)
 
     @classmethod
     def open(cls, directory: Path) -> "TokenStore":
         path = Path(directory) / MANIFEST
         try:
-            manifest = json.loads(path.read_bytes())
+            manifest, columns = parse_manifest(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{path} does not exist", "give the directory of a prepared dataset") from None
-        except ValueError as error:
+        except json.JSONDecodeError as error:
             raise UserError(f"{path} is not valid JSON ({error})", _REMAKE) from None
-        version = manifest.get("version") if isinstance(manifest, dict) else None
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", _REMAKE) from None
+        version = manifest.get("version")
         if version != VERSION:
             raise UserError(
                 f"{path} has format version {version!r}, this Arriero reads version {VERSION}",
                 "prepare the dataset with this version, or use the Arriero that wrote it",
             )
         try:
-            return cls(Path(directory), manifest)
+            return cls(Path(directory), manifest, columns)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", _REMAKE) from None
 
@@ -119,7 +118,7 @@ class TokenStore:
         """Fill `out` (contiguous, of this store's dtype) with the tokens from `start` on."""
         self._check_range(start, len(out))
         filled = 0
-        for shard, first, count in self._pieces(start, len(out)):
+        for shard, first, count in self.pieces(start, len(out)):
             self._shard(shard).read_into(first, out[filled : filled + count])
             filled += count
 
@@ -127,7 +126,7 @@ class TokenStore:
         """Positions in [start, start + n) at which a document begins, ascending."""
         self._check_range(start, n)
         found = []
-        for shard, first, count in self._pieces(start, n):
+        for shard, first, count in self.pieces(start, n):
             starts = self._shard(shard).document_starts(first, count)
             found.append(starts + (start - first))
             start += count
@@ -136,8 +135,26 @@ class TokenStore:
     def document_start_before(self, position: int) -> int:
         """Where the document that holds the token at `position` begins."""
         self._check_range(position, 1)
-        shard, first, _ = self._pieces(position, 1)[0]
+        shard, first, _ = self.pieces(position, 1)[0]
         return position - first + self._shard(shard).document_start_before(first)
+
+    def document_spans(self, span: range) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Beginnings and lengths of the documents in `span`, shard by shard; empty documents are left out."""
+        position = span.start
+        for shard, first, count in self.pieces(span.start, len(span)):
+            starts = self._shard(shard).document_starts(first, count)
+            if not len(starts) or starts[0] > first:
+                starts = np.insert(starts, 0, first)
+            yield starts + (position - first), np.diff(starts, append=first + count)
+            position += count
+
+    def documents_touching(self, shard: int, first: int, count: int) -> tuple[int, np.ndarray]:
+        """Of a shard: the number of the document that holds token `first`, and where it and those after
+        it begin, up to `first + count`."""
+        return self._shard(shard).documents_touching(first, count)
+
+    def shard_path(self, shard: int, suffix: str = "") -> Path:
+        return self.directory / f"{self._name(shard)}{suffix}"
 
     def close(self) -> None:
         self._shard.cache_clear()
@@ -146,7 +163,8 @@ class TokenStore:
         if start < 0 or n < 0 or start + n > self.tokens:
             raise IndexError(f"tokens [{start}, {start + n}) of {self.directory}, which has {self.tokens}")
 
-    def _pieces(self, start: int, n: int) -> list[tuple[int, int, int]]:
+    def pieces(self, start: int, n: int) -> list[tuple[int, int, int]]:
+        """(shard, first token in it, tokens) of a range."""
         pieces = []
         shard = int(self._ends.searchsorted(start, side="right"))
         while n > 0:
@@ -162,17 +180,19 @@ def _fingerprint(manifest: dict[str, Any], tokens: np.ndarray) -> str:
     identity = {key: manifest[key] for key in ("version", "vocab_size", "eos_id", "dtype")}
     identity["tokenizer"] = manifest["tokenizer"]["sha256"]
     identity["checksums"] = manifest["checksums"]["sha256"]
+    if manifest.get("labels"):
+        identity["labels"] = manifest["labels"]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
-    digest.update(tokens.astype("<i8").tobytes())
+    digest.update(tokens.astype("<i8", copy=False).data)
     return digest.hexdigest()
 
 
 def _shard_opener(
-    directory: Path, names: list[str], tokens: np.ndarray, documents: np.ndarray, dtype: np.dtype
+    path: Callable[[int], Path], tokens: np.ndarray, documents: np.ndarray, dtype: np.dtype
 ) -> "_lru_cache_wrapper[_OpenShard]":
     @lru_cache(maxsize=OPEN_SHARDS)
     def open_shard(shard: int) -> _OpenShard:
-        return _OpenShard(directory / names[shard], int(tokens[shard]), int(documents[shard]), dtype)
+        return _OpenShard(path(shard), int(tokens[shard]), int(documents[shard]), dtype)
 
     return open_shard
 
@@ -214,6 +234,12 @@ class _OpenShard:
 
     def document_start_before(self, first: int) -> int:
         return self._pointer(self._search(first + 1, 0, self._documents) - 1) // self._itemsize
+
+    def documents_touching(self, first: int, count: int) -> tuple[int, np.ndarray]:
+        lo = self._search(first + 1, 0, self._documents) - 1
+        hi = self._search(first + count, lo, self._documents)
+        pointers = np.frombuffer(self._index(), dtype="<i8", count=hi - lo, offset=self._pointer_offset(lo))
+        return lo, pointers // self._itemsize
 
     def _search(self, token: int, lo: int, hi: int) -> int:
         return bisect.bisect_left(range(hi), token * self._itemsize, lo, hi, key=self._pointer)
