@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from arriero.data.loader import IGNORED, Loader
-from arriero.data.order import EvalStream, Source, Stream
+from arriero.data.order import EvalStream, Stream
+from arriero.data.pack import Source
 from arriero.errors import UserError
 
 
@@ -31,7 +32,9 @@ def test_labels_are_the_tokens_one_further(stream):
 
 def test_batches_hold_the_samples_the_stream_names(stream):
     batches = take(Loader(stream, 4, start_sample=8190), 3)
-    starts = stream.locate(np.arange(8190, 8190 + 12)).start
+    located = stream.locate(np.arange(8190, 8190 + 12))
+    pairs = zip(located.source, located.index, strict=True)
+    starts = np.array([stream.cuts[source].start(index) for source, index in pairs])
     assert torch.cat([b.tokens_BT[:, 0] for b in batches]).tolist() == starts.tolist()
     assert [b.first_sample for b in batches] == [8190, 8194, 8198]
 

@@ -61,8 +61,13 @@ def write_manifest(
             "text_bytes": [shard.text_bytes for shard in shards],
         },
     }
+    write_durably(directory / MANIFEST, manifest_text(manifest))
+
+
+def manifest_text(manifest: dict[str, Any]) -> bytes:
+    """One key per line; `shards` comes last."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
-    write_durably(directory / MANIFEST, f"{{\n{lines}\n}}\n".encode())
+    return f"{{\n{lines}\n}}\n".encode()
 
 
 class TokenStore:
@@ -79,6 +84,7 @@ class TokenStore:
         self.labels: str | None = manifest.get("labels")
         tokens, documents = columns.tokens, columns.documents
         self._ends = np.cumsum(tokens)
+        self._documents = documents
         self._name = columns.name
         self.shards = len(tokens)
         self.tokens = int(tokens.sum())
@@ -152,6 +158,12 @@ class TokenStore:
         """Of a shard: the number of the document that holds token `first`, and where it and those after
         it begin, up to `first + count`."""
         return self._shard(shard).documents_touching(first, count)
+
+    def shard_tokens(self, shard: int) -> int:
+        return int(self._ends[shard] - (self._ends[shard - 1] if shard else 0))
+
+    def shard_documents(self, shard: int) -> int:
+        return int(self._documents[shard])
 
     def shard_path(self, shard: int, suffix: str = "") -> Path:
         return self.directory / f"{self._name(shard)}{suffix}"

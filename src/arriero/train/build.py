@@ -11,7 +11,8 @@ import torch
 from arriero import __version__
 from arriero.config.schema import RunConfig
 from arriero.data.loader import Loader
-from arriero.data.order import EvalStream, Source, Stream, split_heldout
+from arriero.data.order import EvalStream, Stream, split_heldout
+from arriero.data.pack import Source
 from arriero.data.prepare import Progress, prepare_builtin
 from arriero.data.store import TokenStore
 from arriero.data.tokenizer import Tokenizer, load_tokenizer
