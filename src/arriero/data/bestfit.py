@@ -50,8 +50,10 @@ class Plan:
         if size != pieces * PIECE.itemsize + 8 * (rows + 1) + length + _TAIL.size:
             raise ValueError("of another size than it says")
         self.rows: int = rows
-        self.pieces = np.memmap(path, PIECE, "r", 0, pieces) if pieces else np.empty(0, PIECE)
-        self.offsets = np.memmap(path, "<i8", "r", pieces * PIECE.itemsize, rows + 1)
+        content = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        end = pieces * PIECE.itemsize
+        self.pieces = content[:end].view(PIECE)
+        self.offsets = content[end : end + 8 * (rows + 1)].view("<i8")
 
 
 def open_plan(

@@ -145,7 +145,7 @@ class Loader:
         real, begins = self._rows.fill(located, tokens_BT.numpy(), labels_BT.numpy())
         marks = ()
         if self._rows.marks_documents:
-            marks = self._empty(shape), self._empty(shape)
+            marks = self._empty(shape, torch.int32), self._empty(shape, torch.int32)
             self._rows.mark(begins, *(tensor.numpy() for tensor in marks))
         return Batch(
             first_sample,
@@ -156,5 +156,5 @@ class Loader:
             checksum=checksum(samples, located),
         )
 
-    def _empty(self, shape: tuple[int, int]) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int64, pin_memory=self._pin)
+    def _empty(self, shape: tuple[int, int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self._pin)

@@ -6,6 +6,7 @@ documents masked, positions count from the beginning of a document, or of the pa
 """
 
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -25,6 +26,7 @@ class Rows:
         self._mask = document_mask
         self._row = {s.store.dtype: np.empty(stream.seq_len + 1, s.store.dtype) for s in stream.sources}
         self._learnt = lru_cache(maxsize=None)(lambda source: _learnt(stream.sources[source]))
+        self._count = np.arange(stream.seq_len, dtype=np.int32)
         self.padding_id = stream.sources[0].store.eos_id
 
     @property
@@ -58,14 +60,14 @@ class Rows:
 
     def mark(self, begins: list, positions_BT: np.ndarray, documents_BT: np.ndarray) -> None:
         """Positions and numbers of documents, from where they begin."""
-        documents_BT[:] = 0
-        positions_BT[:] = 1
-        positions_BT[:, 0] = 0
-        for b, places in enumerate(begins):
-            documents_BT[b, places] = 1
-            positions_BT[b, places] -= np.diff(places, prepend=0)
-        np.cumsum(documents_BT, axis=1, out=documents_BT)
-        np.cumsum(positions_BT, axis=1, out=positions_BT)
+        width = positions_BT.shape[1]
+        positions_BT[len(begins) :] = self._count[:width]
+        documents_BT[len(begins) :] = 0
+        for positions_T, documents_T, places in zip(positions_BT, documents_BT, begins, strict=False):
+            edges = [0, *places.tolist(), width]
+            for document, (begin, end) in enumerate(pairwise(edges)):
+                documents_T[begin:end] = document
+                positions_T[begin:end] = self._count[: end - begin]
 
     def _pieces(self, source: int, index: int) -> np.ndarray:
         cut = self._stream.cuts[source]
@@ -91,37 +93,42 @@ class Rows:
     ) -> tuple[np.ndarray, int]:
         source = self._stream.sources[number]
         row = self._row[source.store.dtype]
-        learnt, prompt = self._learnt(number), len(source.prompt)
-        ends = np.cumsum(pieces["slots"])
-        filled = int(ends[-1])
-        labels_T[filled - 1 :] = IGNORED
-        tokens_T[filled:] = self.padding_id
+        prompt = len(source.prompt)
         begin = 0
         for start, slots, flags in pieces.tolist():
-            here = prompt if flags & BEGINS else 0
-            count = slots - here + (flags & GOES_ON == GOES_ON)
-            part = row[:count]
-            source.store.read_into(start, part)
-            end = begin + slots
-            tokens_T[begin : begin + here] = source.prompt[:here]
-            tokens_T[begin + here : end] = part[: slots - here]
-            self._label(labels_T, begin, here, flags, part)
-            if learnt:
-                skipped = np.flatnonzero(~learnt.read(start, count)) + begin + here - 1
-                labels_T[skipped[skipped >= 0]] = IGNORED
-            begin = end
-        return (ends if filled < len(tokens_T) else ends[:-1]), filled
+            first = begin
+            if prompt and flags & BEGINS:
+                first += prompt
+                row[begin:first] = source.prompt
+            begin += slots
+            # a piece that goes on fills its row, so its last label has room behind it
+            source.store.read_into(start, row[first : begin + bool(flags & GOES_ON)])
+        goes_on = bool(flags & GOES_ON)
+        tokens_T[:begin] = row[:begin]
+        tokens_T[begin:] = self.padding_id
+        labels_T[: begin - 1 + goes_on] = row[1 : begin + goes_on]
+        labels_T[begin - 1 + goes_on :] = IGNORED
+        ends = pieces["slots"].cumsum()
+        self._ignore_labels(number, pieces, ends, labels_T)
+        return (ends if begin < len(tokens_T) else ends[:-1]), begin
 
-    def _label(self, labels_T: np.ndarray, begin: int, prompt: int, flags: int, part: np.ndarray) -> None:
-        """Labels that predict this piece's tokens; the one before it belongs to the document before."""
-        first = begin + prompt
-        labels_T[begin : max(first - 1, begin)] = IGNORED
-        labels_T[first : first + len(part) - 1] = part[1:]
-        if begin:
-            crosses = flags & BEGINS and not self._mask and not prompt
-            labels_T[begin - 1] = part[0] if crosses else IGNORED
+    def _ignore_labels(
+        self, number: int, pieces: np.ndarray, ends: np.ndarray, labels_T: np.ndarray
+    ) -> None:
+        """Across the edge of a document, inside prompts, and where the dataset says so."""
+        prompt = len(self._stream.sources[number].prompt)
+        begins_here = (pieces["flags"] & BEGINS).astype(bool)
+        edges = ends[:-1] if self._mask or prompt else ends[:-1][~begins_here[1:]]
+        labels_T[edges - 1] = IGNORED
+        first = ends - pieces["slots"] + prompt * begins_here
         if prompt:
-            labels_T[first - 1] = part[0]
+            for end in first[begins_here].tolist():
+                labels_T[end - prompt : end - 1] = IGNORED
+        if learnt := self._learnt(number):
+            counts = ends - first + (pieces["flags"] & GOES_ON > 0)
+            for start, at, count in zip(pieces["start"].tolist(), first.tolist(), counts.tolist(), strict=True):
+                skipped = np.flatnonzero(~learnt.read(start, count)) + at - 1
+                labels_T[skipped[skipped >= 0]] = IGNORED
 
 
 _NOWHERE = np.empty(0, dtype=np.int64)

@@ -26,6 +26,7 @@ CHECKSUMS = "checksums.sha256"
 VERSION = 1
 OPEN_SHARDS = 64
 
+_POINTER = struct.Struct("<q")
 _REMAKE = "prepare the dataset again, or restore the file from a copy"
 
 
@@ -234,33 +235,34 @@ class _OpenShard:
             view, offset = view[got:], offset + got
 
     def document_starts(self, first: int, count: int) -> np.ndarray:
-        lo = self._search(first, 0, self._documents)
-        hi = self._search(first + count, lo, min(self._documents, lo + count + 1))
-        if hi < self._documents and self._pointer(hi) < (first + count) * self._itemsize:
-            hi = self._search(first + count, hi, self._documents)
-        if hi == lo:
-            return np.empty(0, dtype=np.int64)
-        pointers = np.frombuffer(self._index(), dtype="<i8", count=hi - lo, offset=self._pointer_offset(lo))
-        starts = pointers // self._itemsize
+        starts = self._starts_from(self._search(first), first + count)
         return starts if (starts[1:] > starts[:-1]).all() else np.unique(starts)
 
     def document_start_before(self, first: int) -> int:
-        return self._pointer(self._search(first + 1, 0, self._documents) - 1) // self._itemsize
+        return self.documents_touching(first, 1)[1][0].item()
 
     def documents_touching(self, first: int, count: int) -> tuple[int, np.ndarray]:
-        lo = self._search(first + 1, 0, self._documents) - 1
-        hi = self._search(first + count, lo, self._documents)
-        pointers = np.frombuffer(self._index(), dtype="<i8", count=hi - lo, offset=self._pointer_offset(lo))
-        return lo, pointers // self._itemsize
+        lo = self._search(first + 1) - 1
+        return lo, self._starts_from(lo, first + count)
 
-    def _search(self, token: int, lo: int, hi: int) -> int:
-        return bisect.bisect_left(range(hi), token * self._itemsize, lo, hi, key=self._pointer)
+    def _starts_from(self, document: int, end: int) -> np.ndarray:
+        """Where this document and those after it begin, before token `end`; read in growing pieces."""
+        index, base, some = self._index(), IDX_HEADER.size + 4 * self._documents, 32
+        while True:
+            some = min(some, self._documents - document)
+            starts = np.frombuffer(index, "<i8", some, base + 8 * document) // self._itemsize
+            if document + some == self._documents or starts[-1] >= end:
+                return starts[: starts.searchsorted(end)]
+            some *= 8
 
-    def _pointer(self, document: int) -> int:
-        return struct.unpack_from("<q", self._index(), self._pointer_offset(document))[0]
-
-    def _pointer_offset(self, document: int) -> int:
-        return IDX_HEADER.size + 4 * self._documents + 8 * document
+    def _search(self, token: int) -> int:
+        """The first document that begins at `token` or later."""
+        index, base = self._index(), IDX_HEADER.size + 4 * self._documents
+        return bisect.bisect_left(
+            range(self._documents),
+            token * self._itemsize,
+            key=lambda document: _POINTER.unpack_from(index, base + 8 * document)[0],
+        )
 
     def _index(self) -> mmap.mmap:
         if self._idx is None:
