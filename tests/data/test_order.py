@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arriero.data.order import BLOCK, EvalStream, Stream, quotas, split_heldout
+from arriero.data.mixture import BLOCK, quotas
+from arriero.data.order import EvalStream, Stream, split_heldout
 from arriero.data.pack import Source
 from arriero.data.permutation import block_keys, key_of, permute
 from arriero.errors import UserError
-
 
 
 def starts(stream, located):

@@ -1,6 +1,7 @@
 """Turning what is wrong with a run file into sentences: where, which key, what is wrong, what to do."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 def nearest_key(key: str) -> str | None:
     """What a mistyped key most likely means: a key of its own section, else any by its last word."""
     keys = all_keys(RunConfig)
-    section, _, word = key.rpartition(".")
+    section, _, word = re.sub(r"\[\d+\]", "", key).rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
     if match := nearest(word, siblings):
         return siblings[match]

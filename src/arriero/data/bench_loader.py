@@ -55,7 +55,9 @@ def write_empty_shards(directory: Path, shards: int) -> None:
     )
 
 
-def write_random_documents(directory: Path, tokens: int, mean_length: int = 1000, seed: int = 1) -> TokenStore:
+def write_random_documents(
+    directory: Path, tokens: int, mean_length: int = 1000, seed: int = 1
+) -> TokenStore:
     """A dataset of log-normally long documents of random tokens below 32,000."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text("{}")

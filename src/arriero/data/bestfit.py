@@ -60,7 +60,12 @@ def open_plan(
     cache: Path, store: TokenStore, span: range, request: dict[str, Any], progress: Counting
 ) -> Plan:
     """`request` says how to pack; a plan for the same tokens and request is used again."""
-    identity = {"plan": PLAN_VERSION, "dataset": store.fingerprint, "span": [span.start, span.stop], **request}
+    identity = {
+        "plan": PLAN_VERSION,
+        "dataset": store.fingerprint,
+        "span": [span.start, span.stop],
+        **request,
+    }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     path = cache / "plans" / f"{key}.plan"
     try:
@@ -80,9 +85,7 @@ def open_plan(
     return Plan(path)
 
 
-def _build(
-    path: Path, store: TokenStore, span: range, request: dict[str, Any], progress: Counting
-) -> None:
+def _build(path: Path, store: TokenStore, span: range, request: dict[str, Any], progress: Counting) -> None:
     seq_len, prompt = request["seq_len"], request["prompt"]
     counts: dict[str, Any] = defaultdict(int)
     fd, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)

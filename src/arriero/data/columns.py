@@ -39,8 +39,9 @@ def parse_manifest(raw: bytes) -> tuple[dict[str, Any], ShardColumns]:
 def _parse_plainly(raw: bytes) -> tuple[dict[str, Any], ShardColumns]:
     manifest = json.loads(raw)
     if not isinstance(manifest, dict):
-        manifest = {"version": None}
-    table = manifest.pop("shards", {"name": [], "tokens": [], "documents": [], "text_bytes": []})
+        manifest: dict[str, Any] = {"version": None}
+    empty = {"name": [], "tokens": [], "documents": [], "text_bytes": []}
+    table: dict[str, Any] = manifest.pop("shards", empty)
     columns = (np.array(table[name], dtype=np.int64) for name in ("tokens", "documents", "text_bytes"))
     return manifest, _checked(table["name"], *columns)
 

@@ -1,4 +1,4 @@
-"""What data a run has consumed, in `ledger.json`, and the proof that it is what the order prescribes.
+"""What data a run has consumed, in `ledger.json`. `data/audit.py` proves it.
 
 Each process that trains appends one stretch of samples with a checksum over what its loader really handed
 out. A stretch that begins before the one before it ended took back what lay beyond: those samples were read
@@ -6,7 +6,6 @@ by weights that a restart threw away.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from arriero.errors import UserError
 
 VERSION = 1
 LEDGER = "ledger.json"
-CHUNK = 2**16
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,9 @@ class Ledger:
     @property
     def samples(self) -> int:
         return self.stretches[-1].end if self.stretches else 0
+
+    def with_stretch(self, stretch: Stretch) -> "Ledger":
+        return replace(self, stretches=[*self.stretches, stretch])
 
 
 def checksum(samples: np.ndarray, located: Located) -> int:
@@ -102,10 +103,24 @@ def begin_ledger(directory: Path, stream: Stream, batch_sequences: int) -> Ledge
     return replace(fresh, stretches=read_ledger(directory).stretches)
 
 
-def refuse_changed(saved: dict[str, Any], names: list[str], stream: Stream, samples: int) -> None:
-    """A run goes on only with the data it began with; what comes after `samples` may be new."""
-    if problem := difference(saved, names, stream, samples):
-        raise UserError(problem, "restore the data it began with, or start a run with another name")
+def refuse_changed_since(directory: Path, stream: Stream) -> None:
+    """A run goes on only with the data it began with; what lies beyond its last sample may be new."""
+    if not (directory / LEDGER).exists():
+        return
+    ledger = read_ledger(directory)
+    if problem := difference(ledger.order, ledger.names, stream, ledger.samples):
+        raise UserError(problem, "restore the data it began with, or choose another run.name")
+
+
+def refuse_other_order(state: dict[str, Any], stream: Stream, what: str) -> None:
+    """`state` is a loader's: its samples must be the ones this stream gives."""
+    expected = fingerprint_of(stream.identity_until(int(state["sample"])))
+    if state["fingerprint"] != expected:
+        raise UserError(
+            f"{what} was trained on other data or in another order "
+            f"(fingerprint {str(state['fingerprint'])[:12]}, now {expected[:12]})",
+            "restore its datasets, seed, data.seq_len and mixture",
+        )
 
 
 def difference(saved: dict[str, Any], names: list[str], stream: Stream, samples: int) -> str | None:
@@ -116,7 +131,8 @@ def difference(saved: dict[str, Any], names: list[str], stream: Stream, samples:
         return None
     for name, old, new in zip(names, kept["sources"], now["sources"], strict=False):
         if old["dataset"] != new["dataset"]:
-            return f"{name} has changed since the run began (fingerprint {old['dataset'][:12]}, now {new['dataset'][:12]})"
+            prints = f"fingerprint {old['dataset'][:12]}, now {new['dataset'][:12]}"
+            return f"{name} has changed since the run began ({prints})"
         if old != new:
             return f"the part of {name} that is trained on has changed since the run began"
     changed = [key for key in now.keys() | kept.keys() if now.get(key) != kept.get(key)]
@@ -131,86 +147,3 @@ def _until(identity: dict[str, Any], samples: int) -> dict[str, Any]:
     kept = {**identity, "quotas": identity["quotas"][:used], "sources": identity["sources"][:used]}
     kept.pop("later", None)
     return {**kept, "later": [[g, quotas[:used]] for g, quotas in later]} if later else kept
-
-
-class Audit:
-    """Replays a run's order and compares it with its ledger, in memory bounded by one bit per sample."""
-
-    def __init__(self, ledger: Ledger, stream: Stream) -> None:
-        self.ledger, self.stream = ledger, stream
-        self.problems: list[str] = []
-        self.discarded = 0
-
-    def run(self, progress: Callable[[int, int], None]) -> None:
-        ledger = self.ledger
-        if problem := difference(ledger.order, ledger.names, self.stream, ledger.samples):
-            self.problems.append(problem)
-            return
-        self._check_stretches()
-        sums = self._replay(progress)
-        for stretch, expected in zip(ledger.stretches, sums, strict=True):
-            if stretch.checksum != expected:
-                self.problems.append(
-                    f"samples {stretch.first:,} to {stretch.end:,} were not the ones the order prescribes "
-                    f"(checksum {stretch.checksum:016x}, replayed {expected:016x})"
-                )
-
-    def _check_stretches(self) -> None:
-        reached = 0
-        for stretch in self.ledger.stretches:
-            if stretch.first > reached:
-                self.problems.append(f"samples {reached:,} to {stretch.first:,} were skipped")
-            self.discarded += max(0, reached - stretch.first)
-            reached = stretch.end
-
-    def _replay(self, progress: Callable[[int, int], None]) -> list[int]:
-        stretches = self.ledger.stretches
-        furthest = max((s.end for s in stretches), default=0)
-        sums = [0] * len(stretches)
-        epochs = _Epochs(self.stream)
-        marks = sorted({0, furthest, *range(0, furthest, CHUNK), *(g for s in stretches for g in (s.first, s.end))})
-        for begin, end in zip(marks, marks[1:], strict=False):
-            samples = np.arange(begin, end)
-            located = self.stream.locate(samples)
-            part = checksum(samples, located)
-            for i, stretch in enumerate(stretches):
-                if stretch.first <= begin < stretch.end:
-                    sums[i] = (sums[i] + part) % 2**64
-            if end <= self.ledger.samples and (problem := epochs.see(located)):
-                self.problems.append(problem)
-            progress(end, furthest)
-        return sums
-
-
-class _Epochs:
-    """One bit per sample of each source's current epoch."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._seen = [np.zeros(0, dtype=np.uint8) for _ in stream.sources]
-        self._epoch = [-1] * len(stream.sources)
-        self._count = [0] * len(stream.sources)
-
-    def see(self, located: Located) -> str | None:
-        for source in np.unique(located.source):
-            mine = located.source == source
-            for epoch in np.unique(located.epoch[mine]):
-                index = located.index[mine & (located.epoch == epoch)]
-                if problem := self._see(int(source), int(epoch), index):
-                    return problem
-        return None
-
-    def _see(self, source: int, epoch: int, index: np.ndarray) -> str | None:
-        name, n = self._stream.sources[source].name, self._stream.counts[source]
-        if epoch != self._epoch[source]:
-            if epoch != self._epoch[source] + 1 or self._count[source] != (n if epoch else 0):
-                return f"{name}: epoch {epoch + 1} began when {self._count[source]:,} of {n:,} samples were seen"
-            self._epoch[source], self._count[source] = epoch, 0
-            self._seen[source] = np.zeros(-(-n // 8), dtype=np.uint8)
-        bits = self._seen[source]
-        byte, bit = index >> 3, np.left_shift(1, index & 7).astype(np.uint8)
-        if len(np.unique(index)) < len(index) or (bits[byte] & bit).any():
-            return f"{name}: a sample came twice within epoch {epoch + 1}"
-        np.bitwise_or.at(bits, byte, bit)
-        self._count[source] += len(index)
-        return None

@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
@@ -39,8 +39,16 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        optional = (None if t is None else change(t) for t in (self.positions_BT, self.documents_BT))
-        return Batch(self.first_sample, change(self.tokens_BT), change(self.labels_BT), *optional)
+        positions, documents = (
+            None if t is None else change(t) for t in (self.positions_BT, self.documents_BT)
+        )
+        return replace(
+            self,
+            tokens_BT=change(self.tokens_BT),
+            labels_BT=change(self.labels_BT),
+            positions_BT=positions,
+            documents_BT=documents,
+        )
 
 
 class Loader:

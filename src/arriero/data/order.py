@@ -1,11 +1,11 @@
 """Which sample of which source is sample g of a run: a pure function of (seed, sources, weights, packing).
 
-`data/pack.py` cuts each source into the samples of one epoch. Sources are mixed in blocks of 8,192 samples that
-hold a fixed quota of each. Weights are shares of tokens: where samples differ in length, a source's quota is
-its weight divided by the mean tokens of its samples, so that its share of tokens is right over its epochs. A
-source is drawn in its own order, so that it finishes one epoch before it begins the next. A later phase with
-other sources or weights begins at its first sample with a fresh block; the past stays as it was, and a source
-that goes on continues where it stood. A change that moves a sample needs a new ORDER_VERSION.
+`data/pack.py` cuts each source into the samples of one epoch. Sources are mixed in blocks of 8,192 samples
+that hold a fixed quota of each. Weights are shares of tokens: where samples differ in length, a source's
+quota is its weight divided by the mean tokens of its samples, so that its share of tokens is right over its
+epochs. A source is drawn in its own order, so that it finishes one epoch before it begins the next. A later
+phase with other sources or weights begins at its first sample with a fresh block; the past stays as it was,
+and a source that goes on continues where it stood. A change that moves a sample needs a new ORDER_VERSION.
 """
 
 import hashlib
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
-from math import floor, isfinite
+from math import floor
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from arriero.data.mixture import BLOCK, quotas
 from arriero.data.pack import CONCAT, Packing, PlannedRows, Source, Windows
 from arriero.data.permutation import block_keys, key_of, permute
 from arriero.data.store import TokenStore
 from arriero.errors import UserError
 
 ORDER_VERSION = 1
-BLOCK = 8192
 
 
 class Located(NamedTuple):
@@ -100,7 +100,7 @@ class Stream(_Cut):
     ) -> None:
         mixtures = [Change(0, sources), *changes]
         if any(b.first_sample <= a.first_sample for a, b in pairwise(mixtures)):
-            raise UserError("the phases of the mixture are not in order", "let each begin after the one before")
+            raise UserError("the phases of the mixture are out of order", "let each begin after another")
         known = {key_of(source.identity): source for change in mixtures for source in change.sources}
         super().__init__(tuple(known.values()), seq_len, packing)
         self.seed = seed
@@ -265,32 +265,6 @@ class EvalStream(_Cut):
 
 def fingerprint_of(identity: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-
-
-def quotas(
-    weights: Sequence[float], tokens: Sequence[Fraction] | None = None, names: Sequence[str] | None = None
-) -> tuple[int, ...]:
-    """Samples of each source in a block, by largest remainder; exact, ties to the earlier source.
-
-    `tokens` is the mean of each source's samples: the quota is by tokens, not by samples.
-    """
-    names = names or [f"source {i}" for i in range(len(weights))]
-    for name, weight in zip(names, weights, strict=True):
-        if not (isfinite(weight) and weight > 0):
-            raise UserError(f"{name} has weight {weight}", "give every source a weight above 0, or remove it")
-    exact = [Fraction(w) / t for w, t in zip(weights, tokens or [Fraction(1)] * len(weights), strict=True)]
-    shares = [BLOCK * weight / sum(exact) for weight in exact]
-    result = [int(share) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda i: result[i] - shares[i])
-    for i in by_remainder[: BLOCK - sum(result)]:
-        result[i] += 1
-    for i, quota in enumerate(result):
-        if quota == 0:
-            raise UserError(
-                f"{names[i]} has weight {weights[i]}, less than 1 sample in {BLOCK}",
-                "raise its weight, or merge it with another source when preparing",
-            )
-    return tuple(result)
 
 
 def split_heldout(store: TokenStore, tokens: int) -> tuple[range, range]:

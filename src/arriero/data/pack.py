@@ -6,7 +6,7 @@ token: the last label of one is the first input of the next. In one epoch every 
 predicted exactly once, except its first and the `unused` ones at its end that do not fill a window.
 
 `bestfit`: rows of whole documents, filled by best fit. `none`: one document a row, padded to the longest of
-its batch. In both a document longer than a row is split, truncated or dropped, and what that costs is counted.
+its batch. In both a document longer than a row is split, truncated or dropped; what that costs is counted.
 """
 
 from dataclasses import dataclass, field

@@ -44,15 +44,15 @@ class Rows:
     def fill(self, located: Located, tokens_BT: np.ndarray, labels_BT: np.ndarray) -> tuple[int, list]:
         """Returns the real tokens, and for each row where in it a document, or the padding, begins."""
         begins, real = [], 0
-        for b, (source, index) in enumerate(zip(located.source.tolist(), located.index.tolist(), strict=True)):
+        numbers = zip(located.source.tolist(), located.index.tolist(), strict=True)
+        for (source, index), tokens_T, labels_T in zip(numbers, tokens_BT, labels_BT, strict=False):
             cut = self._stream.cuts[source]
             if isinstance(cut, Windows):
-                begins.append(self._fill_window(source, cut.start(index), tokens_BT[b], labels_BT[b]))
-                real += tokens_BT.shape[1]
+                marks, filled = self._fill_window(source, cut.start(index), tokens_T, labels_T)
             else:
-                marks, filled = self._fill_pieces(source, self._pieces(source, index), tokens_BT[b], labels_BT[b])
-                begins.append(marks)
-                real += filled
+                marks, filled = self._fill_pieces(source, cut.pieces(index), tokens_T, labels_T)
+            begins.append(marks)
+            real += filled
         rows = len(located.source)
         tokens_BT[rows:] = self.padding_id
         labels_BT[rows:] = IGNORED
@@ -74,7 +74,9 @@ class Rows:
         assert isinstance(cut, PlannedRows)
         return cut.pieces(index)
 
-    def _fill_window(self, source: int, start: int, tokens_T: np.ndarray, labels_T: np.ndarray) -> np.ndarray:
+    def _fill_window(
+        self, source: int, start: int, tokens_T: np.ndarray, labels_T: np.ndarray
+    ) -> tuple[np.ndarray, int]:
         store = self._stream.sources[source].store
         row = self._row[store.dtype]
         store.read_into(start, row)
@@ -83,10 +85,11 @@ class Rows:
         if learnt := self._learnt(source):
             labels_T[~learnt.read(start + 1, len(labels_T))] = IGNORED
         if not self._mask:
-            return _NOWHERE
+            return _NOWHERE, len(tokens_T)
         begins = store.document_starts(start + 1, len(labels_T)) - start
         labels_T[begins - 1] = IGNORED
-        return begins[:-1] if len(begins) and begins[-1] == len(labels_T) else begins
+        inside = begins[:-1] if len(begins) and begins[-1] == len(labels_T) else begins
+        return inside, len(tokens_T)
 
     def _fill_pieces(
         self, number: int, pieces: np.ndarray, tokens_T: np.ndarray, labels_T: np.ndarray
@@ -112,9 +115,7 @@ class Rows:
         self._ignore_labels(number, pieces, ends, labels_T)
         return (ends if begin < len(tokens_T) else ends[:-1]), begin
 
-    def _ignore_labels(
-        self, number: int, pieces: np.ndarray, ends: np.ndarray, labels_T: np.ndarray
-    ) -> None:
+    def _ignore_labels(self, number: int, pieces: np.ndarray, ends: np.ndarray, labels_T: np.ndarray) -> None:
         """Across the edge of a document, inside prompts, and where the dataset says so."""
         prompt = len(self._stream.sources[number].prompt)
         begins_here = (pieces["flags"] & BEGINS).astype(bool)
@@ -126,8 +127,10 @@ class Rows:
                 labels_T[end - prompt : end - 1] = IGNORED
         if learnt := self._learnt(number):
             counts = ends - first + (pieces["flags"] & GOES_ON > 0)
-            for start, at, count in zip(pieces["start"].tolist(), first.tolist(), counts.tolist(), strict=True):
-                skipped = np.flatnonzero(~learnt.read(start, count)) + at - 1
+            for start, at, count in zip(
+                pieces["start"].tolist(), first.tolist(), counts.tolist(), strict=True
+            ):
+                skipped = np.flatnonzero(~learnt.read(int(start), int(count))) + at - 1
                 labels_T[skipped[skipped >= 0]] = IGNORED
 
 

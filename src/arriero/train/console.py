@@ -15,6 +15,9 @@ from arriero.train.metrics import StepMetrics
 from arriero.units import human_count, human_time
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from arriero.data.streams import Outlook
     from arriero.train.build import Session
     from arriero.train.loop import Outcome
 
@@ -32,7 +35,7 @@ class PreparationBar:
             self._bar = Progress(console=self._console, transient=True)
             self._bar.start()
         if stage not in self._stages:
-            self._stages[stage] = self._bar.add_task(f"{stage} the built-in corpus", total=total)
+            self._stages[stage] = self._bar.add_task(stage, total=total)
         self._bar.update(self._stages[stage], completed=done)
 
     def close(self) -> None:
@@ -51,6 +54,10 @@ class ConsoleProgress(Hook):
     def on_start(self, session: "Session") -> None:
         self._start = time.monotonic()
         self._console.print(_settings(session))
+        self._console.print(sources_table(session.outlooks, session.config.data.packing))
+        for outlook in session.outlooks:
+            for remark in outlook.remarks:
+                self._console.print(f"{outlook.name}: {remark}", markup=False, soft_wrap=True)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("step {task.fields[step]}"),
@@ -120,6 +127,24 @@ def _settings(session: "Session") -> Table:
     return table
 
 
+def sources_table(outlooks: "Sequence[Outlook]", packing: str) -> Table:
+    """When each source will run out or repeat."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("source", "share", "tokens", "filled", "epochs", "first repeat"):
+        table.add_column(heading, justify="left" if heading == "source" else "right")
+    for each in outlooks:
+        filled = f"{each.utilisation:.1%}" if packing != "none" else f"at least {each.utilisation:.1%}"
+        table.add_row(
+            escape(each.name),
+            f"{each.share:.1%}",
+            human_count(each.tokens_per_epoch),
+            filled,
+            "unknown" if each.epochs is None else f"{each.epochs:.3g}",
+            "never" if each.first_repeat is None else f"step {each.first_repeat:,}",
+        )
+    return table
+
+
 def show_outcome(console: Console, session: "Session", outcome: "Outcome", continuation: str | None) -> None:
     if continuation is not None:
         prompt = session.config.observe.sample or ""
@@ -146,6 +171,8 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
         f"[dim]{human_count(outcome.tokens)} tokens in {human_time(outcome.seconds)}, evaluation included",
     )
     table.add_row(
-        "[bold]run directory", str(session.run_dir), "[dim]metrics.jsonl, events.jsonl, tensorboard/, model/"
+        "[bold]run directory",
+        str(session.run_dir),
+        "[dim]metrics.jsonl, ledger.json, events.jsonl, tensorboard/, model/",
     )
     console.print(table)

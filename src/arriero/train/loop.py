@@ -57,7 +57,7 @@ def _train(session: Session, outcome: Outcome) -> None:
         grad_norm = session.optimizer.step(lr)
         outcome.steps += 1
         outcome.tokens += session.tokens_per_step
-        watch.count(session.tokens_per_step)
+        watch.count(batch.real_tokens)
         session.notify("on_step", outcome.steps, outcome.tokens)
 
         done = session.finished(outcome.tokens, time.monotonic() - start)
