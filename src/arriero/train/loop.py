@@ -83,7 +83,7 @@ def _gradients(session: Session, batch: Batch) -> torch.Tensor:
     for micro in batch.split(session.micro_batch):
         micro = micro.to(session.device.torch_device)
         logits = session.model(micro.tokens_BT, micro.positions_BT, micro.documents_BT)
-        loss = summed_loss(logits, micro.labels_BT) / labels
+        loss = summed_loss(logits, micro.labels_BT) / max(labels, 1)
         loss.backward()
         mean += loss.detach()
     return mean
