@@ -15,9 +15,7 @@ from arriero.data.order import EvalStream, Stream
 from arriero.data.pack import Packing, Source
 from arriero.errors import UserError
 
-QUICK = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.sampled_from([1, 60, 200])), min_size=1, max_size=25)
 
 
