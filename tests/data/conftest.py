@@ -68,3 +68,8 @@ def three_stores(tmp_path_factory: pytest.TempPathFactory) -> list[TokenStore]:
             token += length
         stores.append(write_store(tmp_path_factory.mktemp("three") / str(i), [documents], vocab_size=3000))
     return stores
+
+
+@pytest.fixture(scope="session")
+def dataset_writer() -> MakeStore:
+    return write_store

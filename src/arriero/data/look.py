@@ -94,7 +94,7 @@ def _print_proof(console: Console, proof: "Audit") -> None:
     ledger, stream = proof.ledger, proof.stream
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("source", "samples seen", "of", "epochs", "each sample was seen"):
-        table.add_column(heading, justify="left" if heading == "source" else "right")
+        table.add_column(heading, justify="left" if heading == "source" else "right", overflow="fold")
     for source, cut, drawn in zip(stream.sources, stream.cuts, stream.drawn(ledger.samples), strict=True):
         whole, rest = divmod(int(drawn), cut.count)
         times = f"{whole} or {whole + 1} times" if rest else f"{whole} times"
@@ -141,7 +141,7 @@ def _listing(stream: "Stream", first: int, per_step: int, chosen: int) -> Table:
     located = stream.locate(samples)
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("", "sample", "source", "epoch", "number in the epoch"):
-        table.add_column(heading, justify="left" if heading == "source" else "right")
+        table.add_column(heading, justify="left" if heading == "source" else "right", overflow="fold")
     for k, (source, epoch, index) in enumerate(zip(*located, strict=True), begin):
         mark = ">" if k == chosen else ""
         name = escape(stream.sources[source].name)

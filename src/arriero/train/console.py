@@ -131,7 +131,7 @@ def sources_table(outlooks: "Sequence[Outlook]", packing: str) -> Table:
     """When each source will run out or repeat."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("source", "share", "tokens", "filled", "epochs", "first repeat"):
-        table.add_column(heading, justify="left" if heading == "source" else "right")
+        table.add_column(heading, justify="left" if heading == "source" else "right", overflow="fold")
     for each in outlooks:
         filled = f"{each.utilisation:.1%}" if packing != "none" else f"at least {each.utilisation:.1%}"
         table.add_row(
