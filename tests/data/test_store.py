@@ -1,8 +1,6 @@
 import json
 import os
 import struct
-import subprocess
-import sys
 import threading
 from itertools import chain
 from pathlib import Path
@@ -81,7 +79,7 @@ def test_opening_reads_nothing_but_the_manifest(make_store):
     assert TokenStore.open(store.directory).tokens == 3
 
 
-def test_opening_a_crowd_of_shards_opens_one_file(tmp_path):
+def test_opening_a_crowd_of_shards_opens_one_file(tmp_path, python):
     write_empty_shards(tmp_path, 20_000)
     code = """
 import sys
@@ -92,9 +90,7 @@ sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "op
 store = TokenStore.open(Path(sys.argv[1]))
 print(store.tokens, store.shard_path(19_999).name, *[Path(name).name for name in opened])
 """
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    environment = {"PYTHONPATH": str(Path(store_module.__file__).parents[2])}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    result = python("-c", code, tmp_path)
     assert result.stdout.split() == [str(20_000 * 10**9), "0019999", "manifest.json"]
 
 

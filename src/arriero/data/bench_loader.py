@@ -1,6 +1,7 @@
 """What reading costs: start-up, resident memory and tokens per CPU-second. Functions that return numbers."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -76,7 +77,8 @@ def write_random_documents(
 
 def measure_opening(directory: Path) -> Opening:
     command = [sys.executable, "-c", _OPEN, str(directory)]
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return Opening(*json.loads(result.stdout))
 
