@@ -74,7 +74,8 @@ def test_samples_that_are_not_the_orders_are_found(stream):
     assert problem.startswith("samples 24 to 48 were not the ones the order prescribes")
 
 
-def test_a_sample_seen_twice_or_never_is_found(stream, monkeypatch):
+@pytest.mark.parametrize("chunk", [1, 5, 2**16])
+def test_a_sample_seen_twice_is_found(stream, monkeypatch, chunk):
     """An order with a fault in it does not pass, even when training read exactly that order."""
     original = Stream.locate
 
@@ -85,8 +86,22 @@ def test_a_sample_seen_twice_or_never_is_found(stream, monkeypatch):
         return located._replace(index=np.where(same, located.index // 2, located.index))
 
     monkeypatch.setattr(Stream, "locate", faulty)
+    monkeypatch.setattr("arriero.data.audit.CHUNK", chunk)
     ledger = ledger_of(stream, trained(stream, 0, 12))
     assert any("came twice within epoch 1" in problem for problem in problems(ledger, stream))
+
+
+def test_a_sample_left_out_of_an_epoch_is_found(stream, monkeypatch):
+    original = Stream.locate
+
+    def skipping(self, samples):
+        located = original(self, samples)
+        return located._replace(epoch=located.epoch + (located.index > 5))
+
+    monkeypatch.setattr(Stream, "locate", skipping)
+    monkeypatch.setattr("arriero.data.audit.CHUNK", 8)
+    found = problems(ledger_of(stream, trained(stream, 0, 12)), stream)
+    assert any("epoch 2 began when" in problem for problem in found)
 
 
 def test_a_dataset_that_changed_is_named_and_the_run_refused(stream, make_store, tmp_path):

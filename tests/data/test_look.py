@@ -183,10 +183,13 @@ def test_tampering_is_found(arriero, run_file, tmp_path, dataset_writer):
 
 
 def test_too_much_repetition_is_refused_before_the_run_with_its_step(run_file, tmp_path):
-    with pytest.raises(UserError, match=r"sums would be read more than 6 times.*from step (\d+) of 900 on"):
+    streams = build_streams(load_run(run_file, [], expand).config, lambda *_: None)
+    limit = 6 * streams.train.counts[1]
+    before = [int(streams.train.drawn(8 * step)[1]) for step in range(1, 901)]
+    step = 1 + next(i for i, drawn in enumerate(before) if drawn > limit)
+    with pytest.raises(UserError, match=rf"sums would be read more than 6 times.*from step {step} of 900 on"):
         session(run_file, "train.horizon=900 steps")
     assert not (tmp_path / "runs").exists()
-    streams = build_streams(load_run(run_file, [], expand).config, lambda *_: None)
     located = streams.train.locate(np.arange(400))
     for i, outlook in enumerate(forecast(streams, 50)):
         repeats = np.flatnonzero((located.source == i) & (located.epoch == 1))

@@ -97,7 +97,9 @@ print(store.tokens, store.shard_path(19_999).name, *[Path(name).name for name in
 @settings(max_examples=60, deadline=None)
 @given(
     names=st.one_of(
-        st.lists(st.text(max_size=5), max_size=8), st.lists(st.text('ab"\\,[ ', min_size=3, max_size=3))
+        st.sampled_from([["aaa", "a"], ["a", "aaa"], ["é", "ab"], ["aa", "bb"]]),
+        st.lists(st.text(max_size=5), max_size=8),
+        st.lists(st.text('ab"\\,[ ', min_size=3, max_size=3)),
     ),
     data=st.data(),
 )

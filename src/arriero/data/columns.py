@@ -81,6 +81,6 @@ def _names(text: bytes, count: int) -> "list[str] | _EqualNames":
     if rest == 0 and b"\\" not in text:
         letters = np.frombuffer(text, dtype=np.uint8)
         framed = all((letters[at::stride] == ord('"')).all() for at in (0, stride - 3))
-        if framed and text.count(b'"') == 2 * count and text.count(b'", "') == count - 1:
+        if framed and text.count(b'", "') == count - 1:
             return _EqualNames(text, stride)
     return json.loads(b"[" + text + b"]")
