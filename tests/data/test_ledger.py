@@ -116,6 +116,9 @@ def test_a_dataset_that_changed_is_named_and_the_run_refused(stream, make_store,
 def test_a_ledger_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(UserError, match=r"ledger\.json does not exist"):
         read_ledger(tmp_path)
+    (tmp_path / "run.toml").write_text("")
+    with pytest.raises(UserError, match=r"run\.toml/ledger\.json does not exist"):
+        read_ledger(tmp_path / "run.toml")
     (tmp_path / LEDGER).write_text("{}")
     with pytest.raises(UserError, match=r"ledger\.json is damaged"):
         read_ledger(tmp_path)

@@ -88,7 +88,7 @@ def read_ledger(directory: Path) -> Ledger:
         stretches = [Stretch(**{**s, "checksum": int(s["checksum"], 16)}) for s in content["stretches"]]
         names = [source["name"] for source in content["sources"]]
         return Ledger(content["batch_sequences"], content["order"], names, stretches)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist", "give the directory of a run that has trained") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", "restore it") from None

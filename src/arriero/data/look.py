@@ -59,7 +59,7 @@ def show(
 
 
 def audit(
-    run: Run,
+    run: Annotated[Path, typer.Argument(help="The directory of a run that has trained.", show_default=False)],
     checksums: Annotated[
         bool, typer.Option("--checksums", help="Also hash every shard that was read; reads all of it.")
     ] = False,
