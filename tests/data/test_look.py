@@ -82,7 +82,7 @@ def session(run_file, *sets, hooks=()):
 def test_a_run_on_phases_and_prompts_is_shown_and_proved(arriero, run_file, tmp_path):
     trained = arriero("train", run_file)
     assert trained.returncode == 0, trained.stderr
-    for words in ("songs", "sums", "75.0%", "25.0%", "first repeat", "never"):
+    for words in ("songs", "sums", "75.0%", "25.0%", "first repeat", "never", "100.0% from step 5 on"):
         assert words in trained.stdout
     run = tmp_path / "runs" / "mixed"
 

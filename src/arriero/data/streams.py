@@ -89,19 +89,27 @@ def forecast(streams: Streams, steps: int | None) -> list[Outlook]:
     ever = steps * per_step if steps else BLOCK * 2**32
     drawn = stream.drawn(ever)
     means = np.array([cut.tokens / cut.count for cut in stream.cuts])
-    tokens = np.array(stream.quotas) * means
+    tokens = [np.array(phase.quotas) * means for phase in stream.phases]
+    shares = [each / each.sum() for each in tokens]
+    later = [phase.first_sample // per_step + 1 for phase in stream.phases[1:]]
     outlooks = []
     for i, (source, cut) in enumerate(zip(stream.sources, stream.cuts, strict=True)):
         repeat = stream.sample_of_draw(i, cut.count, ever)
         outlooks.append(
             Outlook(
                 name=source.name,
-                share=float(tokens[i] / tokens.sum()),
+                share=float(shares[0][i]),
                 tokens_per_epoch=cut.tokens,
                 utilisation=cut.tokens / cut.slots,
                 epochs=float(drawn[i] / cut.count) if steps else None,
                 first_repeat=None if repeat is None else repeat // per_step + 1,
-                remarks=cut.remarks,
+                remarks=[
+                    *cut.remarks,
+                    *(
+                        f"{share[i]:.1%} from step {step:,} on"
+                        for step, share in zip(later, shares[1:], strict=True)
+                    ),
+                ],
             )
         )
     return outlooks
