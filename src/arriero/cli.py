@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import arriero.config.commands as config_verbs
+import arriero.data.look as data_verbs
 import arriero.model.commands as model_verbs
 import arriero.train.commands as train_verbs
 from arriero.errors import UserError
@@ -20,7 +21,12 @@ app = typer.Typer(
 )
 config = typer.Typer(help="Look at run files, keys and model presets.", no_args_is_help=True)
 
+data = typer.Typer(help="See what a run is trained on, and prove it.", no_args_is_help=True)
+
 app.command()(train_verbs.train)
+app.add_typer(data, name="data")
+data.command()(data_verbs.show)
+data.command()(data_verbs.audit)
 app.add_typer(config, name="config")
 config.command()(model_verbs.show)
 config.command()(config_verbs.schema)

@@ -54,3 +54,22 @@ def stdlib_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("cache")
     prepare_builtin("builtin:stdlib", cache)
     return cache
+
+
+@pytest.fixture(scope="session")
+def three_stores(tmp_path_factory: pytest.TempPathFactory) -> list[TokenStore]:
+    """Documents of 0 to 30 tokens, each token of all three datasets a different one."""
+    lengths = np.random.default_rng(4).integers(0, 31, (3, 40))
+    stores, token = [], 0
+    for i, row in enumerate(lengths):
+        documents = []
+        for length in row.tolist():
+            documents.append(range(token, token + length))
+            token += length
+        stores.append(write_store(tmp_path_factory.mktemp("three") / str(i), [documents], vocab_size=3000))
+    return stores
+
+
+@pytest.fixture(scope="session")
+def dataset_writer() -> MakeStore:
+    return write_store

@@ -5,9 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arriero.data.order import BLOCK, EvalStream, Source, Stream, quotas, split_heldout
+from arriero.data.mixture import BLOCK, quotas
+from arriero.data.order import EvalStream, Stream, split_heldout
+from arriero.data.pack import Source
 from arriero.data.permutation import block_keys, key_of, permute
 from arriero.errors import UserError
+
+
+def starts(stream, located):
+    """The dataset position of each window's first token."""
+    pairs = zip(located.source.tolist(), located.index.tolist(), strict=True)
+    return np.array([stream.cuts[source].start(index) for source, index in pairs])
+
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -47,7 +56,7 @@ def test_the_order_is_the_one_that_earlier_runs_used(counting_store):
     located = stream.locate(np.arange(20_000, 20_012))
     assert located.source.tolist() == [0, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1]
     assert located.epoch.tolist() == [378, 214, 378, 214, 378, 378, 214, 378, 378, 378, 378, 214]
-    assert located.start.tolist() == [288, 680, 416, 648, 112, 384, 728, 144, 208, 336, 576, 712]
+    assert starts(stream, located).tolist() == [288, 680, 416, 648, 112, 384, 728, 144, 208, 336, 576, 712]
     assert stream.fingerprint == "9ba7e13886931b7ea40b31b9603636dc10a0e8c4b572c94896a87fbb531642b5"
 
 
@@ -60,19 +69,19 @@ def test_an_epoch_predicts_every_token_of_the_source_once(counting_store, seq_le
     located = stream.locate(np.arange(3 * n))
     assert located.epoch.tolist() == [epoch for epoch in range(3) for _ in range(n)]
     for epoch in range(3):
-        starts = located.start[epoch * n : (epoch + 1) * n]
-        predicted = Counter(t for s in starts for t in counting_store.read(s + 1, seq_len).tolist())
-        expected = range(span.start + 1, span.stop - stream.unused_tokens[0])
+        begins = starts(stream, located)[epoch * n : (epoch + 1) * n]
+        predicted = Counter(t for s in begins for t in counting_store.read(s + 1, seq_len).tolist())
+        expected = range(span.start + 1, span.stop - stream.cuts[0].unused)
         assert predicted == Counter(expected)
-    assert stream.unused_tokens[0] < seq_len
+    assert stream.cuts[0].unused < seq_len
 
 
 def test_epochs_seeds_and_sources_are_shuffled_apart(counting_store):
     stream = Stream([Source(counting_store)], 5, seed=1)
     n = stream.samples_per_epoch
-    first, second = stream.locate(np.arange(n)).start, stream.locate(np.arange(n, 2 * n)).start
+    first, second = stream.locate(np.arange(n)).index, stream.locate(np.arange(n, 2 * n)).index
     assert not np.array_equal(first, second)
-    assert not np.array_equal(first, Stream([Source(counting_store)], 5, seed=2).locate(np.arange(n)).start)
+    assert not np.array_equal(first, Stream([Source(counting_store)], 5, seed=2).locate(np.arange(n)).index)
     assert not np.array_equal(first, np.sort(first))
 
 
@@ -89,8 +98,8 @@ def test_a_mixture_is_exact_at_the_end_of_every_block(counting_store, weights, s
         drawn = np.bincount(located.source[block * BLOCK : (block + 1) * BLOCK], minlength=len(weights))
         assert drawn.tolist() == list(stream.quotas)
     for i in range(len(weights)):
-        visits = located.start[located.source == i]
-        n = stream.windows[i]
+        visits = located.index[located.source == i]
+        n = stream.counts[i]
         for e in range(len(visits) // n):
             assert len(set(visits[e * n : (e + 1) * n].tolist())) == n
         assert np.all(np.diff(located.epoch[located.source == i]) >= 0)
@@ -119,9 +128,9 @@ def test_the_list_of_samples_does_not_depend_on_ranks_or_restarts(counting_store
 
 def test_changing_the_mixture_keeps_each_sources_own_order(counting_store):
     a, b = Source(counting_store, range(500), 1), Source(counting_store, range(500, 1000), 1)
-    alone = Stream([a], 4, 1).locate(np.arange(100)).start
+    alone = Stream([a], 4, 1).locate(np.arange(100)).index
     mixed = Stream([b, a], 4, 1).locate(np.arange(BLOCK))
-    assert mixed.start[mixed.source == 1][:100].tolist() == alone.tolist()
+    assert mixed.index[mixed.source == 1][:100].tolist() == alone.tolist()
 
 
 def test_the_fingerprint_names_everything_that_moves_a_sample(counting_store, make_store):
@@ -139,7 +148,7 @@ def test_evaluation_visits_every_window_once_in_plain_order(counting_store):
     sources = [Source(counting_store, range(10, 31)), Source(counting_store, range(100, 111))]
     stream = EvalStream(sources, 5)
     located = stream.locate(np.arange(stream.samples))
-    assert located.start.tolist() == [10, 15, 20, 25, 100, 105]
+    assert starts(stream, located).tolist() == [10, 15, 20, 25, 100, 105]
     assert located.source.tolist() == [0, 0, 0, 0, 1, 1]
 
 

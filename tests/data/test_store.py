@@ -2,7 +2,6 @@ import json
 import os
 import struct
 import threading
-import time
 from itertools import chain
 from pathlib import Path
 
@@ -12,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from arriero.data import store as store_module
-from arriero.data.shards import Shard, ShardWriter
-from arriero.data.store import TokenStore, write_manifest
+from arriero.data.bench_loader import write_empty_shards
+from arriero.data.columns import parse_manifest
+from arriero.data.shards import ShardWriter
+from arriero.data.store import TokenStore, manifest_text
 from arriero.errors import UserError
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 999), max_size=6), max_size=5)
@@ -78,16 +79,40 @@ def test_opening_reads_nothing_but_the_manifest(make_store):
     assert TokenStore.open(store.directory).tokens == 3
 
 
-def test_a_million_shards_open_within_a_second(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    shards = [Shard(f"{i:07d}", 10**9, 10**6, 4 * 10**9, "0" * 64, "1" * 64) for i in range(1_000_000)]
-    write_manifest(
-        tmp_path, shards, tokenizer="tokenizer.json", vocab_size=9, eos_id=0, dtype="uint16", about={}
-    )
-    began = time.process_time()
-    store = TokenStore.open(tmp_path)
-    assert time.process_time() - began < 1
-    assert store.tokens == 10**15
+def test_opening_a_crowd_of_shards_opens_one_file(tmp_path, python):
+    write_empty_shards(tmp_path, 20_000)
+    code = """
+import sys
+from pathlib import Path
+from arriero.data.store import TokenStore
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+store = TokenStore.open(Path(sys.argv[1]))
+print(store.tokens, store.shard_path(19_999).name, *[Path(name).name for name in opened])
+"""
+    result = python("-c", code, tmp_path)
+    assert result.stdout.split() == [str(20_000 * 10**9), "0019999", "manifest.json"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    names=st.one_of(
+        st.sampled_from([["aaa", "a"], ["a", "aaa"], ["é", "ab"], ["aa", "bb"]]),
+        st.lists(st.text(max_size=5), max_size=8),
+        st.lists(st.text('ab"\\,[ ', min_size=3, max_size=3)),
+    ),
+    data=st.data(),
+)
+def test_a_manifest_parsed_by_column_is_the_one_that_was_written(names, data):
+    column = st.lists(st.integers(0, 2**62 // 10), min_size=len(names), max_size=len(names))
+    shards = {"name": names, **{key: data.draw(column) for key in ("tokens", "documents", "text_bytes")}}
+    about = {"shards": {"name": [1]}, "note": '"shards": {"name": ['}
+    manifest, columns = parse_manifest(manifest_text({"version": 1, "about": about, "shards": shards}))
+    assert manifest == {"version": 1, "about": about}
+    assert [columns.name(i) for i in range(len(names))] == names
+    assert columns.tokens.tolist() == shards["tokens"]
+    assert columns.documents.tolist() == shards["documents"]
+    assert columns.text_bytes == sum(shards["text_bytes"])
 
 
 def open_files() -> int:

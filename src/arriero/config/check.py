@@ -44,6 +44,35 @@ def _micro_batch_divides(data, train) -> list[Problem]:
     return [Problem("train.micro_batch", what, "take a divisor, or leave it out to have it derived")]
 
 
+def _prompts_meet_whole_documents(data) -> list[Problem]:
+    if data.packing != "concat":
+        return []
+    later = [(f"data.phases[{i}]", phase.sources) for i, phase in enumerate(data.phases)]
+    return [
+        Problem(
+            f"{where}.sources[{i}].prompt",
+            "a prompt stands before a document, and packing 'concat' cuts documents anywhere",
+            "set data.packing to 'bestfit' or 'none'",
+        )
+        for where, sources in [("data", data.sources), *later]
+        for i, source in enumerate(sources)
+        if source.prompt is not None
+    ]
+
+
+def _phases_follow_each_other(data, train) -> list[Problem]:
+    problems, before = [], 0
+    for i, phase in enumerate(data.phases):
+        step = -(-phase.at.in_tokens(train.batch.amount) // train.batch.amount)
+        if step <= before:
+            what = f"'{phase.at}' is step {step}, not after step {before}, where the phase before begins"
+            problems.append(
+                Problem(f"data.phases[{i}].at", what, "let each phase begin after the one before")
+            )
+        before = step
+    return problems
+
+
 def _schedule_has_an_end(train, schedule) -> list[Problem]:
     if train.horizon.unit != "s" or schedule.kind == "constant" or schedule.horizon is not None:
         return []
@@ -75,6 +104,8 @@ _RULES = [
     (("data", "model"), _sequence_fits_model),
     (("data", "train"), _batch_is_whole_sequences),
     (("data", "train"), _micro_batch_divides),
+    (("data",), _prompts_meet_whole_documents),
+    (("data", "train"), _phases_follow_each_other),
     (("train", "schedule"), _schedule_has_an_end),
     (("schedule",), _decay_is_wsd),
     (("eval",), _eval_has_data),

@@ -73,8 +73,22 @@ class ModelSection(Section):
 
 class SourceSection(Section):
     path: str = Field(description="A prepared dataset directory, or 'builtin:stdlib'.")
-    weight: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="Share of this source among the tokens seen."
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        1.0, description="Share of this source among the tokens seen; the weights need not sum to 1."
+    )
+    prompt: str | None = Field(
+        None,
+        description="Text put before each document and not learnt; needs packing 'bestfit' or 'none'.",
+    )
+    max_epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="How often it may be read; a run that would read it more often is refused."
+    )
+
+
+class PhaseSection(Section):
+    at: Progress = Field(description="Where the phase begins; rounded up to a whole step.")
+    sources: Annotated[tuple[SourceSection, ...], Field(min_length=1)] = Field(
+        description="What to train on from there; a source that goes on continues where it stood."
     )
 
 
@@ -82,14 +96,24 @@ class DataSection(Section):
     sources: Annotated[tuple[SourceSection, ...], Field(min_length=1)] = Field(
         description="What to train on, mixed by weight, by tokens."
     )
+    phases: tuple[PhaseSection, ...] = Field(
+        (), description="Later mixtures, each from its token or step on."
+    )
     seq_len: Positive = Field(2048, description="Tokens per training sequence.")
-    packing: Literal["concat"] = Field(
-        "concat", description="Sequences are windows over the stream of documents."
+    packing: Literal["concat", "bestfit", "none"] = Field(
+        "concat",
+        description="Windows over the stream of documents; rows of documents not cut where they fit; or "
+        "one document a row, padded to the longest of its batch.",
+    )
+    long_docs: Literal["split", "truncate", "drop"] = Field(
+        "split", description="What 'bestfit' and 'none' do with a document longer than a sequence."
     )
     document_mask: bool = Field(
-        False, description="Attention stays inside each document and positions restart at its beginning."
+        False,
+        description="Attention stays inside each document, positions restart at its beginning, and its last "
+        "token does not predict the next document.",
     )
-    cache: str = Field("data", description="Where built-in corpora are prepared, once.")
+    cache: str = Field("data", description="Where built-in corpora and packing plans are kept, made once.")
 
 
 class TrainSection(Section):

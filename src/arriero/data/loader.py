@@ -3,27 +3,31 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
 import torch
 
-from arriero.data.order import EvalStream, Located, Stream
+from arriero.data.ledger import Stretch, checksum
+from arriero.data.order import EvalStream, Stream, fingerprint_of
+from arriero.data.rows import IGNORED, Rows
 from arriero.errors import UserError
 
-IGNORED = -100
+__all__ = ["IGNORED", "Batch", "Loader"]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's sequences of a global batch. Positions count from a document's first token in the window."""
+    """One rank's sequences of a global batch. Positions count from a document's first token in the row."""
 
     first_sample: int
     tokens_BT: torch.Tensor
     labels_BT: torch.Tensor
     positions_BT: torch.Tensor | None = None
     documents_BT: torch.Tensor | None = None
+    real_tokens: int = 0
+    checksum: int = 0
 
     def split(self, sequences: int) -> "Iterator[Batch]":
         """Parts of at most so many sequences, in order."""
@@ -35,8 +39,16 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        optional = (None if t is None else change(t) for t in (self.positions_BT, self.documents_BT))
-        return Batch(self.first_sample, change(self.tokens_BT), change(self.labels_BT), *optional)
+        positions, documents = (
+            None if t is None else change(t) for t in (self.positions_BT, self.documents_BT)
+        )
+        return replace(
+            self,
+            tokens_BT=change(self.tokens_BT),
+            labels_BT=change(self.labels_BT),
+            positions_BT=positions,
+            documents_BT=documents,
+        )
 
 
 class Loader:
@@ -68,10 +80,10 @@ class Loader:
         self._local = batch_sequences // ranks
         self._rank = rank
         self._pin = pin
-        self._with_documents = documents
-        self._fingerprint = stream.fingerprint
-        self._consumed = start_sample
-        self._row = {s.store.dtype: np.empty(stream.seq_len + 1, s.store.dtype) for s in stream.sources}
+        self._first = self._consumed = start_sample
+        self._checksum = 0
+        self._real_tokens = self._slots = 0
+        self._rows = Rows(stream, documents)
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=max(1, prefetch))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._produce, args=(start_sample,), name="data", daemon=True)
@@ -79,7 +91,12 @@ class Loader:
 
     def state(self) -> dict[str, int | str]:
         """What was handed out, not what was read ahead."""
-        return {"sample": self._consumed, "fingerprint": self._fingerprint}
+        until = self._stream.identity_until(self._consumed)
+        return {"sample": self._consumed, "fingerprint": fingerprint_of(until)}
+
+    def read(self) -> Stretch:
+        """What this loader has handed out since it was made, for the ledger."""
+        return Stretch(self._first, self._consumed, self._checksum, self._real_tokens, self._slots)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -90,6 +107,9 @@ class Loader:
         item = self._ready.get()
         if isinstance(item, Batch):
             self._consumed = item.first_sample + self._batch_sequences
+            self._checksum = (self._checksum + item.checksum) % 2**64
+            self._real_tokens += item.real_tokens
+            self._slots += item.tokens_BT.numel()
             return item
         self.close()
         if item is None:
@@ -126,39 +146,23 @@ class Loader:
         end = begin + self._local
         if self._stream.samples is not None:
             end = max(begin, min(end, self._stream.samples))
-        located = self._stream.locate(np.arange(begin, end))
-        tokens_BT, labels_BT = self._empty(), self._empty()
-        self._fill(located, tokens_BT.numpy(), labels_BT.numpy())
-        if not self._with_documents:
-            return Batch(first_sample, tokens_BT, labels_BT)
-        positions_BT, documents_BT = self._empty(), self._empty()
-        self._fill_documents(located, positions_BT.numpy(), documents_BT.numpy())
-        return Batch(first_sample, tokens_BT, labels_BT, positions_BT, documents_BT)
+        samples = np.arange(begin, end)
+        located = self._stream.locate(samples)
+        shape = (self._local, self._rows.width(located))
+        tokens_BT, labels_BT = self._empty(shape), self._empty(shape)
+        real, begins = self._rows.fill(located, tokens_BT.numpy(), labels_BT.numpy())
+        marks = ()
+        if self._rows.marks_documents:
+            marks = self._empty(shape, torch.int32), self._empty(shape, torch.int32)
+            self._rows.mark(begins, *(tensor.numpy() for tensor in marks))
+        return Batch(
+            first_sample,
+            tokens_BT,
+            labels_BT,
+            *marks,
+            real_tokens=real,
+            checksum=checksum(samples, located),
+        )
 
-    def _empty(self) -> torch.Tensor:
-        return torch.empty(self._local, self._stream.seq_len, dtype=torch.int64, pin_memory=self._pin)
-
-    def _fill(self, located: Located, tokens_BT: np.ndarray, labels_BT: np.ndarray) -> None:
-        rows = len(located.start)
-        for b in range(rows):
-            store = self._stream.sources[located.source[b]].store
-            row = self._row[store.dtype]
-            store.read_into(int(located.start[b]), row)
-            tokens_BT[b] = row[:-1]
-            labels_BT[b] = row[1:]
-        tokens_BT[rows:] = self._stream.sources[0].store.eos_id
-        labels_BT[rows:] = IGNORED
-
-    def _fill_documents(self, located: Located, positions_BT: np.ndarray, documents_BT: np.ndarray) -> None:
-        seq_len = self._stream.seq_len
-        documents_BT[:] = 0
-        positions_BT[:] = 1
-        positions_BT[:, 0] = 0
-        for b in range(len(located.start)):
-            start = int(located.start[b])
-            store = self._stream.sources[located.source[b]].store
-            begins = store.document_starts(start + 1, seq_len - 1) - start
-            documents_BT[b, begins] = 1
-            positions_BT[b, begins] -= np.diff(begins, prepend=0)
-        np.cumsum(documents_BT, axis=1, out=documents_BT)
-        np.cumsum(positions_BT, axis=1, out=positions_BT)
+    def _empty(self, shape: tuple[int, int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self._pin)

@@ -10,12 +10,14 @@ import json
 import mmap
 import os
 import struct
+from collections.abc import Callable, Iterator
 from functools import _lru_cache_wrapper, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from arriero.data.columns import ShardColumns, parse_manifest
 from arriero.data.shards import DTYPES, IDX_HEADER, IDX_MAGIC, IDX_VERSION, Shard, write_durably
 from arriero.errors import UserError
 
@@ -24,6 +26,7 @@ CHECKSUMS = "checksums.sha256"
 VERSION = 1
 OPEN_SHARDS = 64
 
+_POINTER = struct.Struct("<q")
 _REMAKE = "prepare the dataset again, or restore the file from a copy"
 
 
@@ -59,15 +62,19 @@ def write_manifest(
             "text_bytes": [shard.text_bytes for shard in shards],
         },
     }
+    write_durably(directory / MANIFEST, manifest_text(manifest))
+
+
+def manifest_text(manifest: dict[str, Any]) -> bytes:
+    """One key per line; `shards` comes last."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
-    write_durably(directory / MANIFEST, f"{{\n{lines}\n}}\n".encode())
+    return f"{{\n{lines}\n}}\n".encode()
 
 
 class TokenStore:
     """All shards as one sequence of tokens. Opening reads the manifest alone; shards open when first read."""
 
-    def __init__(self, directory: Path, manifest: dict[str, Any]) -> None:
-        shards = manifest["shards"]
+    def __init__(self, directory: Path, manifest: dict[str, Any], columns: ShardColumns) -> None:
         self.directory = directory
         self.vocab_size: int = int(manifest["vocab_size"])
         self.eos_id: int = int(manifest["eos_id"])
@@ -75,38 +82,37 @@ class TokenStore:
         self.tokenizer_path = directory / manifest["tokenizer"]["file"]
         self.tokenizer_sha256: str = manifest["tokenizer"]["sha256"]
         self.about: dict[str, Any] = manifest["about"]
-        tokens, documents, text_bytes = (
-            np.array(shards[column], dtype=np.int64) for column in ("tokens", "documents", "text_bytes")
-        )
-        if not len(shards["name"]) == len(tokens) == len(documents) == len(text_bytes):
-            raise ValueError("the columns of 'shards' differ in length")
-        if min(tokens.min(initial=0), documents.min(initial=0)) < 0:
-            raise ValueError("a shard has a negative count")
+        self.labels: str | None = manifest.get("labels")
+        tokens, documents = columns.tokens, columns.documents
         self._ends = np.cumsum(tokens)
+        self._documents = documents
+        self._name = columns.name
         self.shards = len(tokens)
         self.tokens = int(tokens.sum())
         self.documents = int(documents.sum())
-        self.text_bytes = int(text_bytes.sum())
+        self.text_bytes = columns.text_bytes
         self.fingerprint = _fingerprint(manifest, tokens)
-        self._shard = _shard_opener(directory, shards["name"], tokens, documents, self.dtype)
+        self._shard = _shard_opener(self.shard_path, tokens, documents, self.dtype)
 
     @classmethod
     def open(cls, directory: Path) -> "TokenStore":
         path = Path(directory) / MANIFEST
         try:
-            manifest = json.loads(path.read_bytes())
+            manifest, columns = parse_manifest(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{path} does not exist", "give the directory of a prepared dataset") from None
-        except ValueError as error:
+        except json.JSONDecodeError as error:
             raise UserError(f"{path} is not valid JSON ({error})", _REMAKE) from None
-        version = manifest.get("version") if isinstance(manifest, dict) else None
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", _REMAKE) from None
+        version = manifest.get("version")
         if version != VERSION:
             raise UserError(
                 f"{path} has format version {version!r}, this Arriero reads version {VERSION}",
                 "prepare the dataset with this version, or use the Arriero that wrote it",
             )
         try:
-            return cls(Path(directory), manifest)
+            return cls(Path(directory), manifest, columns)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", _REMAKE) from None
 
@@ -119,7 +125,7 @@ class TokenStore:
         """Fill `out` (contiguous, of this store's dtype) with the tokens from `start` on."""
         self._check_range(start, len(out))
         filled = 0
-        for shard, first, count in self._pieces(start, len(out)):
+        for shard, first, count in self.pieces(start, len(out)):
             self._shard(shard).read_into(first, out[filled : filled + count])
             filled += count
 
@@ -127,7 +133,7 @@ class TokenStore:
         """Positions in [start, start + n) at which a document begins, ascending."""
         self._check_range(start, n)
         found = []
-        for shard, first, count in self._pieces(start, n):
+        for shard, first, count in self.pieces(start, n):
             starts = self._shard(shard).document_starts(first, count)
             found.append(starts + (start - first))
             start += count
@@ -136,8 +142,32 @@ class TokenStore:
     def document_start_before(self, position: int) -> int:
         """Where the document that holds the token at `position` begins."""
         self._check_range(position, 1)
-        shard, first, _ = self._pieces(position, 1)[0]
+        shard, first, _ = self.pieces(position, 1)[0]
         return position - first + self._shard(shard).document_start_before(first)
+
+    def document_spans(self, span: range) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Beginnings and lengths of the documents in `span`, shard by shard; empty documents are left out."""
+        position = span.start
+        for shard, first, count in self.pieces(span.start, len(span)):
+            starts = self._shard(shard).document_starts(first, count)
+            if not len(starts) or starts[0] > first:
+                starts = np.insert(starts, 0, first)
+            yield starts + (position - first), np.diff(starts, append=first + count)
+            position += count
+
+    def documents_touching(self, shard: int, first: int, count: int) -> tuple[int, np.ndarray]:
+        """Of a shard: the number of the document that holds token `first`, and where it and those after
+        it begin, up to `first + count`."""
+        return self._shard(shard).documents_touching(first, count)
+
+    def shard_tokens(self, shard: int) -> int:
+        return int(self._ends[shard] - (self._ends[shard - 1] if shard else 0))
+
+    def shard_documents(self, shard: int) -> int:
+        return int(self._documents[shard])
+
+    def shard_path(self, shard: int, suffix: str = "") -> Path:
+        return self.directory / f"{self._name(shard)}{suffix}"
 
     def close(self) -> None:
         self._shard.cache_clear()
@@ -146,7 +176,8 @@ class TokenStore:
         if start < 0 or n < 0 or start + n > self.tokens:
             raise IndexError(f"tokens [{start}, {start + n}) of {self.directory}, which has {self.tokens}")
 
-    def _pieces(self, start: int, n: int) -> list[tuple[int, int, int]]:
+    def pieces(self, start: int, n: int) -> list[tuple[int, int, int]]:
+        """(shard, first token in it, tokens) of a range."""
         pieces = []
         shard = int(self._ends.searchsorted(start, side="right"))
         while n > 0:
@@ -162,17 +193,19 @@ def _fingerprint(manifest: dict[str, Any], tokens: np.ndarray) -> str:
     identity = {key: manifest[key] for key in ("version", "vocab_size", "eos_id", "dtype")}
     identity["tokenizer"] = manifest["tokenizer"]["sha256"]
     identity["checksums"] = manifest["checksums"]["sha256"]
+    if manifest.get("labels"):
+        identity["labels"] = manifest["labels"]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
-    digest.update(tokens.astype("<i8").tobytes())
+    digest.update(tokens.astype("<i8", copy=False).data)
     return digest.hexdigest()
 
 
 def _shard_opener(
-    directory: Path, names: list[str], tokens: np.ndarray, documents: np.ndarray, dtype: np.dtype
+    path: Callable[[int], Path], tokens: np.ndarray, documents: np.ndarray, dtype: np.dtype
 ) -> "_lru_cache_wrapper[_OpenShard]":
     @lru_cache(maxsize=OPEN_SHARDS)
     def open_shard(shard: int) -> _OpenShard:
-        return _OpenShard(directory / names[shard], int(tokens[shard]), int(documents[shard]), dtype)
+        return _OpenShard(path(shard), int(tokens[shard]), int(documents[shard]), dtype)
 
     return open_shard
 
@@ -202,27 +235,34 @@ class _OpenShard:
             view, offset = view[got:], offset + got
 
     def document_starts(self, first: int, count: int) -> np.ndarray:
-        lo = self._search(first, 0, self._documents)
-        hi = self._search(first + count, lo, min(self._documents, lo + count + 1))
-        if hi < self._documents and self._pointer(hi) < (first + count) * self._itemsize:
-            hi = self._search(first + count, hi, self._documents)
-        if hi == lo:
-            return np.empty(0, dtype=np.int64)
-        pointers = np.frombuffer(self._index(), dtype="<i8", count=hi - lo, offset=self._pointer_offset(lo))
-        starts = pointers // self._itemsize
+        starts = self._starts_from(self._search(first), first + count)
         return starts if (starts[1:] > starts[:-1]).all() else np.unique(starts)
 
     def document_start_before(self, first: int) -> int:
-        return self._pointer(self._search(first + 1, 0, self._documents) - 1) // self._itemsize
+        return self.documents_touching(first, 1)[1][0].item()
 
-    def _search(self, token: int, lo: int, hi: int) -> int:
-        return bisect.bisect_left(range(hi), token * self._itemsize, lo, hi, key=self._pointer)
+    def documents_touching(self, first: int, count: int) -> tuple[int, np.ndarray]:
+        lo = self._search(first + 1) - 1
+        return lo, self._starts_from(lo, first + count)
 
-    def _pointer(self, document: int) -> int:
-        return struct.unpack_from("<q", self._index(), self._pointer_offset(document))[0]
+    def _starts_from(self, document: int, end: int) -> np.ndarray:
+        """Where this document and those after it begin, before token `end`; read in growing pieces."""
+        index, base, some = self._index(), IDX_HEADER.size + 4 * self._documents, 32
+        while True:
+            some = min(some, self._documents - document)
+            starts = np.frombuffer(index, "<i8", some, base + 8 * document) // self._itemsize
+            if document + some == self._documents or starts[-1] >= end:
+                return starts[: starts.searchsorted(end)]
+            some *= 8
 
-    def _pointer_offset(self, document: int) -> int:
-        return IDX_HEADER.size + 4 * self._documents + 8 * document
+    def _search(self, token: int) -> int:
+        """The first document that begins at `token` or later."""
+        index, base = self._index(), IDX_HEADER.size + 4 * self._documents
+        return bisect.bisect_left(
+            range(self._documents),
+            token * self._itemsize,
+            key=lambda document: _POINTER.unpack_from(index, base + 8 * document)[0],
+        )
 
     def _index(self) -> mmap.mmap:
         if self._idx is None:

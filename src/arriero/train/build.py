@@ -10,10 +10,12 @@ import torch
 
 from arriero import __version__
 from arriero.config.schema import RunConfig
+from arriero.data.bestfit import Counting
+from arriero.data.ledger import refuse_changed_since
 from arriero.data.loader import Loader
-from arriero.data.order import EvalStream, Source, Stream, split_heldout
-from arriero.data.prepare import Progress, prepare_builtin
+from arriero.data.order import Stream
 from arriero.data.store import TokenStore
+from arriero.data.streams import Outlook, build_streams, forecast, refuse_over_repetition
 from arriero.data.tokenizer import Tokenizer, load_tokenizer
 from arriero.errors import UserError
 from arriero.events import EventLog
@@ -25,9 +27,9 @@ from arriero.plan.memory import micro_batch_that_fits
 from arriero.train.cadence import Cadence
 from arriero.train.device import Device, choose_compute, choose_device, make_deterministic
 from arriero.train.evaluate import Evaluator
-from arriero.train.hooks import EventsFile, Hook, MetricsFile, TensorBoard
+from arriero.train.hooks import EventsFile, Hook, LedgerFile, MetricsFile, TensorBoard
 from arriero.train.optim import Optimizer
-from arriero.train.rundir import open_run_directory, refuse_foreign
+from arriero.train.rundir import open_run_directory, refuse_foreign, run_directory
 from arriero.train.schedule import Shape, make_shape
 
 
@@ -50,6 +52,8 @@ class Session:
     model: LanguageModel
     optimizer: Optimizer
     schedule: Shape
+    stream: Stream
+    outlooks: Sequence[Outlook]
     loader: Loader
     evaluator: Evaluator | None
     evaluation: Cadence
@@ -68,12 +72,7 @@ class Session:
     @property
     def total_steps(self) -> int | None:
         """None when the end is a wall time."""
-        horizon = self.config.train.horizon
-        return (
-            None
-            if horizon.unit == "s"
-            else -(-horizon.in_tokens(self.tokens_per_step) // self.tokens_per_step)
-        )
+        return _total_steps(self.config)
 
     def finished(self, tokens: int, seconds: float) -> bool:
         if self.total_steps is None:
@@ -98,18 +97,24 @@ class Session:
         }
 
 
-def build(config: RunConfig, progress: Progress, extra_hooks: Sequence[Hook] = ()) -> Session:
+def _total_steps(config: RunConfig) -> int | None:
+    horizon, batch = config.train.horizon, config.train.batch.amount
+    return None if horizon.unit == "s" else -(-horizon.in_tokens(batch) // batch)
+
+
+def build(config: RunConfig, progress: Counting, extra_hooks: Sequence[Hook] = ()) -> Session:
     """Everything that can be refused is refused before the run directory is touched."""
     refuse_foreign(config)
     _refuse_more_ranks(config)
     device = choose_device(config.run.device)
     compute, compute_reason = choose_compute(config.precision.compute, device)
     spec = model_spec(config)
-    stores = [_open_source(source.path, Path(config.data.cache), progress) for source in config.data.sources]
-    _refuse_small_vocabulary(spec, stores)
-    stream, heldout = _streams(config, stores)
+    streams = build_streams(config, progress)
+    _refuse_small_vocabulary(spec, streams.stores)
+    refuse_over_repetition(streams, _total_steps(config))
+    refuse_changed_since(run_directory(config), streams.train)
 
-    sequences = config.train.batch.amount // config.data.seq_len
+    sequences = streams.batch_sequences
     fits = micro_batch_that_fits(spec, config.data.seq_len, sequences, compute.itemsize, device.memory)
     micro_batch = config.train.micro_batch or fits.sequences
     compiled = device.is_gpu if config.precision.compile == "auto" else config.precision.compile
@@ -120,7 +125,12 @@ def build(config: RunConfig, progress: Progress, extra_hooks: Sequence[Hook] = (
             block.compile()
 
     run_dir = open_run_directory(config)
-    written = [MetricsFile(), EventsFile(), *([TensorBoard()] if config.observe.tensorboard else [])]
+    written = [
+        MetricsFile(),
+        LedgerFile(),
+        EventsFile(),
+        *([TensorBoard()] if config.observe.tensorboard else []),
+    ]
     documents = config.data.document_mask
     decisions = [
         Decision(
@@ -145,10 +155,14 @@ def build(config: RunConfig, progress: Progress, extra_hooks: Sequence[Hook] = (
         model=model,
         optimizer=optimizer,
         schedule=make_shape(config.schedule, config.train),
-        loader=Loader(stream, sequences, pin=device.is_gpu, documents=documents),
-        evaluator=Evaluator(heldout, micro_batch, device.torch_device, documents) if heldout else None,
+        stream=streams.train,
+        outlooks=forecast(streams, _total_steps(config)),
+        loader=Loader(streams.train, sequences, pin=device.is_gpu, documents=documents),
+        evaluator=Evaluator(streams.heldout, micro_batch, device.torch_device, documents)
+        if streams.heldout
+        else None,
         evaluation=Cadence(config.eval.every, config.train.batch.amount),
-        tokenizer=load_tokenizer(stores[0].tokenizer_path),
+        tokenizer=load_tokenizer(streams.stores[0].tokenizer_path),
         micro_batch=micro_batch,
         flops_per_token=flops_per_token(spec, config.data.seq_len),
         run_dir=run_dir,
@@ -171,12 +185,6 @@ def _refuse_more_ranks(config: RunConfig) -> None:
         )
 
 
-def _open_source(path: str, cache: Path, progress: Progress) -> TokenStore:
-    return TokenStore.open(
-        prepare_builtin(path, cache, progress) if path.startswith("builtin:") else Path(path)
-    )
-
-
 def _refuse_small_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> None:
     for store in stores:
         if store.vocab_size > spec.vocab_size:
@@ -184,22 +192,6 @@ def _refuse_small_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> N
                 f"model.vocab_size is {spec.vocab_size}, below {store.vocab_size}, that of {store.directory}",
                 f"set model.vocab_size to at least {store.vocab_size}",
             )
-
-
-def _streams(config: RunConfig, stores: Sequence[TokenStore]) -> tuple[Stream, EvalStream | None]:
-    heldout = config.eval.heldout.amount if config.eval.heldout else 0
-    spans = [split_heldout(store, heldout) for store in stores]
-    weights = [source.weight for source in config.data.sources]
-    seq_len = config.data.seq_len
-    train = [
-        Source(store, span[0], weight) for store, span, weight in zip(stores, spans, weights, strict=True)
-    ]
-    stream = Stream(train, seq_len, config.run.seed)
-    if not heldout:
-        return stream, None
-    return stream, EvalStream(
-        [Source(store, span[1]) for store, span in zip(stores, spans, strict=True)], seq_len
-    )
 
 
 def _initial_model(config: RunConfig, spec: ModelSpec, device: Device) -> LanguageModel:

@@ -16,6 +16,9 @@ from arriero.train.metrics import StepMetrics
 from arriero.units import human_count, human_time
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from arriero.data.streams import Outlook
     from arriero.train.build import Session
     from arriero.train.loop import Outcome
 
@@ -53,6 +56,10 @@ class ConsoleProgress(Hook):
     def on_start(self, session: "Session") -> None:
         self._start = time.monotonic()
         self._console.print(_settings(session))
+        self._console.print(sources_table(session.outlooks, session.config.data.packing))
+        for outlook in session.outlooks:
+            for remark in outlook.remarks:
+                self._console.print(f"{outlook.name}: {remark}", markup=False, soft_wrap=True)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("step {task.fields[step]}"),
@@ -138,7 +145,7 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
         rows.append(("held-out loss", change, f"{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)"))
     rows.append(("speed", f"{human_count(outcome.tokens_per_s)} tok/s", f"median; {whole}"))
     rows.append(
-        ("run directory", str(session.run_dir), "metrics.jsonl, events.jsonl, run.toml, tensorboard/")
+        ("run directory", str(session.run_dir), "metrics, events, ledger, run.toml, tensorboard")
     )
     rows.append(("model", str(outcome.model), "Hugging Face config, fp32 safetensors, tokenizer"))
     console.print(_grid(rows))
@@ -148,4 +155,22 @@ def _grid(rows: Iterable[tuple[str, str, str]]) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, value, remark in rows:
         table.add_row(f"[bold]{name}", escape(value), f"[dim]{escape(remark)}")
+    return table
+
+
+def sources_table(outlooks: "Sequence[Outlook]", packing: str) -> Table:
+    """When each source will run out or repeat."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("source", "share", "tokens", "filled", "epochs", "first repeat"):
+        table.add_column(heading, justify="left" if heading == "source" else "right", overflow="fold")
+    for each in outlooks:
+        filled = f"{each.utilisation:.1%}" if packing != "none" else f"at least {each.utilisation:.1%}"
+        table.add_row(
+            escape(each.name),
+            f"{each.share:.1%}",
+            human_count(each.tokens_per_epoch),
+            filled,
+            "unknown" if each.epochs is None else f"{each.epochs:.3g}",
+            "never" if each.first_repeat is None else f"step {each.first_repeat:,}",
+        )
     return table

@@ -25,4 +25,4 @@ class Evaluator:
                 logits = model(batch.tokens_BT, batch.positions_BT, batch.documents_BT)
                 total += summed_loss(logits, batch.labels_BT).double().cpu()
         model.train()
-        return float(total) / count
+        return float(total) / max(count, 1)

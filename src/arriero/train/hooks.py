@@ -3,6 +3,7 @@
 import json
 from typing import TYPE_CHECKING
 
+from arriero.data.ledger import begin_ledger, write_ledger
 from arriero.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -30,6 +31,27 @@ class MetricsFile(Hook):
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
         with (session.run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics.line()) + "\n")
+
+
+class LedgerFile(Hook):
+    """What data the run has consumed, up to date at every logged step."""
+
+    def on_start(self, session: "Session") -> None:
+        per_step = session.config.train.batch.amount // session.config.data.seq_len
+        self._begun = begin_ledger(session.run_dir, session.stream, per_step)
+        self._write(session)
+
+    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
+        self._write(session)
+
+    def on_end(self, session: "Session", outcome: "Outcome") -> None:
+        self._write(session)
+
+    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
+        self._write(session)
+
+    def _write(self, session: "Session") -> None:
+        write_ledger(session.run_dir, session.stream, self._begun.with_stretch(session.loader.read()))
 
 
 class EventsFile(Hook):

@@ -74,7 +74,7 @@ def _train(session: Session, outcome: Outcome) -> None:
         grad_norm = session.optimizer.step(lr)
         outcome.steps += 1
         outcome.tokens += session.tokens_per_step
-        watch.count(session.tokens_per_step)
+        watch.count(batch.real_tokens)
         session.notify("on_step", outcome.steps, outcome.tokens)
 
         done = session.finished(outcome.tokens, time.monotonic() - start)
@@ -99,7 +99,7 @@ def _gradients(session: Session, batch: Batch) -> torch.Tensor:
     for micro in batch.split(session.micro_batch):
         micro = micro.to(session.device.torch_device)
         logits = session.model(micro.tokens_BT, micro.positions_BT, micro.documents_BT)
-        loss = summed_loss(logits, micro.labels_BT) / labels
+        loss = summed_loss(logits, micro.labels_BT) / max(labels, 1)
         loss.backward()
         mean += loss.detach()
     return mean

@@ -1,0 +1,86 @@
+"""Reading the manifest of a million shards without a Python object for each of its four million values.
+
+The manifest is plain JSON whose last key is `shards`, a table by column. Its numbers are parsed straight
+into arrays, and names of equal length are cut out of the text when asked for. JSON laid out in any other way
+is read as JSON.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_TABLE = re.compile(
+    rb'"shards": \{"name": \[([^\[\]]*)\], "tokens": \[([-\d, ]*)\], "documents": \[([-\d, ]*)\], '
+    rb'"text_bytes": \[([-\d, ]*)\]\}\n\}\n$'
+)
+
+
+class ShardColumns(NamedTuple):
+    name: Callable[[int], str]
+    tokens: np.ndarray
+    documents: np.ndarray
+    text_bytes: int
+
+
+def parse_manifest(raw: bytes) -> tuple[dict[str, Any], ShardColumns]:
+    """The manifest without its table of shards, and that table."""
+    at = raw.rfind(b'"shards": {"name": [')
+    table = _TABLE.match(raw, at) if at > 0 else None
+    if table is None:
+        return _parse_plainly(raw)
+    manifest = json.loads(raw[:at].rstrip(b", \n") + b"}")
+    tokens, documents, text_bytes = (_numbers(raw, *table.span(column)) for column in (2, 3, 4))
+    return manifest, _checked(_names(table[1], len(tokens)), tokens, documents, text_bytes)
+
+
+def _parse_plainly(raw: bytes) -> tuple[dict[str, Any], ShardColumns]:
+    manifest = json.loads(raw)
+    if not isinstance(manifest, dict):
+        manifest: dict[str, Any] = {"version": None}
+    empty = {"name": [], "tokens": [], "documents": [], "text_bytes": []}
+    table: dict[str, Any] = manifest.pop("shards", empty)
+    columns = (np.array(table[name], dtype=np.int64) for name in ("tokens", "documents", "text_bytes"))
+    return manifest, _checked(table["name"], *columns)
+
+
+def _checked(names: Any, tokens: np.ndarray, documents: np.ndarray, text_bytes: np.ndarray) -> ShardColumns:
+    if not len(names) == len(tokens) == len(documents) == len(text_bytes):
+        raise ValueError("the columns of 'shards' differ in length")
+    if min(tokens.min(initial=0), documents.min(initial=0)) < 0:
+        raise ValueError("a shard has a negative count")
+    return ShardColumns(names.__getitem__, tokens, documents, int(text_bytes.sum()))
+
+
+def _numbers(raw: bytes, begin: int, end: int) -> np.ndarray:
+    count = raw.count(b",", begin, end) + 1 if end > begin else 0
+    numbers = np.fromstring(raw[begin:end], dtype=np.int64, sep=",") if count else np.empty(0, "i8")
+    if len(numbers) != count:
+        raise ValueError("a column of 'shards' holds something that is not a number")
+    return numbers
+
+
+class _EqualNames:
+    """Quoted names of one length in the text of the manifest."""
+
+    def __init__(self, text: bytes, stride: int) -> None:
+        self._text, self._stride = text, stride
+
+    def __len__(self) -> int:
+        return (len(self._text) + 2) // self._stride
+
+    def __getitem__(self, shard: int) -> str:
+        begin = shard * self._stride
+        return json.loads(self._text[begin : begin + self._stride - 2])
+
+
+def _names(text: bytes, count: int) -> "list[str] | _EqualNames":
+    stride, rest = divmod(len(text) + 2, count) if count else (0, 1)
+    if rest == 0 and b"\\" not in text:
+        letters = np.frombuffer(text, dtype=np.uint8)
+        framed = all((letters[at::stride] == ord('"')).all() for at in (0, stride - 3))
+        if framed and text.count(b'", "') == count - 1:
+            return _EqualNames(text, stride)
+    return json.loads(b"[" + text + b"]")
