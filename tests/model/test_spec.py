@@ -8,7 +8,7 @@ import pytest
 import arriero
 from arriero.errors import UserError
 from arriero.model.presets import load_preset
-from arriero.model.spec import CONVENTIONS, ModelSpec, RopeScaling, flops_per_token
+from arriero.model.spec import CONVENTIONS, ModelSpec, RopeScaling, attended_within, flops_per_token
 
 SMALL = {"vocab_size": 100, "dim": 64, "layers": 2, "heads": 4, "ffn": 128, "max_seq_len": 32}
 
@@ -118,10 +118,10 @@ def test_nnscaler_count_and_its_published_mfu():
 def test_packed_documents_cost_only_their_own_squares():
     spec = load_preset("llama-test")
     whole = flops_per_token(spec, 128)
-    assert flops_per_token(spec, 128, document_lengths=[128]) == whole
-    halves = flops_per_token(spec, 128, document_lengths=[64, 64])
+    assert flops_per_token(spec, 128, attended=attended_within([128])) == whole
+    halves = flops_per_token(spec, 128, attended=attended_within([64, 64]))
     assert whole - halves == 6 * spec.layers * spec.attention_width * 64
-    assert flops_per_token(spec, 128, "palm", document_lengths=[64, 64]) == flops_per_token(spec, 128, "palm")
+    assert flops_per_token(spec, 128, "palm", attended=64) == flops_per_token(spec, 128, "palm")
 
 
 def test_hfu_adds_flash_backward_and_recomputed_blocks_but_not_the_head():
@@ -139,8 +139,6 @@ def test_nonsense_is_not_counted():
     for arguments in (
         {"convention": "mine"},
         {"recompute": 2.0},
-        {"document_lengths": []},
-        {"document_lengths": [129]},
     ):
         with pytest.raises(ValueError):
             flops_per_token(spec, 128, **arguments)

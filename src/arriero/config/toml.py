@@ -21,6 +21,8 @@ def to_toml(config: RunConfig, comment: Callable[[str], str | None] = lambda _: 
 
 
 def toml_value(value: Any) -> str:
+    if value is None:
+        return "nothing"
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items() if v is not None) + " }"
     if isinstance(value, list):

@@ -26,7 +26,7 @@ class Llama(LanguageModel):
         parts = name.split(".")
         if "norm" in parts[-2]:
             return Rule(constant=1.0)
-        if parts[-2] in ("o", "down"):
+        if parts[-2] in ("o", "up", "down"):
             return Rule(std=0.02 / (2 * (int(parts[1]) + 1)) ** 0.5)
         return Rule(std=self.spec.dim**-0.5 if parts[0] == "head" else 0.02)
 

@@ -264,21 +264,22 @@ CONVENTIONS: dict[str, Convention] = {
 }
 
 
+def attended_within(document_lengths: Sequence[int]) -> float:
+    """The mean length of the document a token stands in: what attention costs when documents are masked."""
+    return sum(n * n for n in document_lengths) / sum(document_lengths)
+
+
 def flops_per_token(
     spec: ModelSpec,
     seq_len: int,
     convention: str = "honest",
     recompute: float = 0.0,
-    document_lengths: Sequence[int] | None = None,
+    attended: float | None = None,
 ) -> float:
-    """Forward and backward. Only `honest` and `hfu` look at documents, only `hfu` at recomputation."""
+    """Forward and backward. Only `honest` and `hfu` look at `attended`, only `hfu` at recomputation."""
     if convention not in CONVENTIONS:
         raise ValueError(f"no FLOP convention '{convention}'; there are {', '.join(CONVENTIONS)}")
     if seq_len < 1 or not 0 <= recompute <= 1:
         raise ValueError(f"seq_len {seq_len} must be positive and recompute {recompute} between 0 and 1")
-    attended = float(seq_len)
-    if document_lengths is not None:
-        if min(document_lengths, default=0) < 1 or max(document_lengths) > seq_len:
-            raise ValueError(f"document lengths must lie between 1 and seq_len {seq_len}")
-        attended = sum(n * n for n in document_lengths) / sum(document_lengths)
-    return float(CONVENTIONS[convention].count(spec, Workload(seq_len, attended, recompute)))
+    work = Workload(seq_len, seq_len if attended is None else attended, recompute)
+    return float(CONVENTIONS[convention].count(spec, work))

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
-from arriero.units import human_bytes
+from arriero.units import human_bytes, human_count
 
 FP32 = 4
 
@@ -33,10 +34,16 @@ def micro_batch_that_fits(
 ) -> MicroBatch:
     """The largest divisor of the batch that fits in nine tenths of the memory; 1 if nothing seems to."""
     state = state_bytes(spec, compute_bytes)
+    if state > memory:
+        raise UserError(
+            f"training {human_count(spec.parameters)} parameters needs {human_bytes(state)} for weights, "
+            f"gradients and optimizer, and {human_bytes(memory)} are free",
+            "choose a smaller model, or a device with more memory",
+        )
     per_sequence = seq_len * activation_bytes_per_token(spec, compute_bytes)
     room = int(0.9 * memory) - state
     fitting = [n for n in range(1, sequences + 1) if sequences % n == 0 and n * per_sequence <= room]
-    chosen = max(fitting, default=1)
     sizes = [human_bytes(n) for n in (state, per_sequence, memory)]
-    arithmetic = f"{sizes[0]} of state, {sizes[1]} per sequence, {sizes[2]} in all"
-    return MicroBatch(chosen, arithmetic if fitting else f"even one may not fit: {arithmetic}")
+    arithmetic = f"{sizes[0]} of state, {sizes[1]} per sequence, {sizes[2]} free"
+    reason = arithmetic if fitting else f"even one may not fit: {arithmetic}"
+    return MicroBatch(max(fitting, default=1), reason)

@@ -12,22 +12,20 @@ from arriero import __version__
 from arriero.config.schema import RunConfig
 from arriero.data.bestfit import Counting
 from arriero.data.ledger import refuse_changed_since
-from arriero.data.loader import Loader
+from arriero.data.loader import Batch, Loader
 from arriero.data.order import Stream
 from arriero.data.store import TokenStore
 from arriero.data.streams import Outlook, build_streams, forecast, refuse_over_repetition
 from arriero.data.tokenizer import Tokenizer, load_tokenizer
 from arriero.errors import UserError
-from arriero.events import EventLog
 from arriero.model.base import LanguageModel
 from arriero.model.build import build_model
-from arriero.model.presets import resolve
 from arriero.model.spec import ModelSpec, flops_per_token
-from arriero.plan.memory import micro_batch_that_fits
+from arriero.plan.memory import MicroBatch, micro_batch_that_fits
 from arriero.train.cadence import Cadence
 from arriero.train.device import Device, choose_compute, choose_device, make_deterministic
 from arriero.train.evaluate import Evaluator
-from arriero.train.hooks import EventsFile, Hook, LedgerFile, MetricsFile, TensorBoard
+from arriero.train.hooks import EventsFile, Hook, Hooks, LedgerFile, MetricsFile, TensorBoard
 from arriero.train.optim import Optimizer
 from arriero.train.rundir import open_run_directory, refuse_foreign, run_directory
 from arriero.train.schedule import Shape, make_shape
@@ -49,6 +47,7 @@ class Session:
     config: RunConfig
     spec: ModelSpec
     device: Device
+    compute: torch.dtype
     model: LanguageModel
     optimizer: Optimizer
     schedule: Shape
@@ -59,10 +58,8 @@ class Session:
     evaluation: Cadence
     tokenizer: Tokenizer
     micro_batch: int
-    flops_per_token: float
     run_dir: Path
-    events: EventLog
-    hooks: Sequence[Hook]
+    hooks: Hooks
     decisions: Sequence[Decision]
 
     @property
@@ -79,9 +76,18 @@ class Session:
             return seconds >= self.config.train.horizon.amount
         return tokens >= self.total_steps * self.tokens_per_step
 
-    def notify(self, moment: str, *details: Any) -> None:
-        for hook in self.hooks:
-            getattr(hook, moment)(self, *details)
+    @property
+    def peak_flops(self) -> float | None:
+        """Known for bf16 only: dividing fp32 work by it would make a false MFU."""
+        return self.device.bf16_peak_flops if self.compute == torch.bfloat16 else None
+
+    def flops(self, batch: Batch) -> float:
+        """The honest work of a batch; under a document mask a token attends to its own document alone."""
+        attended = None
+        if batch.positions_BT is not None:
+            attended = float((2 * batch.positions_BT + 1).double().mean())
+        width = batch.tokens_BT.shape[1]
+        return batch.real_tokens * flops_per_token(self.spec, width, attended=attended)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -97,83 +103,75 @@ class Session:
         }
 
 
-def _total_steps(config: RunConfig) -> int | None:
-    horizon, batch = config.train.horizon, config.train.batch.amount
-    return None if horizon.unit == "s" else -(-horizon.in_tokens(batch) // batch)
-
-
 def build(config: RunConfig, progress: Counting, extra_hooks: Sequence[Hook] = ()) -> Session:
     """Everything that can be refused is refused before the run directory is touched."""
     refuse_foreign(config)
     _refuse_more_ranks(config)
     device = choose_device(config.run.device)
     compute, compute_reason = choose_compute(config.precision.compute, device)
-    spec = model_spec(config)
+    spec = ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
     streams = build_streams(config, progress)
     _refuse_small_vocabulary(spec, streams.stores)
     refuse_over_repetition(streams, _total_steps(config))
     refuse_changed_since(run_directory(config), streams.train)
-
-    sequences = streams.batch_sequences
-    fits = micro_batch_that_fits(spec, config.data.seq_len, sequences, compute.itemsize, device.memory)
+    tokenizer = load_tokenizer(streams.stores[0].tokenizer_path)
+    fits = micro_batch_that_fits(
+        spec, config.data.seq_len, streams.batch_sequences, compute.itemsize, device.memory
+    )
     micro_batch = config.train.micro_batch or fits.sequences
-    compiled = device.is_gpu if config.precision.compile == "auto" else config.precision.compile
+
     model = _initial_model(config, spec, device)
     optimizer = Optimizer(model, config.optim, compute)
+    compiled = device.is_gpu if config.precision.compile == "auto" else config.precision.compile
     if compiled:
         for block in model.blocks:
             block.compile()
 
     run_dir = open_run_directory(config)
-    written = [
-        MetricsFile(),
-        LedgerFile(),
-        EventsFile(),
-        *([TensorBoard()] if config.observe.tensorboard else []),
-    ]
-    documents = config.data.document_mask
-    decisions = [
-        Decision(
-            "device", device.name, "as configured" if config.run.device != "auto" else "the best one here"
-        ),
-        Decision("compute", str(compute).removeprefix("torch."), compute_reason),
-        Decision(
-            "compile",
-            str(bool(compiled)).lower(),
-            "auto: on for GPUs" if config.precision.compile == "auto" else "as configured",
-        ),
-        Decision(
-            "micro-batch",
-            f"{micro_batch} of {sequences} sequences",
-            "as configured" if config.train.micro_batch else fits.reason,
-        ),
-    ]
+    written = [MetricsFile(), LedgerFile(), EventsFile(run_dir)]
+    boards = [TensorBoard(run_dir)] if config.observe.tensorboard else []
+    masked = config.data.document_mask
     return Session(
         config=config,
         spec=spec,
         device=device,
+        compute=compute,
         model=model,
         optimizer=optimizer,
         schedule=make_shape(config.schedule, config.train),
         stream=streams.train,
         outlooks=forecast(streams, _total_steps(config)),
-        loader=Loader(streams.train, sequences, pin=device.is_gpu, documents=documents),
-        evaluator=Evaluator(streams.heldout, micro_batch, device.torch_device, documents)
-        if streams.heldout
-        else None,
+        loader=Loader(streams.train, streams.batch_sequences, pin=device.is_gpu, documents=masked),
+        evaluator=Evaluator(streams.heldout, micro_batch, device, masked) if streams.heldout else None,
         evaluation=Cadence(config.eval.every, config.train.batch.amount),
-        tokenizer=load_tokenizer(streams.stores[0].tokenizer_path),
+        tokenizer=tokenizer,
         micro_batch=micro_batch,
-        flops_per_token=flops_per_token(spec, config.data.seq_len),
         run_dir=run_dir,
-        events=EventLog(run_dir / "events.jsonl"),
-        hooks=[*written, *extra_hooks],
-        decisions=decisions,
+        hooks=Hooks([*written, *boards, *extra_hooks]),
+        decisions=[
+            Decision(
+                "device", device.name, _origin(config.run.device, "a GPU" if device.is_gpu else "no GPU here")
+            ),
+            Decision("compute", str(compute).removeprefix("torch."), compute_reason),
+            Decision("compile", str(bool(compiled)).lower(), _origin(config.precision.compile, "GPUs only")),
+            _micro_batch_decision(config, fits, streams.batch_sequences),
+        ],
     )
 
 
-def model_spec(config: RunConfig) -> ModelSpec:
-    return resolve(config.model.preset, config.model.model_dump(exclude={"preset"}))
+def _origin(setting: object, reason: str) -> str:
+    return reason if setting == "auto" else "as configured"
+
+
+def _micro_batch_decision(config: RunConfig, fits: MicroBatch, sequences: int) -> Decision:
+    given = config.train.micro_batch
+    reason = "as configured" if given else fits.reason
+    return Decision("micro-batch", f"{given or fits.sequences} of {sequences} sequences", reason)
+
+
+def _total_steps(config: RunConfig) -> int | None:
+    horizon, batch = config.train.horizon, config.train.batch.amount
+    return None if horizon.unit == "s" else -(-horizon.in_tokens(batch) // batch)
 
 
 def _refuse_more_ranks(config: RunConfig) -> None:

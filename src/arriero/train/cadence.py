@@ -12,16 +12,17 @@ class Cadence:
     def __init__(self, every: Span | Literal[False], tokens_per_step: int) -> None:
         self._every = every
         self._step = tokens_per_step
-        self._last = time.monotonic()
+        self.restart()
+
+    def restart(self) -> None:
+        """A period in seconds begins now: what is repeated does not count into the time between."""
+        self._begun = time.monotonic()
 
     def due(self, tokens: int) -> bool:
         """Asked once after each step, with the tokens seen so far."""
         if not self._every:
             return False
         if self._every.unit == "s":
-            if time.monotonic() - self._last < self._every.amount:
-                return False
-            self._last = time.monotonic()
-            return True
+            return time.monotonic() - self._begun >= self._every.amount
         period = self._every.in_tokens(self._step)
         return tokens // period > (tokens - self._step) // period

@@ -1,5 +1,6 @@
 """`arriero train`."""
 
+import typer
 from rich.console import Console
 
 from arriero.config.options import RunFile, Sets
@@ -17,11 +18,16 @@ def train(run_file: RunFile = None, sets: Sets = []) -> None:
     from arriero.train.build import build
     from arriero.train.console import ConsoleProgress, PreparationBar, show_outcome
     from arriero.train.finish import sample
+    from arriero.train.interrupt import Interrupted, interruptible
     from arriero.train.loop import train as run
 
     console = Console(highlight=False)
     config = load_run(run_file, sets, expand).config
-    with PreparationBar(console) as preparation:
-        session = build(config, preparation, [ConsoleProgress(console)])
-    outcome = run(session)
+    try:
+        with interruptible():
+            with PreparationBar(console) as preparation:
+                session = build(config, preparation, [ConsoleProgress(console)])
+            outcome = run(session)
+    except Interrupted as stop:
+        raise typer.Exit(128 + stop.number) from None
     show_outcome(console, session, outcome, sample(session))

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from arriero.train.hooks import Hook
+from arriero.train.interrupt import Interrupted
 from arriero.train.metrics import StepMetrics
 from arriero.units import human_count, human_time
 
@@ -46,12 +47,13 @@ class PreparationBar:
 
 
 class ConsoleProgress(Hook):
-    """A progress bar on a terminal; a line per tenth of the run elsewhere."""
+    """A progress bar on a terminal; elsewhere a line per tenth of the run, and at least one a minute."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._metrics: StepMetrics | None = None
-        self._printed = 0
+        self._tenth = 0
+        self._printed = time.monotonic()
 
     def on_start(self, session: "Session") -> None:
         self._start = time.monotonic()
@@ -73,37 +75,43 @@ class ConsoleProgress(Hook):
 
     def on_step(self, session: "Session", step: int, tokens: int) -> None:
         share = self._share(session, tokens)
-        left = (time.monotonic() - self._start) * (1 - share) / share
         of = f"/{session.total_steps}" if session.total_steps else ""
-        self._progress.update(
-            self._task,
-            completed=share,
-            step=f"{step}{of}",
-            numbers=f"{self._numbers()}{human_time(left)} left",
-        )
+        left = self._seconds_left(session, step)
+        numbers = self._numbers() + (f"{human_time(left)} left" if left is not None else "")
+        self._progress.update(self._task, completed=share, step=f"{step}{of}", numbers=numbers)
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
         self._metrics = metrics
+        self.on_step(session, metrics.step, metrics.tokens)
         tenth = int(10 * self._share(session, metrics.tokens))
-        if not self._console.is_terminal and (tenth > self._printed or metrics.step == 1):
-            self._printed = tenth
-            self._console.print(f"step {metrics.step}  {self._numbers()}")
+        late = time.monotonic() - self._printed > 60
+        if not self._console.is_terminal and (tenth > self._tenth or late or metrics.step == 1):
+            self._tenth, self._printed = tenth, time.monotonic()
+            self._console.print(f"step {metrics.step:>6}  {self._numbers()}")
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
-        self._console.print(
-            f"step {step:>6}  held-out loss {loss:.3f}  perplexity {math.exp(min(loss, 700)):.1f}"
-        )
+        perplexity = math.exp(min(loss, 700))
+        self._console.print(f"step {step:>6}  held-out loss {loss:.3f}  perplexity {perplexity:.1f}")
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
         self._progress.stop()
 
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
         self._progress.stop()
+        if isinstance(error, Interrupted):
+            kept = f"{session.run_dir} keeps the metrics, the model is not saved"
+            self._console.print(f"stopped by {error.name} at step {step}: {kept}", soft_wrap=True)
 
     def _share(self, session: "Session", tokens: int) -> float:
         if session.total_steps:
             return tokens / (session.total_steps * session.tokens_per_step)
         return min(1.0, (time.monotonic() - self._start) / session.config.train.horizon.amount)
+
+    def _seconds_left(self, session: "Session", step: int) -> float | None:
+        """From the pace of the last logged steps."""
+        if not session.total_steps:
+            return max(0.0, session.config.train.horizon.amount - (time.monotonic() - self._start))
+        return None if self._metrics is None else (session.total_steps - step) * self._metrics.step_s
 
     def _numbers(self) -> str:
         if self._metrics is None:
@@ -144,9 +152,7 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
         change = f"{outcome.first_eval_loss:.3f} -> {outcome.last_eval_loss:.3f}"
         rows.append(("held-out loss", change, f"{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)"))
     rows.append(("speed", f"{human_count(outcome.tokens_per_s)} tok/s", f"median; {whole}"))
-    rows.append(
-        ("run directory", str(session.run_dir), "metrics, events, ledger, run.toml, tensorboard")
-    )
+    rows.append(("run directory", str(session.run_dir), "metrics, events, ledger, run.toml, tensorboard"))
     rows.append(("model", str(outcome.model), "Hugging Face config, fp32 safetensors, tokenizer"))
     console.print(_grid(rows))
 

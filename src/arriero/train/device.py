@@ -4,6 +4,7 @@ import os
 import resource
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -13,12 +14,12 @@ from arriero.plan.hardware import peak_of
 
 @dataclass(frozen=True)
 class Device:
-    """NVIDIA and AMD GPUs are both 'cuda' to torch; nothing here asks which of the two it is."""
+    """NVIDIA and AMD GPUs are both 'cuda' to torch; nothing here asks which. `memory` is what is free."""
 
     torch_device: torch.device
     name: str
     memory: int
-    peak_flops: float | None
+    bf16_peak_flops: float | None
 
     @property
     def is_gpu(self) -> bool:
@@ -40,12 +41,27 @@ def choose_device(wanted: str) -> Device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device is 'cuda' but torch sees no GPU here", "set run.device = 'auto' or 'cpu'")
     if wanted == "cpu" or not torch.cuda.is_available():
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Device(torch.device("cpu"), f"CPU, {torch.get_num_threads()} threads", memory, None)
+        threads = torch.get_num_threads()
+        name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+        return Device(torch.device("cpu"), name, _available_ram(), None)
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
     peak = peak_of(properties.name)
-    return Device(device, properties.name, properties.total_memory, peak.bf16 if peak else None)
+    free, _ = torch.cuda.mem_get_info(device)
+    return Device(device, properties.name, free, peak.bf16 if peak else None)
+
+
+def _available_ram() -> int:
+    """What this process may still take: of the machine, and of its container or job."""
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        pages = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        return min(pages, int(text) - int(used.read_text()))
+    return pages
 
 
 def choose_compute(wanted: str, device: Device) -> tuple[torch.dtype, str]:
@@ -58,7 +74,7 @@ def choose_compute(wanted: str, device: Device) -> tuple[torch.dtype, str]:
     if wanted != "auto":
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[wanted], "as configured"
     if not device.is_gpu:
-        return torch.float32, "CPUs compute fp32 fastest"
+        return torch.float32, "the safe choice on a CPU"
     if not supported:
         return torch.float32, f"{device.name} does not compute bf16"
     return torch.bfloat16, f"{device.name} computes bf16"

@@ -4,19 +4,19 @@ import torch
 
 from arriero.data.loader import IGNORED, Loader
 from arriero.data.order import EvalStream
+from arriero.train.device import Device
 from arriero.train.loss import summed_loss
 
 
 class Evaluator:
-    def __init__(self, stream: EvalStream, sequences: int, device: torch.device, documents: bool) -> None:
+    def __init__(self, stream: EvalStream, sequences: int, device: Device, documents: bool) -> None:
         self._stream = stream
         self._sequences = min(sequences, stream.samples)
-        self._device = device
+        self._device = device.torch_device
         self._documents = documents
 
     @torch.no_grad()
     def loss(self, model: torch.nn.Module) -> float:
-        model.eval()
         total, count = torch.zeros((), dtype=torch.float64), 0
         with Loader(self._stream, self._sequences, documents=self._documents) as batches:
             for batch in batches:
@@ -24,5 +24,4 @@ class Evaluator:
                 batch = batch.to(self._device)
                 logits = model(batch.tokens_BT, batch.positions_BT, batch.documents_BT)
                 total += summed_loss(logits, batch.labels_BT).double().cpu()
-        model.train()
         return float(total) / max(count, 1)

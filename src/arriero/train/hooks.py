@@ -1,9 +1,15 @@
 """The one way optional behaviour attaches to a run, and the hooks that write files."""
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch.utils.tensorboard import SummaryWriter
+
 from arriero.data.ledger import begin_ledger, write_ledger
+from arriero.events import EventLog
+from arriero.train.interrupt import Interrupted
 from arriero.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -25,6 +31,41 @@ class Hook:
     def on_end(self, session: "Session", outcome: "Outcome") -> None: ...
 
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None: ...
+
+
+class Hooks(Hook):
+    """All hooks of a run as one."""
+
+    def __init__(self, hooks: Sequence[Hook]) -> None:
+        self._hooks = hooks
+
+    def on_start(self, session: "Session") -> None:
+        for hook in self._hooks:
+            hook.on_start(session)
+
+    def on_step(self, session: "Session", step: int, tokens: int) -> None:
+        for hook in self._hooks:
+            hook.on_step(session, step, tokens)
+
+    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
+        for hook in self._hooks:
+            hook.on_metrics(session, metrics)
+
+    def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
+        for hook in self._hooks:
+            hook.on_evaluation(session, step, tokens, loss)
+
+    def on_end(self, session: "Session", outcome: "Outcome") -> None:
+        for hook in self._hooks:
+            hook.on_end(session, outcome)
+
+    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
+        """A hook that fails here must not keep the others from hearing of the fault."""
+        for hook in self._hooks:
+            try:
+                hook.on_fault(session, step, error)
+            except Exception as second:
+                error.add_note(f"{type(hook).__name__} failed too: {second}")
 
 
 class MetricsFile(Hook):
@@ -55,24 +96,28 @@ class LedgerFile(Hook):
 
 
 class EventsFile(Hook):
+    def __init__(self, run_dir: Path) -> None:
+        self._events = EventLog(run_dir / "events.jsonl")
+
     def on_start(self, session: "Session") -> None:
-        session.events.write("start", **session.describe())
+        self._events.write("start", **session.describe())
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
-        session.events.write("evaluation", step=step, tokens=tokens, eval_loss=loss)
+        self._events.write("evaluation", step=step, tokens=tokens, eval_loss=loss)
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
-        session.events.write("end", **outcome.describe())
+        self._events.write("end", **outcome.describe())
 
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
-        session.events.write("fault", step=step, error=type(error).__name__, message=str(error))
+        if isinstance(error, Interrupted):
+            self._events.write("signal", step=step, signal=error.name)
+        else:
+            self._events.write("fault", step=step, error=type(error).__name__, message=str(error))
 
 
 class TensorBoard(Hook):
-    def on_start(self, session: "Session") -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(session.run_dir / "tensorboard"))
+    def __init__(self, run_dir: Path) -> None:
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
         for name, value in metrics.line().items():

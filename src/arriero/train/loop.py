@@ -49,22 +49,22 @@ class Outcome:
 def train(session: Session) -> Outcome:
     outcome = Outcome()
     try:
-        session.notify("on_start")
+        session.hooks.on_start(session)
         _train(session, outcome)
         outcome.model = str(export_model(session))
     except BaseException as error:
-        session.notify("on_fault", outcome.steps, error)
+        session.hooks.on_fault(session, outcome.steps, error)
         raise
     finally:
         session.loader.close()
-    session.notify("on_end", outcome)
+    session.hooks.on_end(session, outcome)
     return outcome
 
 
 def _train(session: Session, outcome: Outcome) -> None:
     start = time.monotonic()
     _evaluate(session, outcome)
-    watch = Stopwatch(session.device, session.flops_per_token)
+    watch = Stopwatch(session.device, session.peak_flops)
     done = False
     while not done:
         with watch.waiting_for_data():
@@ -74,8 +74,8 @@ def _train(session: Session, outcome: Outcome) -> None:
         grad_norm = session.optimizer.step(lr)
         outcome.steps += 1
         outcome.tokens += session.tokens_per_step
-        watch.count(batch.real_tokens)
-        session.notify("on_step", outcome.steps, outcome.tokens)
+        watch.count(batch.real_tokens, session.flops(batch))
+        session.hooks.on_step(session, outcome.steps, outcome.tokens)
 
         done = session.finished(outcome.tokens, time.monotonic() - start)
         evaluates = session.evaluation.due(outcome.tokens) or done
@@ -88,7 +88,7 @@ def _train(session: Session, outcome: Outcome) -> None:
             metrics = StepMetrics(
                 outcome.steps, outcome.tokens, value, grad_norm.item(), lr, eval_loss=eval_loss, **lap
             )
-            session.notify("on_metrics", metrics)
+            session.hooks.on_metrics(session, metrics)
     outcome.seconds = time.monotonic() - start
 
 
@@ -111,7 +111,8 @@ def _evaluate(session: Session, outcome: Outcome) -> float | None:
     loss = session.evaluator.loss(session.model)
     outcome.first_eval_loss = loss if outcome.first_eval_loss is None else outcome.first_eval_loss
     outcome.last_eval_loss = loss
-    session.notify("on_evaluation", outcome.steps, outcome.tokens, loss)
+    session.evaluation.restart()
+    session.hooks.on_evaluation(session, outcome.steps, outcome.tokens, loss)
     return loss
 
 

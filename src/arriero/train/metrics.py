@@ -33,11 +33,14 @@ class StepMetrics:
 
 
 class Stopwatch:
-    """Time of the steps since the last lap; evaluation and other pauses do not count."""
+    """Time of the steps since the last lap; evaluation and other pauses do not count.
 
-    def __init__(self, device: Device, flops_per_token: float) -> None:
+    MFU is left out where the peak for the precision in use is not known.
+    """
+
+    def __init__(self, device: Device, peak_flops: float | None) -> None:
         self._device = device
-        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
         self._reset()
 
     def _reset(self) -> None:
@@ -46,6 +49,7 @@ class Stopwatch:
         self._waited = 0.0
         self._steps = 0
         self._tokens = 0
+        self._flops = 0.0
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -60,21 +64,21 @@ class Stopwatch:
         yield
         self._paused += time.perf_counter() - start
 
-    def count(self, tokens: int) -> None:
+    def count(self, tokens: int, flops: float) -> None:
+        """A step of so many real tokens and so much work was done."""
         self._steps += 1
         self._tokens += tokens
+        self._flops += flops
 
     def lap(self) -> dict[str, Any]:
         self._device.synchronize()
         seconds = time.perf_counter() - self._start - self._paused
-        rate = self._tokens / seconds
-        peak = self._device.peak_flops
         lap = {
-            "tokens_per_s": rate,
+            "tokens_per_s": self._tokens / seconds,
             "step_s": seconds / self._steps,
             "data_wait": self._waited / seconds,
             "peak_mem_gib": self._device.peak_memory() / 2**30,
-            "mfu": self._flops_per_token * rate / peak if peak else None,
+            "mfu": self._flops / seconds / self._peak_flops if self._peak_flops else None,
         }
         self._reset()
         return lap

@@ -14,7 +14,6 @@ def continue_text(
     generator = torch.Generator().manual_seed(seed)
     prompt = tokenizer.encode(text) or [tokenizer.eos_id]
     ids = list(prompt)
-    model.eval()
     for _ in range(tokens):
         window = torch.tensor([ids[-context:]], device=device)
         values, choices = model(window)[0, -1].float().cpu().topk(min(40, tokenizer.vocab_size))
@@ -22,5 +21,4 @@ def continue_text(
         ids.append(int(choices[pick]))
         if ids[-1] == tokenizer.eos_id:
             break
-    model.train()
     return tokenizer.decode(ids[len(prompt) :])
