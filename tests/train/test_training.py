@@ -1,5 +1,6 @@
 import json
 import math
+import signal
 import tomllib
 
 import pytest
@@ -7,11 +8,15 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from arriero.config.load import load_run
+from arriero.data.loader import IGNORED, Batch
 from arriero.errors import UserError
+from arriero.model.formats.hf import load_hf
 from arriero.model.presets import expand
+from arriero.model.spec import flops_per_token
 from arriero.train.build import build
 from arriero.train.hooks import Hook
-from arriero.train.loop import train
+from arriero.train.interrupt import Interrupted, interruptible
+from arriero.train.loop import _gradients, train
 
 BASE = [
     "model.preset=llama-test",
@@ -63,6 +68,7 @@ def test_gpt2_learns_too(session):
 
 def test_a_deterministic_run_repeats_bit_by_bit(session):
     first = losses(session("run.deterministic=true", name="a"))
+    assert torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     second = losses(session("run.deterministic=true", name="b"))
     torch.use_deterministic_algorithms(False)
@@ -82,9 +88,6 @@ def test_the_micro_batch_does_not_change_the_losses(session, mask):
 
 def test_every_token_weighs_the_same_however_labels_fall(session):
     """A micro-batch with few labels must not count as much as one with many."""
-    from arriero.data.loader import IGNORED, Batch
-    from arriero.train.loop import _gradients
-
     run = session("train.micro_batch=1")
     batch = next(run.loader)
     labels = batch.labels_BT.clone()
@@ -132,8 +135,6 @@ def test_norms_and_biases_are_not_decayed(session):
 def test_gradients_are_clipped_to_the_global_norm(session):
     run = session("optim.clip=0.01")
     batch = next(run.loader)
-    from arriero.train.loop import _gradients
-
     _gradients(run, batch)
     norm = torch.stack([p.grad.norm() for p in run.model.parameters()]).norm()
     seen = []
@@ -230,5 +231,68 @@ def test_a_refused_run_leaves_nothing_behind(session, tmp_path):
 
 def test_a_compiled_model_trains_the_same(session):
     eager = losses(session("train.horizon=2 steps", name="eager"))
+    torch._dynamo.utils.counters.clear()
     compiled = losses(session("train.horizon=2 steps", "precision.compile=true", name="compiled"))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert compiled == pytest.approx(eager, rel=1e-4)
+
+
+def test_masked_documents_cost_less_and_count_so(session):
+    """A masked batch is counted at the mean length of the documents its tokens stand in."""
+    run = session()
+    run.loader.close()
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    whole = Batch(0, tokens, tokens, real_tokens=64)
+    positions = torch.cat((torch.arange(16), torch.arange(48)))[None].int()
+    cut = Batch(0, tokens, tokens, positions, positions, real_tokens=64)
+    attended = (16 * 16 + 48 * 48) / 64
+    assert run.flops(whole) == 64 * flops_per_token(run.spec, 64)
+    assert run.flops(cut) == pytest.approx(64 * flops_per_token(run.spec, 64, attended=attended))
+
+
+def test_a_model_that_transformers_refuses_is_still_saved_whole(session):
+    run = session("model.heads=5", "model.kv_heads=1", "model.head_dim=16")
+    outcome = train(run)
+    state, spec = load_hf(outcome.model)
+    assert spec.to_dict() == run.spec.to_dict()
+    assert all(torch.equal(state[name], weight) for name, weight in run.optimizer.weights().items())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_recorded_and_ends_the_run(session, number):
+    class Stop(Hook):
+        def on_step(self, session, step, tokens):
+            if step == 3:
+                signal.raise_signal(number)
+
+    run = session(hooks=[Stop()])
+    with pytest.raises(Interrupted), interruptible():
+        train(run)
+    last = lines(run.run_dir / "events.jsonl")[-1]
+    assert (last["event"], last["signal"], last["step"]) == ("signal", number.name, 3)
+
+
+def test_a_hook_that_fails_while_a_fault_is_told_does_not_silence_the_others(session):
+    class Broken(Hook):
+        def on_step(self, session, step, tokens):
+            raise RuntimeError("first")
+
+        def on_fault(self, session, step, error):
+            raise RuntimeError("second")
+
+    heard = []
+
+    class Listener(Hook):
+        def on_fault(self, session, step, error):
+            heard.append(str(error))
+
+    with pytest.raises(RuntimeError, match="first"):
+        train(session(hooks=[Broken(), Listener()]))
+    assert heard == ["first"]
+
+
+def test_where_a_run_lies_and_what_is_watched_may_change(session, corpus_cache, tmp_path):
+    train(session())
+    moved = tmp_path / "elsewhere"
+    moved.symlink_to(corpus_cache)
+    train(session(f"data.cache='{moved}'", "observe.log_every=2", "observe.sample='x'"))

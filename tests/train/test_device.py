@@ -1,0 +1,35 @@
+import pytest
+import torch
+
+from arriero.errors import UserError
+from arriero.train.device import Device, choose_compute, choose_device
+
+GPU = Device(torch.device("cuda"), "a GPU", 2**30, None)
+CPU = Device(torch.device("cpu"), "a CPU", 2**30, None)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_bf16_is_asked_of_the_device(monkeypatch, supported):
+    asked = []
+
+    def answer(including_emulation):
+        asked.append(including_emulation)
+        return supported
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", answer)
+    assert choose_compute("auto", GPU)[0] == (torch.bfloat16 if supported else torch.float32)
+    assert asked == [False]
+    if not supported:
+        with pytest.raises(UserError, match="a GPU does not compute it"):
+            choose_compute("bf16", GPU)
+
+
+def test_a_cpu_computes_fp32_unless_told_otherwise():
+    assert choose_compute("auto", CPU)[0] == torch.float32
+    assert choose_compute("bf16", CPU)[0] == torch.bfloat16
+
+
+def test_the_cpu_knows_its_free_memory():
+    device = choose_device("cpu")
+    assert 2**28 < device.memory < 2**50
+    assert device.peak_memory() > 2**20
