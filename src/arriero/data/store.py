@@ -83,6 +83,8 @@ class TokenStore:
         if min(tokens.min(initial=0), documents.min(initial=0)) < 0:
             raise ValueError("a shard has a negative count")
         self._ends = np.cumsum(tokens)
+        self.shard_names: list[str] = shards["name"]
+        self.shard_tokens, self.shard_documents = tokens, documents
         self.shards = len(tokens)
         self.tokens = int(tokens.sum())
         self.documents = int(documents.sum())

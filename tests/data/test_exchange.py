@@ -1,0 +1,175 @@
+import gzip
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from exchange_corpora import (
+    EOS,
+    LARGE,
+    SMALL,
+    corpora,
+    documents_of,
+    make_dataset,
+    tokenizer_file,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from arriero.data.exchange.exporting import export_dataset
+from arriero.data.exchange.importing import FORMATS, Import
+from arriero.data.store import TokenStore
+from arriero.data.tokenizer import load_tokenizer
+from arriero.data.verify import verify_dataset
+
+RAW = ("megatron", "datatrove", "olmo")
+COLUMNS = ("fms-arrow", "hf-parquet")
+SHARDS = [[[5, 6, EOS], [7, EOS]], [[8, 9, 10, EOS]]]
+
+
+def read_in(format, sources, target, vocab_size=SMALL, **options) -> TokenStore:
+    tokenizer = load_tokenizer(tokenizer_file(target.parent, vocab_size))
+    Import(format, sources, tokenizer, **options).into(target)
+    return TokenStore.open(target)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(vocab_size=st.sampled_from([SMALL, LARGE]), data=st.data())
+def test_any_corpus_comes_back_the_same(tmp_path_factory, format, vocab_size, data):
+    shards = data.draw(corpora(vocab_size))
+    here = tmp_path_factory.mktemp("round")
+    store = make_dataset(here / "set", shards, vocab_size)
+    export_dataset(store, format, here / "out")
+    back = read_in(format, [here / "out"], here / "back", vocab_size)
+    assert documents_of(back) == documents_of(store) == shards
+    assert back.dtype == store.dtype
+    assert verify_dataset(back).problems == []
+
+
+@pytest.mark.parametrize("format", RAW)
+def test_raw_tokens_are_linked_and_not_copied(tmp_path, format):
+    store = make_dataset(tmp_path / "set", SHARDS)
+    made = export_dataset(store, format, tmp_path / "out")
+    back = read_in(format, [tmp_path / "out"], tmp_path / "back")
+    assert dict(made.placed) == {"hard link": 2}
+    for name in back.shard_names:
+        assert (back.directory / f"{name}.bin").samefile(store.directory / f"{name}.bin")
+        assert not (back.directory / f"{name}.idx").samefile(store.directory / f"{name}.idx")
+
+
+@pytest.mark.parametrize(("link", "symbolic"), [("symbolic", True), ("copy", False)])
+def test_the_user_decides_how_files_are_placed(tmp_path, link, symbolic):
+    store = make_dataset(tmp_path / "set", SHARDS)
+    back = read_in("megatron", [store.directory], tmp_path / "back", link=link)
+    placed = back.directory / "00000.bin"
+    assert placed.is_symlink() == symbolic
+    assert placed.samefile(store.directory / "00000.bin") == symbolic
+    assert documents_of(back) == SHARDS
+
+
+@pytest.mark.skipif(
+    not os.access("/dev/shm", os.W_OK) or os.stat("/dev/shm").st_dev == os.stat("/tmp").st_dev,
+    reason="no second filesystem to write to",
+)
+def test_on_another_filesystem_the_link_is_symbolic(tmp_path):
+    store = make_dataset(tmp_path / "set", SHARDS)
+    script = "import sys, tempfile; print(tempfile.mkdtemp(dir='/dev/shm'))"
+    elsewhere = Path(subprocess.check_output([sys.executable, "-c", script], text=True).strip())
+    try:
+        back = read_in("megatron", [store.directory], elsewhere / "back")
+        assert (back.directory / "00000.bin").is_symlink()
+        assert documents_of(back) == SHARDS
+        with pytest.raises(Exception, match="--link symbolic or --link copy"):
+            read_in("megatron", [store.directory], elsewhere / "hard", link="hard")
+    finally:
+        for path in sorted(elsewhere.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+        elsewhere.rmdir()
+
+
+def test_wide_tokens_of_a_small_vocabulary_keep_their_width(tmp_path):
+    tokens = np.array([5, 6, EOS, 7, EOS], dtype="<u4")
+    (tmp_path / "a.ds").write_bytes(tokens.tobytes())
+    (tmp_path / "a.ds.index").write_bytes(struct.pack("<2Q", 3, 5))
+    store = read_in("datatrove", [tmp_path / "a.ds"], tmp_path / "back")
+    assert store.dtype == np.int32
+    assert documents_of(store) == [[[5, 6, EOS], [7, EOS]]]
+    for format in FORMATS:
+        export_dataset(store, format, tmp_path / format)
+        assert documents_of(read_in(format, [tmp_path / format], tmp_path / f"{format}-back")) == documents_of(
+            store
+        )
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_olmo_tokens_without_a_table_are_cut_after_each_eos(tmp_path, dtype):
+    np.array([5, 6, EOS, 7, EOS, 8], dtype=dtype).tofile(tmp_path / "part.npy")
+    chosen = "uint16" if dtype == "<u2" else "int32"
+    store = read_in("olmo", [tmp_path], tmp_path / "back", dtype=chosen)
+    assert documents_of(store) == [[[5, 6, EOS], [7, EOS], [8]]]
+    assert store.about["documents_without_eos"] == 1
+
+
+def test_the_columns_of_olmos_table_after_start_and_end_do_not_matter(tmp_path):
+    np.array([5, EOS, 6, 7, EOS], dtype="<u2").tofile(tmp_path / "part.npy")
+    table = "0,2,id-a,src.json.gz,1\n2,5,id-b,src.json.gz,2\n"
+    (tmp_path / "part.csv.gz").write_bytes(gzip.compress(table.encode()))
+    assert documents_of(read_in("olmo", [tmp_path], tmp_path / "back")) == [[[5, EOS], [6, 7, EOS]]]
+
+
+def test_megatron_sequences_are_joined_to_their_documents(tmp_path):
+    np.array([5, 6, 7, EOS, 8, EOS], dtype="<u2").tofile(tmp_path / "a.bin")
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 3)
+    tables = struct.pack("<3i", 2, 2, 2) + struct.pack("<3q", 0, 4, 8) + struct.pack("<3q", 0, 2, 3)
+    (tmp_path / "a.idx").write_bytes(header + tables)
+    for n, source in enumerate(("a", "a.bin", "a.idx", ".")):
+        store = read_in("megatron", [tmp_path / source], tmp_path / f"{n}" / "back")
+        assert documents_of(store) == [[[5, 6, 7, EOS], [8, EOS]]]
+
+
+def test_foreign_columns_get_their_missing_separators(tmp_path):
+    rows = [[5, 6], [7, EOS], []]
+    pq.write_table(
+        pa.table({"id": [1, 2, 3], "ids": pa.array(rows, pa.list_(pa.int64()))}), tmp_path / "a.parquet"
+    )
+    added = read_in("hf-parquet", [tmp_path / "a.parquet"], tmp_path / "added")
+    kept = read_in("hf-parquet", [tmp_path / "a.parquet"], tmp_path / "kept", separator="keep")
+    assert documents_of(added) == [[[5, 6, EOS], [7, EOS], []]]
+    assert documents_of(kept) == [rows]
+
+
+def test_fms_files_leave_out_the_separator_its_loader_adds(tmp_path):
+    store = make_dataset(tmp_path / "web", SHARDS)
+    export_dataset(store, "fms-arrow", tmp_path / "out")
+    reader = pa.ipc.open_file(str(tmp_path / "out" / "web" / "00000.arrow"))
+    assert reader.schema.field("tokens").type == pa.uint32()
+    batches = [reader.get_batch(i)["tokens"].to_pylist() for i in range(reader.num_record_batches)]
+    assert batches == [[5, 6], [7]]
+    (counts,) = (tmp_path / "out" / "meta").glob("*counts*.csv")
+    assert counts.read_text() == (
+        "dataset/filename,documents,tokens\n/web/00000.arrow,2,3\n/web/00001.arrow,1,3\n"
+    )
+
+
+def test_a_file_for_hugging_face_opens_in_datasets(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="the 'datasets' package is not installed")
+    store = make_dataset(tmp_path / "set", SHARDS)
+    export_dataset(store, "hf-parquet", tmp_path / "out", column="input_ids")
+    table = datasets.Dataset.from_parquet(
+        [str(p) for p in sorted((tmp_path / "out").iterdir())], cache_dir=str(tmp_path / "cache")
+    )
+    assert table["input_ids"][:] == [document for shard in SHARDS for document in shard]
+
+
+def test_import_remembers_where_each_shard_came_from(tmp_path):
+    store = make_dataset(tmp_path / "set", SHARDS)
+    back = read_in("megatron", [store.directory], tmp_path / "back")
+    lines = (back.directory / "imported.tsv").read_text().splitlines()
+    assert lines == [f"{name}\t{store.directory}/{name}.bin" for name in store.shard_names]
+    assert back.about["from"] == [str(store.directory)]
