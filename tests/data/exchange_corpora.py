@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from conftest import write_store
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from arriero.data.index import document_lengths, read_index
-from arriero.data.store import TokenStore
+from arriero.data.shards import ShardWriter, dtype_for
+from arriero.data.store import TokenStore, write_manifest
 
 EOS = 0
 SMALL, LARGE = 1000, 70_000
@@ -28,7 +28,24 @@ def tokenizer_json(vocab_size: int) -> str:
 def make_dataset(
     directory: Path, shards: Sequence[Sequence[Sequence[int]]], vocab_size: int = SMALL
 ) -> TokenStore:
-    return write_store(directory, shards, vocab_size=vocab_size, tokenizer=tokenizer_json(vocab_size))
+    directory.mkdir(parents=True)
+    (directory / "tokenizer.json").write_text(tokenizer_json(vocab_size))
+    written = []
+    for number, documents in enumerate(shards):
+        with ShardWriter(directory, f"{number:05d}", vocab_size) as writer:
+            for ids in documents:
+                writer.add(np.array(ids, dtype=np.int64), text_bytes=3 * len(ids))
+            written.append(writer.close())
+    write_manifest(
+        directory,
+        written,
+        tokenizer="tokenizer.json",
+        vocab_size=vocab_size,
+        eos_id=EOS,
+        dtype=dtype_for(vocab_size),
+        about={"source": "a test"},
+    )
+    return TokenStore.open(directory)
 
 
 def tokenizer_file(directory: Path, vocab_size: int = SMALL) -> Path:

@@ -1,7 +1,7 @@
 """Is a prepared dataset what its manifest says, byte for byte? All problems are reported."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,8 @@ from arriero.data.scan import Advance, Scan, scan_tokens, unseen
 from arriero.data.shards import DTYPES, sha256_of
 from arriero.data.store import MANIFEST, TokenStore
 from arriero.errors import UserError
+
+_SHARDS_AT_ONCE = 4096
 
 
 class Problem(NamedTuple):
@@ -42,17 +44,12 @@ def verify_dataset(store: TokenStore, workers: int = 1, advance: Advance = unsee
     found = Verified()
     sums = _checksums(store.directory, manifest["checksums"], found)
     found.problems += _tokenizer_problems(store)
-    dtype = manifest["dtype"]
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        checks = pool.map(lambda k: _check_shard(store, k, dtype, sums, advance), range(store.shards))
-        for check in checks:
-            _add(found, check)
-    allowed = int(store.about.get("documents_without_eos", 0))
-    if found.without_eos:
-        words = f"{found.without_eos} documents do not end with the end-of-document token {store.eos_id}"
-        known = found.without_eos == allowed
-        kind = found.remarks if known else found.problems
-        kind.append(Problem(MANIFEST, words + (", as when imported" if known else "")))
+    checks = _check_all(store, manifest["dtype"], sums, workers, advance)
+    unended = [_add(found, name, check) for name, check in zip(store.shard_names, checks, strict=True)]
+    if found.without_eos == int(store.about.get("documents_without_eos", 0)):
+        found.remarks += [problem for problem in unended if problem]
+    else:
+        found.problems += [problem for problem in unended if problem]
     found.remarks += _strays(store)
     return found
 
@@ -63,39 +60,38 @@ class _ShardCheck(NamedTuple):
     scan: Scan | None
 
 
+def _check_all(
+    store: TokenStore, dtype: str, sums: dict[str, str], workers: int, advance: Advance
+) -> Iterator[_ShardCheck]:
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        for begin in range(0, store.shards, _SHARDS_AT_ONCE):
+            numbers = range(begin, min(begin + _SHARDS_AT_ONCE, store.shards))
+            yield from pool.map(lambda k: _check_shard(store, k, dtype, sums, advance), numbers)
+
+
 def _check_shard(
     store: TokenStore, number: int, dtype: str, sums: dict[str, str], advance: Advance
 ) -> _ShardCheck:
-    name = store.shard_names[number]
-    bin_name, idx_name = f"{name}.bin", f"{name}.idx"
-    problems: list[Problem] = []
+    name = f"{store.shard_names[number]}.bin"
+    path = store.directory / name
     lengths, doubts = _check_index(store, number, dtype, sums)
-    problems += [Problem(idx_name, doubt) for doubt in doubts]
-    path = store.directory / bin_name
-    tokens = int(store.shard_tokens[number])
+    problems = [Problem(path.with_suffix(".idx").name, doubt) for doubt in doubts]
+    itemsize = np.dtype(DTYPES[dtype].numpy).itemsize
+    expected = int(store.shard_tokens[number]) * itemsize
     try:
         size = path.stat().st_size
+        indexed = lengths is not None and int(lengths.sum(dtype=np.int64)) * itemsize == size
+        spans = lengths if lengths is not None and indexed else np.array([size // itemsize])
+        scan = scan_tokens(path, dtype, spans, store.vocab_size, store.eos_id, advance)
     except OSError as error:
-        return _ShardCheck([*problems, Problem(bin_name, error.strerror or "cannot be read")], [], None)
-    itemsize = np.dtype(DTYPES[dtype].numpy).itemsize
-    if size != tokens * itemsize:
-        problems.append(Problem(bin_name, f"has {size} bytes, the manifest says {tokens * itemsize}"))
-    if lengths is None or int(lengths.sum(dtype=np.int64)) * itemsize != size:
-        lengths = np.array([size // itemsize])
-        without_index = True
-    else:
-        without_index = False
-    try:
-        scan = scan_tokens(path, dtype, lengths, store.vocab_size, store.eos_id, advance)
-    except OSError as error:
-        return _ShardCheck([*problems, Problem(bin_name, error.strerror or "cannot be read")], [], None)
-    problems += [
-        Problem(bin_name, what) for what in _token_problems(store, bin_name, scan, sums, without_index)
-    ]
-    remarks = []
-    if scan.inner_eos and not without_index:
-        remarks.append(Problem(bin_name, f"{scan.inner_eos} end-of-document tokens lie inside documents"))
-    return _ShardCheck(problems, remarks, None if without_index else scan)
+        return _ShardCheck([*problems, Problem(name, error.strerror or "cannot be read")], [], None)
+    if size != expected:
+        problems.append(Problem(name, f"has {size} bytes, the manifest says {expected}"))
+    problems += [Problem(name, what) for what in _token_problems(store, name, scan, sums, indexed)]
+    if not indexed:
+        return _ShardCheck(problems, [], None)
+    inner = f"{scan.inner_eos} end-of-document tokens lie inside documents"
+    return _ShardCheck(problems, [Problem(name, inner)] if scan.inner_eos else [], scan)
 
 
 def _check_index(
@@ -124,14 +120,14 @@ def _check_index(
 
 
 def _token_problems(
-    store: TokenStore, name: str, scan: Scan, sums: dict[str, str], without_index: bool
+    store: TokenStore, name: str, scan: Scan, sums: dict[str, str], indexed: bool
 ) -> Iterable[str]:
     if scan.sha256 != sums.get(name):
         yield _sum_words(sums.get(name))
     if scan.beyond:
         position, bad = scan.beyond
         yield f"token {position} has id {bad}, the vocabulary has {store.vocab_size}"
-    if without_index:
+    if not indexed:
         return
     if scan.doubled is not None:
         yield f"the end-of-document token is doubled at tokens {scan.doubled - 1} and {scan.doubled}"
@@ -183,13 +179,17 @@ def _strays(store: TokenStore) -> list[Problem]:
     return [Problem(p.name, "is not part of the dataset") for p in paths if p.stem not in known]
 
 
-def _add(found: Verified, check: _ShardCheck) -> None:
+def _add(found: Verified, name: str, check: _ShardCheck) -> Problem | None:
+    """What the shard's documents lack at their end; whether that is wrong is decided over all shards."""
     found.shards += 1
     found.problems += check.problems
     found.remarks += check.remarks
-    if check.scan:
-        found.tokens += check.scan.tokens
-        found.documents += check.scan.documents
-        found.empty += check.scan.empty
-        found.only_eos += check.scan.only_eos
-        found.without_eos += check.scan.without_eos
+    if check.scan is None:
+        return None
+    found.tokens += check.scan.tokens
+    found.documents += check.scan.documents
+    found.empty += check.scan.empty
+    found.only_eos += check.scan.only_eos
+    found.without_eos += check.scan.without_eos
+    unended = check.scan.without_eos
+    return Problem(f"{name}.bin", f"{unended} documents do not end with the end token") if unended else None

@@ -141,13 +141,13 @@ class Import:
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size:
             k = int(np.flatnonzero((ids < 0) | (ids >= self._tokenizer.vocab_size))[0])
             raise _beyond(source.path, f"token {k} of {where}", int(ids[k]), self._tokenizer)
-        if len(ids) > 1 and ids[-1] == ids[-2] == eos_id:
-            raise _doubled(source.path, f"{where} ends with it twice")
         ends = len(ids) > 0 and ids[-1] == eos_id
         foreign = source.eos not in (EOS_KEPT, EOS_STRIPPED) and self._separator == "add"
         if source.eos == EOS_STRIPPED or (foreign and len(ids) and not ends):
             made.eos_added += 1
             ids, ends = np.append(ids, eos_id), True
+        if len(ids) > 1 and ids[-1] == ids[-2] == eos_id:
+            raise _doubled(source.path, f"{where} ends with it twice")
         made.empty += len(ids) == 0 or (len(ids) == 1 and bool(ends))
         made.without_eos += len(ids) > 0 and not ends
         return ids
