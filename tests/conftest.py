@@ -22,12 +22,20 @@ def corpus_cache(tmp_path_factory):
 
 
 @pytest.fixture
-def arriero(tmp_path):
-    """The command line as a user meets it: a real process in an empty directory."""
+def python(tmp_path):
+    """A fresh interpreter in an empty directory that finds this checkout."""
 
     def run(*arguments, cwd=tmp_path):
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "COLUMNS": "200"}
-        command = [sys.executable, "-m", "arriero", *map(str, arguments)]
+        paths = [str(REPOSITORY / "src"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        absolute = os.pathsep.join(str(Path(path).resolve()) for path in paths)
+        environment = {**os.environ, "PYTHONPATH": absolute, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, *map(str, arguments)]
         return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
     return run
+
+
+@pytest.fixture
+def arriero(python):
+    """The command line as a user meets it."""
+    return lambda *arguments, **options: python("-m", "arriero", *arguments, **options)

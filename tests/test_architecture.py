@@ -54,12 +54,7 @@ def test_the_model_knows_nothing_of_distribution(path):
     assert "distributed" not in path.read_text()
 
 
-def test_planning_and_the_command_table_do_not_load_torch():
+def test_planning_and_the_command_table_do_not_load_torch(python):
     """`arriero --help` answers at once; only work that needs torch pays for its import."""
-    import subprocess
-    import sys
-
-    code = "import sys, arriero.cli, arriero.plan.hardware; sys.exit('torch' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(SOURCE.parent)}).returncode == 0
-    )
+    result = python("-c", "import sys, arriero.cli, arriero.plan.hardware; sys.exit('torch' in sys.modules)")
+    assert result.returncode == 0, result.stderr

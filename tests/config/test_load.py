@@ -91,7 +91,8 @@ log_every = 3
     text = str(caught.value)
     keys = {problem.key for _, problem in caught.value.problems}
     assert keys == {
-        "model", "data.seq_len", "data.sources[0].wieght", "train.horzon", "train.batch", "schedule.kind",
+        "model.preset", "data.seq_len",
+        "data.sources[0].wieght", "train.horzon", "train.batch", "schedule.kind",
         "optim.lr", "obseve", "run.seed",
     }  # fmt: skip
     assert "did you mean 'llama3-8b'" in text
@@ -101,6 +102,7 @@ log_every = 3
     assert "has no unit" in text
     assert f"{run}: train.horzon" in text
     assert "--set: run.seed" in text
+    assert "9 problems" in text
 
 
 def test_a_key_in_the_wrong_section_is_found(tmp_path):

@@ -73,6 +73,7 @@ def _allowed(key: str) -> str:
     branches = [b for b in (node, *node.get("anyOf", [])) if isinstance(b, dict)]
     words = [f"{sign} {b[name]}" for b in branches for name, sign in _LIMITS.items() if name in b]
     words += [", ".join(map(repr, b["enum"])) for b in branches if "enum" in b]
+    words += [repr(b["const"]) for b in branches if b.get("const")]
     words += ["like " + ", ".join(map(repr, b["examples"])) for b in branches if "examples" in b]
     return " and ".join(words)
 

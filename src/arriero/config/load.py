@@ -113,7 +113,9 @@ def _validate(tree: Table, origins: dict[str, str], expand_model: ExpandModel, w
         try:
             sections["model"] = _expand(sections["model"], expand_model, origins)
         except UserError as error:
-            problems.append(Problem("model", error.what, error.todo))
+            preset = sections["model"].preset
+            key = "model.preset" if preset and preset in error.what else "model"
+            problems.append(Problem(key, error.what, error.todo))
     problems += cross_check(sections)
     if problems:
         raise ConfigError((_origin_of(p.key, origins, where), p) for p in problems)

@@ -22,7 +22,9 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Iterable[tuple[str, Problem]]) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(f"{where}: {p.key}: {p.what}; {p.todo}" for where, p in self.problems))
+        lines = [f"{where}: {p.key}: {p.what}; {p.todo}" for where, p in self.problems]
+        several = f"{len(lines)} problems in the configuration\n  - " if len(lines) > 1 else ""
+        super().__init__(several + "\n  - ".join(lines))
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

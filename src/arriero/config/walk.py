@@ -46,7 +46,9 @@ def type_name(annotation: Any) -> str:
     if origin is Annotated:
         return type_name(arguments[0])
     if origin is typing.Literal:
-        return "one of " + ", ".join(map(repr, arguments))
+        return " or ".join(
+            dict.fromkeys(type_name(type(a)) if a is not False else "false" for a in arguments)
+        )
     if origin in (typing.Union, types.UnionType):
         return " or ".join("nothing" if a is type(None) else type_name(a) for a in arguments)
     if origin is tuple:

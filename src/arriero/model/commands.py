@@ -35,7 +35,7 @@ def models() -> None:
     Example: arriero config models
     """
     table = Table(box=None, header_style="bold")
-    for heading in ("preset", "parameters", "GFLOP/token", "at", "bf16 GB", "what it is"):
+    for heading in ("preset", "parameters", "GFLOP/token", "at", "in bf16", "what it is"):
         table.add_column(
             heading,
             justify="left" if heading in ("preset", "what it is") else "right",
@@ -46,10 +46,14 @@ def models() -> None:
         length = min(spec.max_seq_len, 8192)
         table.add_row(
             name,
-            f"{spec.parameters / 1e9:.3f} B",
+            _count(spec.parameters),
             f"{flops_per_token(spec, length) / 1e9:.3f}",
             str(length),
-            f"{spec.bf16_bytes / 1e9:.3f}",
+            f"{spec.bf16_bytes / 1e9:.3f} GB",
             about(name),
         )
     Console().print(table)
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.3f} B" if parameters >= 1e8 else f"{parameters / 1e6:.3f} M"

@@ -16,13 +16,12 @@ def train(run_file: RunFile = None, sets: Sets = []) -> None:
     from arriero.model.presets import expand
     from arriero.train.build import build
     from arriero.train.console import ConsoleProgress, PreparationBar, show_outcome
-    from arriero.train.finish import export_model, sample_of
+    from arriero.train.finish import finish
     from arriero.train.loop import train as run
 
     console = Console(highlight=False)
     config = load_run(run_file, sets, expand).config
-    preparation = PreparationBar(console)
-    session = build(config, preparation, [ConsoleProgress(console)])
+    with PreparationBar(console) as preparation:
+        session = build(config, preparation, [ConsoleProgress(console)])
     outcome = run(session)
-    export_model(session)
-    show_outcome(console, session, outcome, sample_of(session))
+    show_outcome(console, session, outcome, finish(session))

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,28 +17,30 @@ from arriero.units import human_count, human_time
 
 if TYPE_CHECKING:
     from arriero.train.build import Session
+    from arriero.train.finish import Ending
     from arriero.train.loop import Outcome
 
 
 class PreparationBar:
-    """Draws the preparation of a built-in corpus, stage by stage."""
+    """Draws the preparation of a built-in corpus, stage by stage; nothing if it is there already."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar: Progress | None = None
+        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._stages: dict[str, TaskID] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = Progress(console=self._console, transient=True)
+        if not self._stages:
+            self._bar.console.print("preparing the built-in corpus, once")
             self._bar.start()
         if stage not in self._stages:
-            self._stages[stage] = self._bar.add_task(f"{stage} the built-in corpus", total=total)
+            self._stages[stage] = self._bar.add_task(stage, total=total)
         self._bar.update(self._stages[stage], completed=done)
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __enter__(self) -> "PreparationBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
 
 class ConsoleProgress(Hook):
@@ -105,7 +108,6 @@ class ConsoleProgress(Hook):
 
 
 def _settings(session: "Session") -> Table:
-    table = Table.grid(padding=(0, 2))
     spec, config = session.spec, session.config
     data = ", ".join(source.path for source in config.data.sources)
     rows = [
@@ -115,37 +117,34 @@ def _settings(session: "Session") -> Table:
         ("train", f"{config.train.batch} a step", f"for {config.train.horizon}"),
         *((d.name, d.value, d.reason) for d in session.decisions),
     ]
+    return _grid(rows)
+
+
+def show_outcome(console: Console, session: "Session", outcome: "Outcome", ending: "Ending") -> None:
+    if ending.continuation is not None:
+        prompt = escape(session.config.observe.sample or "")
+        text = f"[bold]{prompt}[/][green]{escape(ending.continuation)}"
+        console.print(Panel(text, title="the model continues"))
+    uniform = math.log(session.spec.vocab_size)
+    whole = f"{human_count(outcome.tokens)} tokens in {human_time(outcome.seconds)}, evaluation included"
+    rows = [
+        (
+            "training loss",
+            f"{outcome.first_loss:.3f} -> {outcome.last_loss:.3f}",
+            f"ln(vocabulary) = {uniform:.3f}",
+        )
+    ]
+    if outcome.last_eval_loss is not None:
+        change = f"{outcome.first_eval_loss:.3f} -> {outcome.last_eval_loss:.3f}"
+        rows.append(("held-out loss", change, f"{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)"))
+    rows.append(("speed", f"{human_count(outcome.tokens_per_s)} tok/s", f"median; {whole}"))
+    rows.append(("run directory", str(session.run_dir), "metrics.jsonl, events.jsonl, run.toml"))
+    rows.append(("model", str(ending.model or "not exported"), ending.remark))
+    console.print(_grid(rows))
+
+
+def _grid(rows: Iterable[tuple[str, str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
     for name, value, remark in rows:
         table.add_row(f"[bold]{name}", escape(value), f"[dim]{escape(remark)}")
     return table
-
-
-def show_outcome(console: Console, session: "Session", outcome: "Outcome", continuation: str | None) -> None:
-    if continuation is not None:
-        prompt = session.config.observe.sample or ""
-        console.print(
-            Panel(f"[bold]{escape(prompt)}[/][green]{escape(continuation)}", title="the model continues")
-        )
-    table = Table.grid(padding=(0, 2))
-    uniform = math.log(session.spec.vocab_size)
-    table.add_row(
-        "[bold]training loss",
-        f"{outcome.first_loss:.3f} -> {outcome.last_loss:.3f}",
-        f"[dim]ln(vocabulary) = {uniform:.3f}",
-    )
-    if outcome.last_eval_loss is not None:
-        table.add_row(
-            "[bold]held-out loss",
-            f"{outcome.first_eval_loss:.3f} -> {outcome.last_eval_loss:.3f}",
-            f"[dim]{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)",
-        )
-    rate = human_count(outcome.tokens / outcome.seconds)
-    table.add_row(
-        "[bold]speed",
-        f"{rate} tok/s",
-        f"[dim]{human_count(outcome.tokens)} tokens in {human_time(outcome.seconds)}, evaluation included",
-    )
-    table.add_row(
-        "[bold]run directory", str(session.run_dir), "[dim]metrics.jsonl, events.jsonl, tensorboard/, model/"
-    )
-    console.print(table)

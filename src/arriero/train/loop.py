@@ -1,8 +1,9 @@
 """The training loop."""
 
 import math
+import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -25,9 +26,22 @@ class Outcome:
     last_loss: float | None = None
     first_eval_loss: float | None = None
     last_eval_loss: float | None = None
+    rates: list[float] = field(default_factory=list)
+
+    def saw(self, loss: float, tokens_per_s: float) -> None:
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.last_loss = loss
+        self.rates.append(tokens_per_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The median of the logged rates: the first step, compilation and evaluation do not blur it."""
+        return statistics.median(self.rates)
 
     def describe(self) -> dict[str, Any]:
-        return asdict(self)
+        fields = asdict(self)
+        del fields["rates"]
+        return fields | {"tokens_per_s": self.tokens_per_s}
 
 
 def train(session: Session) -> Outcome:
@@ -67,8 +81,7 @@ def _train(session: Session, outcome: Outcome) -> None:
             with watch.paused():
                 value = _finite(loss.item(), outcome.steps)
                 eval_loss = _evaluate(session, outcome) if evaluates else None
-            outcome.first_loss = value if outcome.first_loss is None else outcome.first_loss
-            outcome.last_loss = value
+            outcome.saw(value, lap["tokens_per_s"])
             metrics = StepMetrics(
                 outcome.steps, outcome.tokens, value, grad_norm.item(), lr, eval_loss=eval_loss, **lap
             )
