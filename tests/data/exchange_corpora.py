@@ -58,9 +58,9 @@ def tokenizer_file(directory: Path, vocab_size: int = SMALL) -> Path:
 def documents_of(store: TokenStore) -> list[list[list[int]]]:
     """Per shard its documents, read through the index."""
     shards, begin = [], 0
-    for name in store.shard_names:
+    for shard in range(store.shards):
         documents = []
-        for length in document_lengths(read_index(store.directory / f"{name}.idx")).tolist():
+        for length in document_lengths(read_index(store.shard_path(shard, ".idx"))).tolist():
             documents.append(store.read(begin, length).tolist())
             begin += length
         shards.append(documents)

@@ -58,7 +58,7 @@ def test_raw_tokens_are_linked_and_not_copied(tmp_path, format):
     made = export_dataset(store, format, tmp_path / "out")
     back = read_in(format, [tmp_path / "out"], tmp_path / "back")
     assert dict(made.placed) == {"hard link": 2}
-    for name in back.shard_names:
+    for name in ("00000", "00001"):
         assert (back.directory / f"{name}.bin").samefile(store.directory / f"{name}.bin")
         assert not (back.directory / f"{name}.idx").samefile(store.directory / f"{name}.idx")
 
@@ -165,9 +165,36 @@ def test_a_file_for_hugging_face_opens_in_datasets(tmp_path):
     assert table["input_ids"][:] == [document for shard in SHARDS for document in shard]
 
 
+def test_a_user_exports_and_imports_with_two_commands(tmp_path, arriero):
+    store = make_dataset(tmp_path / "set", SHARDS)
+    out = arriero("data", "export", "set", "datatrove", "out")
+    assert out.returncode == 0, out.stderr
+    assert "2 datatrove files (2 by hard link)" in out.stdout
+    command = ("data", "import", "datatrove", "out", "-o", "back", "--tokenizer", "set/tokenizer.json")
+    back = arriero(*command)
+    assert back.returncode == 0, back.stderr
+    assert "9 tokens in 3 documents -> back: 2 shards, 2 by hard link" in back.stdout
+    assert documents_of(TokenStore.open(tmp_path / "back")) == documents_of(store)
+    again = arriero(*command)
+    assert again.returncode == 2
+    assert "error: back exists already" in again.stderr
+
+
+def test_import_says_what_it_added_and_what_is_missing(tmp_path, arriero):
+    tokenizer = tokenizer_file(tmp_path)
+    rows = pa.array([[5], [6, EOS], []], pa.list_(pa.int32()))
+    pq.write_table(pa.table({"input_ids": rows}), tmp_path / "a.parquet")
+    command = ("data", "import", "hf-parquet", "a.parquet", "--tokenizer", tokenizer, "-o")
+    added = arriero(*command, "added")
+    assert "an end-of-document token was added to 1 document" in added.stdout
+    assert "1 document is empty" in added.stdout
+    kept = arriero(*command, "kept", "--separator", "keep")
+    assert "1 document does not end with the end-of-document token" in kept.stdout
+
+
 def test_import_remembers_where_each_shard_came_from(tmp_path):
     store = make_dataset(tmp_path / "set", SHARDS)
     back = read_in("megatron", [store.directory], tmp_path / "back")
     lines = (back.directory / "imported.tsv").read_text().splitlines()
-    assert lines == [f"{name}\t{store.directory}/{name}.bin" for name in store.shard_names]
+    assert lines == [f"{name}\t{store.directory}/{name}.bin" for name in ("00000", "00001")]
     assert back.about["from"] == [str(store.directory)]

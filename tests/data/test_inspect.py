@@ -49,6 +49,18 @@ def test_documents_are_counted_over_all_shards(store):
         read_document(store, tokenizer, 5, None)
 
 
+def test_a_document_that_cannot_be_read_is_named(store):
+    tokenizer = tokenizer_of(store)
+    path = store.directory / "00002.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    assert read_document(store, tokenizer, 3, None).text == "w7 <|end|>"
+    with pytest.raises(UserError, match=r"00002\.bin has no 100 tokens from byte 4 on"):
+        read_document(store, tokenizer, 4, None)
+    path.unlink()
+    with pytest.raises(UserError, match=r"00002\.bin has no"):
+        read_document(store, tokenizer, 3, None)
+
+
 def test_the_seed_chooses_the_samples(tmp_path):
     store = make_dataset(tmp_path / "set", [[[1, EOS]] * 100])
     chosen = [tuple(choose_documents(store, 5, seed)) for seed in (1, 1, 2)]

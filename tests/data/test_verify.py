@@ -1,3 +1,4 @@
+import hashlib
 import json
 import struct
 
@@ -107,6 +108,21 @@ def test_documents_known_to_lack_their_end_are_only_remarked_on(tmp_path):
 
 def test_a_separator_after_an_empty_document_is_not_a_doubled_one(tmp_path):
     assert problems(make_dataset(tmp_path / "a", [[[5, EOS], [EOS], [6, EOS], [7, EOS]]])) == []
+
+
+def test_files_beside_the_shards_are_checked_if_they_are_listed(store):
+    manifest_path, sums_path = (store.directory / name for name in ("manifest.json", "checksums.sha256"))
+    (store.directory / "00000.plen").write_bytes(b"1234")
+    digest = hashlib.sha256(b"1234").hexdigest()
+    before = hashlib.sha256(sums_path.read_bytes()).hexdigest()
+    sums_path.write_text(sums_path.read_text() + f"{digest}  00000.plen\n")
+    after = hashlib.sha256(sums_path.read_bytes()).hexdigest()
+    manifest_path.write_text(manifest_path.read_text().replace(before, after))
+    assert problems(store) == []
+    (store.directory / "00000.plen").write_bytes(b"1235")
+    assert problems(store) == [("00000.plen", "its checksum differs: the file was changed")]
+    (store.directory / "00000.plen").unlink()
+    assert problems(store) == [("00000.plen", "No such file or directory")]
 
 
 def test_files_that_do_not_belong_are_remarked_on(store):

@@ -106,9 +106,9 @@ def export_tokens(
             store, format, target, column=column, link=link, advance=lambda got: bar.advance(task, got)
         )
     how = ", ".join(f"{count} by {how}" for how, count in made.placed.items()) or "rewritten"
+    held = f"{human_count(store.tokens)} tokens in {_count(store.documents, 'document')}"
     console.print(
-        f"{human_count(store.tokens)} tokens in {store.documents} documents -> {escape(str(target))}: "
-        f"{made.files} {format} files ({how})",
+        f"{held} -> {escape(str(target))}: {_count(made.files, f'{format} file')} ({how})",
         soft_wrap=True,
     )
     if format == "fms-arrow":
@@ -174,6 +174,10 @@ def verify(
         raise typer.Exit(1)
 
 
+def _count(n: int, word: str) -> str:
+    return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
+
+
 def _byte_bar(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
@@ -190,8 +194,8 @@ def _byte_bar(console: Console) -> Progress:
 def _show_import(console: Console, out: Path, made: "Imported") -> None:
     how = ", ".join(f"{count} by {how}" for how, count in made.placed.items())
     console.print(
-        f"{human_count(made.tokens)} tokens in {made.documents} documents -> {escape(str(out))}: "
-        f"{len(made.shards)} shards, {how}",
+        f"{human_count(made.tokens)} tokens in {_count(made.documents, 'document')} -> {escape(str(out))}: "
+        f"{_count(len(made.shards), 'shard')}, {how}",
         soft_wrap=True,
     )
     if made.placed["hard link"] or made.placed["symbolic link"]:
@@ -203,12 +207,16 @@ def _show_import(console: Console, out: Path, made: "Imported") -> None:
             "symbolic links break when the originals move; --link copy makes it stand alone", soft_wrap=True
         )
     if made.eos_added:
-        console.print(f"an end-of-document token was added to {made.eos_added} documents", soft_wrap=True)
+        added = _count(made.eos_added, "document")
+        console.print(f"an end-of-document token was added to {added}", soft_wrap=True)
     if made.empty:
-        console.print(f"{made.empty} documents are empty", soft_wrap=True)
+        are = "is" if made.empty == 1 else "are"
+        console.print(f"{_count(made.empty, 'document')} {are} empty", soft_wrap=True)
     if made.without_eos:
+        do = "does" if made.without_eos == 1 else "do"
         console.print(
-            f"[yellow]{made.without_eos} documents do not end with the end-of-document token", soft_wrap=True
+            f"[yellow]{_count(made.without_eos, 'document')} {do} not end with the end-of-document token",
+            soft_wrap=True,
         )
     for remark in made.remarks[:10]:
         console.print(escape(remark), soft_wrap=True)

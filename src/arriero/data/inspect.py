@@ -39,10 +39,10 @@ class Lengths:
 
 def measure_lengths(store: TokenStore) -> Lengths:
     """From the indexes of evenly spaced shards, and of those from an evenly spaced part of the documents."""
-    shards = _evenly(np.flatnonzero(store.shard_documents), SAMPLED_SHARDS)
+    shards = _evenly(np.flatnonzero(_documents_by_shard(store)), SAMPLED_SHARDS)
     found = [np.empty(0, dtype=np.int32)]
     for shard in shards.tolist():
-        lengths = read_index(store.directory / f"{store.shard_names[shard]}.idx").lengths
+        lengths = read_index(store.shard_path(shard, ".idx")).lengths
         step = max(1, -(-len(lengths) * len(shards) // SAMPLED_DOCUMENTS))
         found.append(np.asarray(lengths[::step]))
     lengths = np.concatenate(found)
@@ -106,16 +106,27 @@ def read_document(store: TokenStore, tokenizer: Tokenizer, number: int, most_tok
             f"{store.directory} has no document {number}",
             f"choose one from 0 to {store.documents - 1}" if store.documents else "it has none at all",
         )
-    ends = np.cumsum(store.shard_documents)
+    ends = np.cumsum(_documents_by_shard(store))
     shard = int(np.searchsorted(ends, number, side="right"))
-    inside = number - int(ends[shard] - store.shard_documents[shard])
-    path = store.directory / f"{store.shard_names[shard]}.idx"
+    inside = number - (int(ends[shard]) - store.shard_documents(shard))
+    path = store.shard_path(shard, ".idx")
     index = read_index(path)
     if inside >= len(index.lengths):
         raise UserError(
             f"{path} has {len(index.lengths)} documents", f"see `arriero data verify {store.directory}`"
         )
     length = int(index.lengths[inside])
-    begin = int(store.shard_tokens[:shard].sum()) + int(index.pointers[inside]) // store.dtype.itemsize
-    ids = store.read(begin, length if most_tokens is None else min(length, most_tokens))
-    return Sample(number, store.shard_names[shard], length, tokenizer.decode(ids.tolist()))
+    wanted = length if most_tokens is None else min(length, most_tokens)
+    tokens = store.shard_path(shard, ".bin")
+    offset = int(index.pointers[inside])
+    ids = np.fromfile(tokens, store.dtype, wanted, offset=offset) if tokens.is_file() else ()
+    if len(ids) != wanted:
+        raise UserError(
+            f"{tokens} has no {wanted} tokens from byte {offset} on",
+            f"see `arriero data verify {store.directory}`",
+        )
+    return Sample(number, path.stem, length, tokenizer.decode([int(i) for i in ids]))
+
+
+def _documents_by_shard(store: TokenStore) -> np.ndarray:
+    return np.fromiter((store.shard_documents(k) for k in range(store.shards)), np.int64, store.shards)

@@ -83,8 +83,8 @@ class TokenStore:
         if min(tokens.min(initial=0), documents.min(initial=0)) < 0:
             raise ValueError("a shard has a negative count")
         self._ends = np.cumsum(tokens)
-        self.shard_names: list[str] = shards["name"]
-        self.shard_tokens, self.shard_documents = tokens, documents
+        self._names: list[str] = shards["name"]
+        self._documents = documents
         self.shards = len(tokens)
         self.tokens = int(tokens.sum())
         self.documents = int(documents.sum())
@@ -140,6 +140,15 @@ class TokenStore:
         self._check_range(position, 1)
         shard, first, _ = self._pieces(position, 1)[0]
         return position - first + self._shard(shard).document_start_before(first)
+
+    def shard_tokens(self, shard: int) -> int:
+        return int(self._ends[shard] - (self._ends[shard - 1] if shard else 0))
+
+    def shard_documents(self, shard: int) -> int:
+        return int(self._documents[shard])
+
+    def shard_path(self, shard: int, suffix: str = "") -> Path:
+        return self.directory / f"{self._names[shard]}{suffix}"
 
     def close(self) -> None:
         self._shard.cache_clear()

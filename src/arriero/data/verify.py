@@ -1,5 +1,6 @@
 """Is a prepared dataset what its manifest says, byte for byte? All problems are reported."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,11 +46,12 @@ def verify_dataset(store: TokenStore, workers: int = 1, advance: Advance = unsee
     sums = _checksums(store.directory, manifest["checksums"], found)
     found.problems += _tokenizer_problems(store)
     checks = _check_all(store, manifest["dtype"], sums, workers, advance)
-    unended = [_add(found, name, check) for name, check in zip(store.shard_names, checks, strict=True)]
+    unended = [_add(found, store.shard_path(k, ".bin").name, check) for k, check in enumerate(checks)]
     if found.without_eos == int(store.about.get("documents_without_eos", 0)):
         found.remarks += [problem for problem in unended if problem]
     else:
         found.problems += [problem for problem in unended if problem]
+    found.problems += _companion_problems(store, sums)
     found.remarks += _strays(store)
     return found
 
@@ -72,12 +74,12 @@ def _check_all(
 def _check_shard(
     store: TokenStore, number: int, dtype: str, sums: dict[str, str], advance: Advance
 ) -> _ShardCheck:
-    name = f"{store.shard_names[number]}.bin"
-    path = store.directory / name
+    path = store.shard_path(number, ".bin")
+    name = path.name
     lengths, doubts = _check_index(store, number, dtype, sums)
     problems = [Problem(path.with_suffix(".idx").name, doubt) for doubt in doubts]
     itemsize = np.dtype(DTYPES[dtype].numpy).itemsize
-    expected = int(store.shard_tokens[number]) * itemsize
+    expected = store.shard_tokens(number) * itemsize
     try:
         size = path.stat().st_size
         indexed = lengths is not None and int(lengths.sum(dtype=np.int64)) * itemsize == size
@@ -98,19 +100,19 @@ def _check_index(
     store: TokenStore, number: int, dtype: str, sums: dict[str, str]
 ) -> tuple[np.ndarray | None, list[str]]:
     """The documents' lengths if they can be trusted, and what is wrong."""
-    path = store.directory / f"{store.shard_names[number]}.idx"
+    path = store.shard_path(number, ".idx")
     try:
         index = read_index(path)
     except UserError as error:
         return None, [error.what.replace(f"{path} ", "", 1)]
     problems = index_problems(index)
     usable = not problems
-    documents = int(store.shard_documents[number])
+    documents = store.shard_documents(number)
     if len(index.table) != len(index.lengths) + 1 or (index.table != np.arange(len(index.table))).any():
         problems.append("its documents are not one sequence each")
     if len(index.lengths) != documents:
         problems.append(f"has {len(index.lengths)} documents, the manifest says {documents}")
-    if (tokens := int(store.shard_tokens[number])) != index.tokens:
+    if (tokens := store.shard_tokens(number)) != index.tokens:
         problems.append(f"has {index.tokens} tokens, the manifest says {tokens}")
     if index.dtype != dtype:
         problems.append(f"is of {index.dtype} tokens, the manifest says {dtype}")
@@ -173,8 +175,21 @@ def _tokenizer_problems(store: TokenStore) -> list[Problem]:
     return []
 
 
+def _companion_problems(store: TokenStore, sums: dict[str, str]) -> Iterator[Problem]:
+    """Listed files that are neither tokens, index nor tokenizer, like prompt lengths."""
+    for name, expected in sums.items():
+        if name == store.tokenizer_path.name or Path(name).suffix in (".bin", ".idx"):
+            continue
+        try:
+            with (store.directory / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                    yield Problem(name, _sum_words(expected))
+        except OSError as error:
+            yield Problem(name, error.strerror or "cannot be read")
+
+
 def _strays(store: TokenStore) -> list[Problem]:
-    known = set(store.shard_names)
+    known = {store.shard_path(shard).name for shard in range(store.shards)}
     paths = sorted(p for p in store.directory.iterdir() if p.suffix in (".bin", ".idx", ".tmp"))
     return [Problem(p.name, "is not part of the dataset") for p in paths if p.stem not in known]
 
@@ -192,4 +207,4 @@ def _add(found: Verified, name: str, check: _ShardCheck) -> Problem | None:
     found.only_eos += check.scan.only_eos
     found.without_eos += check.scan.without_eos
     unended = check.scan.without_eos
-    return Problem(f"{name}.bin", f"{unended} documents do not end with the end token") if unended else None
+    return Problem(name, f"{unended} documents do not end with the end token") if unended else None

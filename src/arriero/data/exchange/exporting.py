@@ -41,7 +41,7 @@ def export_dataset(
     with staged_directory(target) as making:
         folder = making / _fms_folder(store.directory) if format == "fms-arrow" else making
         folder.mkdir(exist_ok=True)
-        for number, name in enumerate(store.shard_names):
+        for number in range(store.shards):
             shard = _Shard(store, number)
             if format in raw.SUFFIX:
                 made.placed[_link_raw(shard, format, folder, link)] += 1
@@ -51,8 +51,8 @@ def export_dataset(
             else:
                 strip = shard.all_end_with(store.eos_id)
                 made.kept_eos += not strip
-                tokens = columns.write_arrow(folder / f"{name}.arrow", shard.ids, shard.lengths, strip)
-                counts.append(f"/{folder.name}/{name}.arrow,{len(shard.lengths)},{tokens}")
+                tokens = columns.write_arrow(folder / f"{shard.name}.arrow", shard.ids, shard.lengths, strip)
+                counts.append(f"/{folder.name}/{shard.name}.arrow,{len(shard.lengths)},{tokens}")
             made.files += 1
             advance(shard.bin.stat().st_size)
         if format == "fms-arrow":
@@ -69,17 +69,15 @@ def _fms_folder(directory: Path) -> str:
 
 class _Shard:
     def __init__(self, store: TokenStore, number: int) -> None:
-        name = store.shard_names[number]
         self.store = store
-        self.name = name
-        self.bin = store.directory / f"{name}.bin"
-        self.idx = store.directory / f"{name}.idx"
+        self.name = store.shard_path(number).name
+        self.bin, self.idx = store.shard_path(number, ".bin"), store.shard_path(number, ".idx")
         index = read_index(self.idx)
-        tokens = int(store.shard_tokens[number])
+        tokens = store.shard_tokens(number)
         problems = index_problems(index)
         if not self.bin.is_file() or self.bin.stat().st_size != tokens * store.dtype.itemsize:
             problems.append(f"{self.bin.name} does not have {tokens} tokens")
-        if index.tokens != tokens or len(index.lengths) != store.shard_documents[number]:
+        if index.tokens != tokens or len(index.lengths) != store.shard_documents(number):
             problems.append("the manifest counts other tokens or documents")
         if problems:
             raise UserError(f"{self.idx}: {problems[0]}", f"see `arriero data verify {store.directory}`")
