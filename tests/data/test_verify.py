@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from arriero.data.scan import scan_tokens
+from arriero.data.shards import DTYPES, index_bytes
 from arriero.data.store import TokenStore
 from arriero.data.verify import verify_dataset
 
@@ -85,6 +86,12 @@ def test_counts_that_differ_from_the_manifest_are_named(store):
 def test_an_index_that_would_mislead_a_reader_is_named(store):
     rewrite(store, "00000.idx", lambda raw: raw[:34] + struct.pack("<2i", 2, 3) + raw[42:])
     assert ("00000.idx", "sequence 1 begins at byte 6, by the lengths before it at 4") in problems(store)
+
+
+def test_an_index_that_is_consistent_but_not_the_written_one_is_found(store):
+    index = index_bytes(np.array([2, 3]), DTYPES["uint16"])
+    rewrite(store, "00000.idx", lambda _: index)
+    assert ("00000.idx", "its checksum differs: the file was changed") in problems(store)
 
 
 def test_documents_without_an_end_or_with_two_are_found(tmp_path):
