@@ -180,6 +180,12 @@ def test_a_user_exports_and_imports_with_two_commands(tmp_path, arriero):
     assert "error: back exists already" in again.stderr
 
 
+def test_export_warns_of_documents_a_peer_stumbles_over(tmp_path, arriero):
+    make_dataset(tmp_path / "set", [[[5, EOS], []]])
+    assert "1 document without a token" in arriero("data", "export", "set", "olmo", "out").stdout
+    assert "without a token" not in arriero("data", "export", "set", "megatron", "out2").stdout
+
+
 def test_import_says_what_it_added_and_what_is_missing(tmp_path, arriero):
     tokenizer = tokenizer_file(tmp_path)
     rows = pa.array([[5], [6, EOS], []], pa.list_(pa.int32()))

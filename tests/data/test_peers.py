@@ -84,12 +84,13 @@ def test_what_megatron_core_writes_is_imported(tmp_path):
 
 def test_datatrove_opens_exported_shards(tmp_path):
     python = peer_python("datatrove", "torch")
+    documents = [document for document in DOCUMENTS if document]
     asked = []
     for dtype, vocab_size in WIDTHS.items():
-        store = make_dataset(tmp_path / dtype, [DOCUMENTS], vocab_size)
+        store = make_dataset(tmp_path / dtype, [documents], vocab_size)
         export_dataset(store, "datatrove", tmp_path / f"{dtype}-out")
         asked += [tmp_path / f"{dtype}-out" / "00000.ds", store.dtype.itemsize]
-    flat = [token for document in DOCUMENTS for token in document]
+    flat = [token for document in documents for token in document]
     for rows in ask_peer(python, READ_DATATROVE, *asked):
         assert [ids for ids, _ in rows] == [flat[:5], flat[5:10]]
         assert rows[0][1] == [0, 1, 2, 0, 0]

@@ -23,6 +23,7 @@ class Exported:
     files: int = 0
     placed: Counter[str] = field(default_factory=Counter)
     kept_eos: int = 0
+    empty: int = 0
 
 
 def export_dataset(
@@ -43,6 +44,7 @@ def export_dataset(
         folder.mkdir(exist_ok=True)
         for number in range(store.shards):
             shard = _Shard(store, number)
+            made.empty += int((shard.lengths == 0).sum())
             if format in raw.SUFFIX:
                 made.placed[_link_raw(shard, format, folder, link)] += 1
             elif format == "hf-parquet":
