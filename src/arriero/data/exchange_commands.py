@@ -121,8 +121,8 @@ def export_tokens(
         )
     if made.empty and format in ("datatrove", "olmo"):
         console.print(
-            f"[yellow]{_count(made.empty, 'document')} without a token[/]: after one, datatrove's reader counts "
-            "positions wrong, and OLMo-core refuses one at the end of a file",
+            f"[yellow]{_count(made.empty, 'document')} without a token[/]: datatrove then counts "
+            "positions wrong, OLMo-core refuses one at the end of a file",
             soft_wrap=True,
         )
     console.print(f"the tokenizer stays at {escape(str(store.tokenizer_path))}", soft_wrap=True)
