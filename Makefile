@@ -10,8 +10,8 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/arriero train
 
 check: $(VENV)/.installed-test
-	$(VENV)/bin/ruff check src tests
-	$(VENV)/bin/ruff format --check src tests
+	$(VENV)/bin/ruff check src tests recipes
+	$(VENV)/bin/ruff format --check src tests recipes
 	$(VENV)/bin/pyrefly check
 
 test: check

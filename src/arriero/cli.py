@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 
 import arriero.config.commands as config_verbs
-import arriero.data.look as data_verbs
+import arriero.data.exchange_commands as exchange_verbs
+import arriero.data.look as look_verbs
 import arriero.model.commands as model_verbs
 import arriero.train.commands as train_verbs
 from arriero.errors import UserError
@@ -20,13 +21,16 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 config = typer.Typer(help="Look at run files, keys and model presets.", no_args_is_help=True)
-
-data = typer.Typer(help="See what a run is trained on, and prove it.", no_args_is_help=True)
+data = typer.Typer(help="Text to tokens, and what is in them.", no_args_is_help=True)
 
 app.command()(train_verbs.train)
 app.add_typer(data, name="data")
-data.command()(data_verbs.show)
-data.command()(data_verbs.audit)
+data.command()(look_verbs.show)
+data.command()(look_verbs.audit)
+data.command("import")(exchange_verbs.import_tokens)
+data.command("export")(exchange_verbs.export_tokens)
+data.command()(exchange_verbs.inspect)
+data.command()(exchange_verbs.verify)
 app.add_typer(config, name="config")
 config.command()(model_verbs.show)
 config.command()(config_verbs.schema)

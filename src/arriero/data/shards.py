@@ -73,7 +73,7 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        index = self._index()
+        index = index_bytes(np.array(self._lengths, dtype="<i4"), self._layout)
         write_durably(self._idx, index)
         self._tmp.replace(self._bin)
         sync_directory(self._bin.parent)
@@ -83,7 +83,7 @@ class ShardWriter:
             documents=len(self._lengths),
             text_bytes=self.text_bytes,
             bin_sha256=self._digest.hexdigest(),
-            idx_sha256=hashlib.sha256(index).hexdigest(),
+            idx_sha256=sha256_of(index),
         )
 
     def discard(self) -> None:
@@ -99,14 +99,20 @@ class ShardWriter:
         if not self._file.closed:
             self.discard()
 
-    def _index(self) -> bytes:
-        n = len(self._lengths)
-        lengths = np.array(self._lengths, dtype="<i4")
-        pointers = np.zeros(n, dtype="<i8")
-        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= np.dtype(self._layout.numpy).itemsize
-        header = IDX_HEADER.pack(IDX_MAGIC, IDX_VERSION, self._layout.code, n, n + 1)
-        return header + lengths.tobytes() + pointers.tobytes() + np.arange(n + 1, dtype="<i8").tobytes()
+
+def index_bytes(lengths: np.ndarray, layout: Layout) -> bytes:
+    """A Megatron v1 index of documents that lie one after another, one sequence each."""
+    n = len(lengths)
+    pointers = np.zeros(n, dtype="<i8")
+    np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+    pointers *= np.dtype(layout.numpy).itemsize
+    header = IDX_HEADER.pack(IDX_MAGIC, IDX_VERSION, layout.code, n, n + 1)
+    table = np.arange(n + 1, dtype="<i8")
+    return header + lengths.astype("<i4").tobytes() + pointers.tobytes() + table.tobytes()
+
+
+def sha256_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def write_durably(path: Path, content: bytes) -> None:

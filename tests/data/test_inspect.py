@@ -1,0 +1,99 @@
+import pytest
+from exchange_corpora import EOS, make_dataset
+
+from arriero.data import inspect as inspect_module
+from arriero.data.inspect import choose_documents, measure_lengths, read_document, tokenizer_of
+from arriero.errors import UserError
+
+
+@pytest.fixture
+def store(tmp_path):
+    shards = [[[5, 6, EOS], [], [EOS]], [], [[7, EOS], [*range(1, 100), EOS]]]
+    return make_dataset(tmp_path / "set", shards)
+
+
+def test_lengths_fall_into_powers_of_two(store):
+    lengths = measure_lengths(store)
+    assert (lengths.documents, lengths.empty, lengths.shortest, lengths.longest) == (5, 1, 0, 100)
+    assert [(b.low, b.high, b.documents, b.tokens) for b in lengths.buckets if b.documents] == [
+        (0, 0, 1, 0),
+        (1, 1, 1, 1),
+        (2, 3, 2, 5),
+        (64, 127, 1, 100),
+    ]
+
+
+def test_of_many_shards_and_documents_a_part_is_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspect_module, "SAMPLED_SHARDS", 3)
+    monkeypatch.setattr(inspect_module, "SAMPLED_DOCUMENTS", 12)
+    store = make_dataset(tmp_path / "set", [[[shard + 1] * 4 for _ in range(10)] for shard in range(20)])
+    lengths = measure_lengths(store)
+    assert lengths.shards == 3
+    assert 6 <= lengths.documents <= 12
+
+
+def test_documents_are_counted_over_all_shards(store):
+    tokenizer = tokenizer_of(store)
+    read = [read_document(store, tokenizer, k, None) for k in range(5)]
+    assert [(sample.shard, sample.tokens) for sample in read] == [
+        ("00000", 3),
+        ("00000", 0),
+        ("00000", 1),
+        ("00002", 2),
+        ("00002", 100),
+    ]
+    assert read[0].text == "w5 w6 <|end|>"
+    assert read[3].text == "w7 <|end|>"
+    assert read_document(store, tokenizer, 4, 2).text == "w1 w2"
+    with pytest.raises(UserError, match="choose one from 0 to 4"):
+        read_document(store, tokenizer, 5, None)
+
+
+def test_a_document_that_cannot_be_read_is_named(store):
+    tokenizer = tokenizer_of(store)
+    path = store.directory / "00002.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    assert read_document(store, tokenizer, 3, None).text == "w7 <|end|>"
+    with pytest.raises(UserError, match=r"00002\.bin has no 100 tokens from byte 4 on"):
+        read_document(store, tokenizer, 4, None)
+    path.unlink()
+    with pytest.raises(UserError, match=r"00002\.bin has no"):
+        read_document(store, tokenizer, 3, None)
+
+
+def test_the_seed_chooses_the_samples(tmp_path):
+    store = make_dataset(tmp_path / "set", [[[1, EOS]] * 100])
+    chosen = [tuple(choose_documents(store, 5, seed)) for seed in (1, 1, 2)]
+    assert chosen[0] == chosen[1] != chosen[2]
+    assert len(set(chosen[0])) == 5
+    assert choose_documents(store, 300, 1) == list(range(100))
+
+
+def test_inspect_shows_counts_lengths_and_samples(store, arriero):
+    result = arriero("data", "inspect", store.directory, "--samples", "5")
+    assert result.returncode == 0, result.stderr
+    for words in (
+        "106",
+        "a test",
+        "1 without a token",
+        "documents by length",
+        "64-127",
+        "w5 w6 <|end|>",
+        "█",
+    ):
+        assert words in result.stdout
+    one = arriero("data", "inspect", store.directory, "--document", "3")
+    assert "w7 <|end|>" in one.stdout
+    assert "document 3, 2 tokens, shard 00002" in one.stdout
+
+
+def test_inspect_says_when_it_looked_at_a_part(tmp_path, arriero):
+    store = make_dataset(tmp_path / "set", [[[1, 2, EOS]] for _ in range(40)])
+    result = arriero("data", "inspect", store.directory, "--samples", "0")
+    assert "24 of 40 shards" in result.stdout
+
+
+def test_an_empty_dataset_is_shown_too(tmp_path, arriero):
+    store = make_dataset(tmp_path / "set", [[]])
+    result = arriero("data", "inspect", store.directory)
+    assert result.returncode == 0, result.stderr
