@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from arriero.data.prepare import prepare_builtin
+from arriero.data.builtin import prepare_builtin
 from arriero.data.shards import ShardWriter, dtype_for
 from arriero.data.store import TokenStore, write_manifest
 

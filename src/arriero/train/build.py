@@ -10,9 +10,9 @@ import torch
 
 from arriero import __version__
 from arriero.config.schema import RunConfig
+from arriero.data.builtin import Progress, prepare_builtin
 from arriero.data.loader import Loader
 from arriero.data.order import EvalStream, Source, Stream, split_heldout
-from arriero.data.prepare import Progress, prepare_builtin
 from arriero.data.store import TokenStore
 from arriero.data.tokenizer import Tokenizer, load_tokenizer
 from arriero.errors import UserError
@@ -148,7 +148,7 @@ def build(config: RunConfig, progress: Progress, extra_hooks: Sequence[Hook] = (
         loader=Loader(stream, sequences, pin=device.is_gpu, documents=documents),
         evaluator=Evaluator(heldout, micro_batch, device.torch_device, documents) if heldout else None,
         evaluation=Cadence(config.eval.every, config.train.batch.amount),
-        tokenizer=load_tokenizer(stores[0].tokenizer_path),
+        tokenizer=load_tokenizer(stores[0].tokenizer_path, eos_id=stores[0].eos_id),
         micro_batch=micro_batch,
         flops_per_token=flops_per_token(spec, config.data.seq_len),
         run_dir=run_dir,

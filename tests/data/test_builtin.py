@@ -6,11 +6,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from arriero.data import prepare
-from arriero.data.prepare import prepare_builtin, train_tokenizer
+from arriero.data import builtin
+from arriero.data.builtin import prepare_builtin
 from arriero.data.sources import stdlib_documents
 from arriero.data.store import TokenStore
 from arriero.data.tokenizer import load_tokenizer
+from arriero.data.tokenizer_training import train_tokenizer
 from arriero.errors import UserError
 
 STDLIB = "builtin:stdlib"
@@ -22,7 +23,7 @@ def small_builtin(monkeypatch, tmp_path):
     folder.mkdir()
     for i in range(20):
         (folder / f"m{i:02d}.py").write_text(f"def f{i}(x):\n    return x * {i}  # <|end|> is text\n")
-    monkeypatch.setitem(prepare.BUILTINS, STDLIB, lambda: stdlib_documents(folder))
+    monkeypatch.setitem(builtin.BUILTINS, STDLIB, lambda: stdlib_documents(folder))
     return tmp_path / "cache"
 
 
@@ -91,7 +92,7 @@ def test_a_prepare_that_dies_leaves_no_dataset_and_is_redone(small_builtin, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare, "write_manifest", die)
+        patch.setattr(builtin, "write_manifest", die)
         prepare_builtin(STDLIB, small_builtin)
     assert list(small_builtin.iterdir()) == []
     assert TokenStore.open(prepare_builtin(STDLIB, small_builtin)).documents == 20
@@ -119,7 +120,7 @@ def test_a_damaged_dataset_is_made_again(small_builtin, name):
 
 
 def test_two_preparing_at_once_agree_on_one_dataset(small_builtin, monkeypatch):
-    manifest_of = prepare.write_manifest
+    manifest_of = builtin.write_manifest
     others = []
 
     def overtaken(*args, **kwargs):
@@ -128,7 +129,7 @@ def test_two_preparing_at_once_agree_on_one_dataset(small_builtin, monkeypatch):
             others.append(None)
             others[0] = prepare_builtin(STDLIB, small_builtin)
 
-    monkeypatch.setattr(prepare, "write_manifest", overtaken)
+    monkeypatch.setattr(builtin, "write_manifest", overtaken)
     target = prepare_builtin(STDLIB, small_builtin)
     assert others == [target]
     assert [path.name for path in small_builtin.iterdir()] == [target.name]
