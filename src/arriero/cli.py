@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import arriero.config.commands as config_verbs
+import arriero.data.commands as data_verbs
 import arriero.model.commands as model_verbs
 import arriero.train.commands as train_verbs
 from arriero.errors import UserError
@@ -19,8 +20,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 config = typer.Typer(help="Look at run files, keys and model presets.", no_args_is_help=True)
+data = typer.Typer(help="Text to token shards, and what is in them.", no_args_is_help=True)
 
 app.command()(train_verbs.train)
+app.add_typer(data, name="data")
+data.command()(data_verbs.prepare)
+data.command()(data_verbs.train_tokenizer)
 app.add_typer(config, name="config")
 config.command()(model_verbs.show)
 config.command()(config_verbs.schema)

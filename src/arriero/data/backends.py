@@ -1,15 +1,17 @@
 """Encoders of many texts at once: the fastest one that agrees with `tokenizers` on the user's own text.
 
-Texts become one flat array of ids and the number of ids of each. Special strings in a text stay text in all of them.
+Texts become one flat array of ids and the number of ids of each. Special strings in a text stay text.
 """
 
 import importlib.metadata
 import json
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tokenizers
+
+from arriero.data.tokenizer import parsed
 
 REFERENCE = "tokenizers"
 
@@ -36,7 +38,7 @@ class GigatokenBackend:
         self._inner = gigatoken.Tokenizer.from_json(_without_special_tokens(definition)).backend
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        layout = self._inner.encode_batch(list(texts), parallel=False).layout
+        layout: Any = self._inner.encode_batch(list(texts), parallel=False).layout
         offsets = np.asarray(layout.offsets.data)
         return Encoded(np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets))
 
@@ -54,10 +56,7 @@ class FastokensBackend:
 
 class TokenizersBackend:
     def __init__(self, definition: str) -> None:
-        self._inner = tokenizers.Tokenizer.from_str(definition)
-        self._inner.encode_special_tokens = True
-        self._inner.no_truncation()
-        self._inner.no_padding()
+        self._inner = parsed(definition)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -1,12 +1,13 @@
 """How the inputs are divided over shards: decided once, before any text is read, and written down.
 
-Big JSONL files are cut into byte ranges, Parquet into row groups; small text files are put together. The pieces are
-shuffled and dealt to the shards, so each shard mixes the inputs and no shard depends on who makes it.
+Big JSONL files are cut into byte ranges, Parquet into row groups; small text files are put together. The
+pieces are shuffled and dealt to the shards, so each shard mixes the inputs and none depends on who makes it.
 """
 
 import heapq
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from arriero.data.readers import NO_FILE
@@ -59,7 +60,7 @@ def _pieces(inputs: Sequence[Input], size: int) -> list[Piece]:
                 pieces.append(Piece(number, 1, 0, NO_FILE, _text_bytes(source)))
         else:
             cuts = _cuts(source.size, size)
-            pieces += [Piece(number, 1, a, b, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+            pieces += [Piece(number, 1, a, b, b - a) for a, b in pairwise(cuts)]
     return pieces
 
 
@@ -108,4 +109,4 @@ def _row_groups(source: Input, number: int, size: int) -> list[Piece]:
 def _synthetic(source: Input, number: int, size: int) -> list[Piece]:
     each = markov_text().document_bytes
     cuts = _cuts(max(1, round(source.size / each)), max(1, int(size / each)))
-    return [Piece(number, 1, a, b, int((b - a) * each)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [Piece(number, 1, a, b, int((b - a) * each)) for a, b in pairwise(cuts)]

@@ -65,7 +65,7 @@ def download(name: str) -> list[Path]:
     except Exception as error:  # the library raises many kinds for a missing network, name or account
         raise UserError(
             f"cannot load hf://{name} ({type(error).__name__}: {str(error).splitlines()[0]})",
-            "check the name, the network and your Hugging Face account, or download it where there is a network",
+            "check the name, the network and your Hugging Face account",
         ) from None
     files = [Path(file["filename"]) for file in loaded.cache_files]
     if not files:

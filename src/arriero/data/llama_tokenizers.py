@@ -1,6 +1,7 @@
 """The two kinds of `tokenizer.model` that Llama checkpoints carry, turned into a `tokenizer.json`.
 
-Llama 3: lines of base64 token and rank, as tiktoken reads them. Llama 2: a sentencepiece model, BPE with byte fallback.
+Llama 3: lines of base64 token and rank, as tiktoken reads them.
+Llama 2: a sentencepiece model, BPE with byte fallback.
 """
 
 import base64
@@ -8,7 +9,7 @@ import binascii
 import re
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
@@ -133,7 +134,7 @@ def _piece(fields: dict) -> _Piece:
     return _Piece(fields[1].decode(), struct.unpack("<f", fields.get(2, bytes(4)))[0], fields.get(3, NORMAL))
 
 
-def _fields(raw: bytes) -> Iterator[tuple[int, int | bytes]]:
+def _fields(raw: bytes) -> Iterator[tuple[int, Any]]:
     """The (number, value) pairs of a protobuf message."""
     at = 0
     while at < len(raw):

@@ -11,15 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from arriero.data.backends import Choice, choose_backend
 from arriero.data.division import Piece, divide
 from arriero.data.readers import BadRecords, read_piece
 from arriero.data.separators import Mark, Separators, choose_separators, refuse_spelled_out, usual_end
 from arriero.data.shards import write_durably
 from arriero.data.sources import HUB, Input, find_inputs
-from arriero.data.tokenizer import read_definition, with_special
+from arriero.data.tokenizer import parsed, read_definition, with_special
 from arriero.errors import UserError
 
 TOKENIZER = "tokenizer.json"
@@ -137,7 +135,8 @@ def inputs_digest(inputs: Sequence[Input]) -> str:
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
-def _begin(request: Request) -> Preparation:
+def draft(request: Request) -> Preparation:
+    """Everything that can be decided or refused before a file is written."""
     directory = request.directory
     if directory.exists() and any(path.name != WORK for path in directory.iterdir()):
         raise UserError(f"{directory} is not empty", "prepare into a new directory")
@@ -148,17 +147,22 @@ def _begin(request: Request) -> Preparation:
     if not request.literal_eos:
         refuse_spelled_out(separators, sample)
     end = separators.eos or usual_end(definition)
-    preparation = Preparation(
+    return Preparation(
         directory=directory,
         settings=_settings(request, definition, separators),
         inputs=inputs,
         shards=shards,
         separators=separators,
         backend=choose_backend(definition, sample),
-        vocab_size=max(tokenizers.Tokenizer.from_str(definition).get_vocab().values()) + 1,
+        vocab_size=max(parsed(definition).get_vocab().values()) + 1,
         eos_id=end.id if end else 0,
         skip_bad=request.skip_bad,
     )
+
+
+def _begin(request: Request) -> Preparation:
+    preparation = draft(request)
+    definition, _ = _tokenizer_of(request)
     preparation.work.mkdir(parents=True, exist_ok=True)
     write_durably(preparation.work / TOKENIZER, definition.encode())
     plan = {name: getattr(preparation, name) for name in _PLANNED}

@@ -52,17 +52,20 @@ def prepare(request: Request, workers: int, watcher: Watcher) -> TokenStore:
     """The prepared dataset, whether made now, resumed or found finished."""
     if (request.directory / MANIFEST).is_file():
         return _already_prepared(request)
-    request.directory.joinpath(WORK).mkdir(parents=True, exist_ok=True)
+    preparation = plan(request)
     with _alone(request.directory / WORK):
-        try:
-            preparation = begin_or_resume(request)
-        except BaseException:
-            _leave_nothing(request.directory)
-            raise
         make_shards(preparation, preparation.unfinished(), workers, watcher)
         _finish(request, preparation)
     shutil.rmtree(request.directory / WORK)
     return TokenStore.open(request.directory)
+
+
+def plan(request: Request) -> Preparation:
+    """The work ahead, written into the directory for any process to share."""
+    if (request.directory / MANIFEST).is_file():
+        _already_prepared(request)
+        raise UserError(f"{request.directory} is prepared already", "there is nothing to submit")
+    return begin_or_resume(request)
 
 
 def make_shards(preparation: Preparation, numbers: Sequence[int], workers: int, watcher: Watcher) -> None:
@@ -79,6 +82,13 @@ def part_of(preparation: Preparation, part: Part) -> list[int]:
     return [number for number in preparation.unfinished() if number % part.of == part.number]
 
 
+def read_part(text: str) -> Part:
+    number, slash, of = text.partition("/")
+    if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of)):
+        raise UserError(f"--part {text} is not a part", "write it like 0/8, the first of eight")
+    return Part(int(number), int(of))
+
+
 def _make_in_processes(
     preparation: Preparation, numbers: Sequence[int], workers: int, watcher: Watcher
 ) -> None:
@@ -87,7 +97,7 @@ def _make_in_processes(
     seen = [0, 0]
 
     def look() -> None:
-        now = list(counters)
+        now = counters[:]
         watcher.advanced(now[0] - seen[0], now[1] - seen[1])
         seen[:] = now
 
@@ -118,14 +128,14 @@ def _begin_worker(preparation: Preparation, counters: Any) -> None:
             counters[0] += read_bytes
             counters[1] += tokens
 
-    def end_with_parent() -> None:
-        wait_for([parent.sentinel])
-        os._exit(1)
-
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     _worker["make"] = lambda number: make_shard(preparation, number, report)
+
+
+def _end_with(sentinel: int) -> None:
+    wait_for([sentinel])
+    os._exit(1)
 
 
 def _make_in_worker(number: int) -> None:
@@ -207,12 +217,3 @@ def _alone(work: Path) -> Iterator[None]:
                 "wait for it, or prepare into another directory",
             ) from None
         yield
-
-
-def _leave_nothing(directory: Path) -> None:
-    """A refused prepare leaves the directory as it was."""
-    work = directory / WORK
-    if not (work / "plan.json").exists():
-        shutil.rmtree(work, ignore_errors=True)
-        if not any(directory.iterdir()):
-            directory.rmdir()

@@ -7,7 +7,7 @@ import numpy as np
 import tokenizers
 
 from arriero.data.backends import Encoded
-from arriero.data.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS
+from arriero.data.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS, parsed
 from arriero.errors import UserError
 
 MANY = 0.5
@@ -56,14 +56,14 @@ class Separators(NamedTuple):
 
 def choose_separators(definition: str, bos: str, eos: str) -> Separators:
     """Each is 'none', 'auto' (the tokenizer's usual one) or the token itself."""
-    inner = tokenizers.Tokenizer.from_str(definition)
+    inner = parsed(definition)
     return Separators(
         _mark(inner, bos, KNOWN_BEGINNINGS, "--bos", "begins"), _mark(inner, eos, KNOWN_ENDS, "--eos", "ends")
     )
 
 
 def usual_end(definition: str) -> Mark | None:
-    inner = tokenizers.Tokenizer.from_str(definition)
+    inner = parsed(definition)
     return next(
         (Mark(name, found) for name in KNOWN_ENDS if (found := inner.token_to_id(name)) is not None), None
     )

@@ -1,16 +1,16 @@
 """One shard of a prepare: read its pieces, encode them, shuffle the documents, put the files in place.
 
-Ids are first laid down unshuffled in a file beside the shard, so memory holds one batch of text and a few numbers
-per document, whatever the size of the shard.
+Ids are first laid down unshuffled in a file beside the shard, so memory holds one batch of text and a few
+numbers per document, whatever the size of the shard.
 """
 
 import json
 import mmap
-import os
 import tempfile
 from array import array
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,7 +40,7 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
             report(preparation.shard_bytes(number) - gathering.read_bytes, 0)
             shard = _write_shuffled(work, name, file, gathering, [preparation.settings["seed"], number])
         for suffix in (".idx", ".bin"):
-            os.replace(work / f"{name}{suffix}", preparation.directory / f"{name}{suffix}")
+            (work / f"{name}{suffix}").replace(preparation.directory / f"{name}{suffix}")
     sync_directory(preparation.directory)
     record: dict[str, Any] = {
         "shard": shard._replace(text_bytes=gathering.text_bytes)._asdict(),
@@ -64,7 +64,7 @@ class _Gathering:
         self._preparation = preparation
         self._backend = backend
         self._report = report
-        self._vocab_size = preparation.vocab_size
+        self.vocab_size = preparation.vocab_size
         self.dtype = DTYPES[dtype_for(preparation.vocab_size)].numpy
         self.lengths = array("i")
         self.text_bytes = 0
@@ -96,9 +96,9 @@ class _Gathering:
     def _lay_down(self, encoded: Encoded, file: IO[bytes], path: str) -> None:
         if not len(encoded.ids):
             return
-        if (largest := int(encoded.ids.max())) >= self._vocab_size:
+        if (largest := int(encoded.ids.max())) >= self.vocab_size:
             raise UserError(
-                f"{path}: the tokenizer gives id {largest}, its vocabulary has {self._vocab_size}",
+                f"{path}: the tokenizer gives id {largest}, its vocabulary has {self.vocab_size}",
                 "use a tokenizer whose ids lie within its vocabulary",
             )
         if (longest := int(encoded.lengths.max())) >= 2**31:
@@ -111,7 +111,7 @@ def _write_shuffled(work: Path, name: str, file: IO[bytes], gathering: _Gatherin
     lengths = np.array(gathering.lengths, dtype=np.int64)
     ends = np.cumsum(lengths)
     order = np.random.default_rng(seed).permutation(len(lengths))
-    with ShardWriter(work, name, gathering._vocab_size) as writer:
+    with ShardWriter(work, name, gathering.vocab_size) as writer:
         if len(ends):
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 _gather(np.frombuffer(mapped, gathering.dtype), ends - lengths, lengths, order, writer)
@@ -125,7 +125,7 @@ def _gather(
     starts, lengths = starts[order], lengths[order]
     totals = np.cumsum(lengths)
     cuts = [0, *np.searchsorted(totals, np.arange(GATHERED_TOKENS, totals[-1], GATHERED_TOKENS)), len(order)]
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in pairwise(cuts):
         if begin == end:
             continue
         first, size = starts[begin:end].tolist(), lengths[begin:end].tolist()

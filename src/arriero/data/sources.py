@@ -1,10 +1,10 @@
 """Where text comes from: what the user names becomes a list of input files, always in the same order."""
 
-import glob
 import json
 import os
 import sysconfig
 from collections.abc import Sequence
+from glob import iglob
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class Document(NamedTuple):
 
 
 class Input(NamedTuple):
-    """One file. `kind`: jsonl, parquet, arrow, text (one document a file) or synthetic (size in bytes of text)."""
+    """One file. `kind`: jsonl, parquet, arrow, text (one document a file) or synthetic (size in bytes)."""
 
     kind: str
     compression: str
@@ -57,6 +57,11 @@ def find_inputs(sources: Sequence[str]) -> list[Input]:
     return inputs
 
 
+def absolute(source: str) -> str:
+    """The same source, whatever the working directory."""
+    return source if source.startswith(("builtin:", HUB)) else str(Path(source).absolute())
+
+
 def _inputs_of(source: str) -> list[Input]:
     if source == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
@@ -74,7 +79,7 @@ def _inputs_of(source: str) -> list[Input]:
         return _folder(path)
     if path.is_file():
         return [_input(path)]
-    matches = sorted(Path(match) for match in glob.glob(source, recursive=True))
+    matches = sorted(Path(match) for match in iglob(source, recursive=True))  # noqa: PTH207 (a pattern may be absolute)
     found = [each for match in matches for each in (_folder(match) if match.is_dir() else [_input(match)])]
     if not found:
         raise UserError(

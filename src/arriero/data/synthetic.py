@@ -50,7 +50,7 @@ class MarkovText:
     def document_nats(self) -> float:
         """The mean information in a document and its end: no model can code it in less.
 
-        Divided by the mean number of tokens of a document, its end token included, it is the lowest reachable loss.
+        Divided by the mean tokens of a document, its end token included, it is the lowest reachable loss.
         """
         visits = self._expected_visits()
         steps = _entropy(self.chances)

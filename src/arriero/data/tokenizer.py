@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import tokenizers
@@ -17,12 +18,9 @@ _GIVE = "give a tokenizer.json, or the tokenizer.model of a Llama checkpoint"
 
 
 class Tokenizer:
-    """Encoding treats special strings as plain text: a document cannot smuggle in a control token."""
+    """`inner` as `parsed` gives it."""
 
     def __init__(self, inner: tokenizers.Tokenizer, path: Path, eos: str, eos_id: int, sha256: str) -> None:
-        inner.encode_special_tokens = True
-        inner.no_truncation()
-        inner.no_padding()
         self._inner = inner
         self.path = path
         self.eos = eos
@@ -43,7 +41,7 @@ class Tokenizer:
 def load_tokenizer(path: Path, eos: str | None = None, eos_id: int | None = None) -> Tokenizer:
     """`eos`, or its id, names the token that ends a document; without it the usual names are tried."""
     definition = read_definition(path)
-    inner = tokenizers.Tokenizer.from_str(definition)
+    inner = parsed(definition)
     if eos is None and eos_id is not None:
         eos = inner.id_to_token(eos_id)
     for name in (eos,) if eos else KNOWN_ENDS:
@@ -63,7 +61,7 @@ def read_definition(path: Path) -> str:
     if path.suffix == ".json":
         try:
             definition = raw.decode()
-            tokenizers.Tokenizer.from_str(definition)
+            parsed(definition)
         except Exception as error:  # tokenizers raises bare Exception
             raise UserError(f"{path} is not a tokenizer.json ({error})", _GIVE) from None
         return definition
@@ -71,6 +69,16 @@ def read_definition(path: Path) -> str:
         return from_model_file(raw).to_str()
     except ValueError as error:
         raise UserError(f"cannot use tokenizer {path}: {error}", _GIVE) from None
+
+
+@lru_cache(maxsize=2)
+def parsed(definition: str) -> tokenizers.Tokenizer:
+    """Shared: not to be changed. Special strings are plain text: no document can smuggle in a control token."""
+    inner = tokenizers.Tokenizer.from_str(definition)
+    inner.encode_special_tokens = True
+    inner.no_truncation()
+    inner.no_padding()
+    return inner
 
 
 def _file_of(path: Path) -> Path:
@@ -84,9 +92,7 @@ def _file_of(path: Path) -> Path:
 
 def added_by_template(definition: str) -> list[str]:
     """The special tokens that the tokenizer's own post-processor would put around a text."""
-    inner = tokenizers.Tokenizer.from_str(definition)
-    inner.no_truncation()
-    inner.no_padding()
+    inner = parsed(definition)
     bare, wrapped = (inner.encode("a", add_special_tokens=add).ids for add in (False, True))
     return [inner.id_to_token(i) or str(i) for i in wrapped if i not in bare]
 
