@@ -10,8 +10,25 @@ from arriero.data.llama_tokenizers import LLAMA3_PATTERN, LLAMA3_SPECIALS
 from arriero.data.tokenizer import load_tokenizer, parsed, read_definition
 from arriero.errors import UserError
 
-SPELLED = ["</s>", "<s> a </s>", "<unk>", "<|end_of_text|>", "a<|begin_of_text|>b", "<0x41>", "▁▁ x", "", " ", "\n\n"]
-ODD = ["e\u0301 ﬁ 中文 🦙🏽 \u200d\u202e", "\x00\x01\x7f", "1234567 don't  I'LL\r\n\r\n  x", "a" * 3000, "  two  spaces  "]
+SPELLED = [
+    "</s>",
+    "<s> a </s>",
+    "<unk>",
+    "<|end_of_text|>",
+    "a<|begin_of_text|>b",
+    "<0x41>",
+    "▁▁ x",
+    "",
+    " ",
+    "\n\n",
+]
+ODD = [
+    "e\u0301 ﬁ 中文 🦙🏽 \u200d\u202e",
+    "\x00\x01\x7f",
+    "1234567 don't  I'LL\r\n\r\n  x",
+    "a" * 3000,
+    "  two  spaces  ",
+]
 
 
 @pytest.fixture(scope="module")

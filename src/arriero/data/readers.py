@@ -89,7 +89,7 @@ def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecord
             at += len(file.readline()) - 1
         while at < end:
             try:
-                lines = file.readlines(min(BATCH_BYTES, end - at))
+                lines = _lines(file, min(BATCH_BYTES, end - at))
             except OSError as error:
                 bad.add(f"{source.path} cannot be unpacked to its end ({error})")
                 return
@@ -99,6 +99,13 @@ def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecord
             read = sum(map(len, lines))
             at += read
             yield Batch(texts, text_bytes, read)
+
+
+def _lines(file: IO[bytes], size: int) -> list[bytes]:
+    """The lines that begin within the next `size` bytes."""
+    if size == 1:
+        return [line] if (line := file.readline()) else []
+    return file.readlines(size - 1)
 
 
 def _texts_of(
@@ -136,7 +143,7 @@ def _line_problem(source: Input, at: int, line: bytes, column: str, error: Excep
         return f"{where}: broken JSON ({error})"
     record = json.loads(line)
     if not isinstance(record, dict):
-        return f"{where}: a {_json_type(record)}, not an object with a '{column}'"
+        return f"{where}: {_json_type(record)}, not an object with a '{column}'"
     if column not in record:
         there = ", ".join(map(repr, record)) or "none"
         return f"{where}: no column '{column}'; there are {there} (choose with --column)"
