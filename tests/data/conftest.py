@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from arriero.data.builtin import prepare_builtin
-from arriero.data.shards import ShardWriter, dtype_for
 from arriero.data.llama_tokenizers import LLAMA3_PATTERN
+from arriero.data.shards import ShardWriter, dtype_for
 from arriero.data.sources import stdlib_documents
 from arriero.data.store import TokenStore, write_manifest
 from arriero.data.tokenizer_training import train_tokenizer

@@ -4,8 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from arriero.data.preparation import Request
+from arriero.data.preparation import Request, begin_or_resume
 from arriero.data.prepare import Watcher, prepare
+from arriero.data.store import TokenStore
 from slurm import needs_slurm, slurm_cluster, wait_for_job
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -63,9 +64,15 @@ def test_parts_share_the_work_and_the_plain_command_finishes_it(
     tmp_path, tokenizer_file, real_texts, arriero
 ):
     arguments = corpus_and_command(tmp_path, tokenizer_file, real_texts)[:-5]
+    asked = Request((str(tmp_path / "corpus/*.jsonl"),), tmp_path / "set", tokenizer_file, shard_bytes=60_000)
     early = arriero(*arguments, "--part", "0/2")
     assert early.returncode == 2
     assert "begin the prepare without --part first" in early.stderr
     wrong = arriero(*arguments, "--part", "2/2")
     assert wrong.returncode == 2
     assert "is not a part" in wrong.stderr
+    planned = begin_or_resume(asked)
+    assert arriero(*arguments, "--part", "1/2").returncode == 0
+    assert planned.unfinished() == list(range(0, len(planned.shards), 2))
+    assert arriero(*arguments).returncode == 0
+    assert TokenStore.open(tmp_path / "set").documents == 4 * len(real_texts)

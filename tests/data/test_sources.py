@@ -1,7 +1,7 @@
 import gzip
 import json
-import os
 import random
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -94,7 +94,7 @@ def test_a_folder_of_mixed_files_is_read_in_order_of_path(tmp_path):
     (tmp_path / ".hidden").write_text("hidden")
     write_zst(tmp_path / "z.txt.zst", b"packed")
     (tmp_path / "a.jsonl").write_text(jsonl(["one", "two"]))
-    names = [os.path.basename(found.path) for found in find_inputs([str(tmp_path)])]
+    names = [Path(found.path).name for found in find_inputs([str(tmp_path)])]
     assert names == ["a.jsonl", "note.txt", "code.py", "z.txt.zst"]
     assert sorted(read(tmp_path)) == ["code", "note", "one", "packed", "two"]
 

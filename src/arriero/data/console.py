@@ -7,7 +7,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from arriero.data.llama_tokenizers import LLAMA3_PATTERN
@@ -32,11 +32,14 @@ class PrepareBar(Watcher):
             console=self._console,
             disable=not self._console.is_terminal,
         )
+        self._status = self._console.status("looking at the inputs and checking the encoder")
         self._read = self._tokens = self._tenth = 0
         self._total = 1
+        self._task: TaskID | None = None
         self._began = time.monotonic()
 
     def planned(self, preparation: Preparation, todo: Sequence[int]) -> None:
+        self._status.stop()
         self._console.print(_decisions(preparation, todo))
         self._total = max(1, sum(preparation.shard_bytes(number) for number in todo))
         self._task = self._progress.add_task("", total=self._total, numbers="")
@@ -46,22 +49,27 @@ class PrepareBar(Watcher):
     def advanced(self, read_bytes: int, tokens: int) -> None:
         self._read += read_bytes
         self._tokens += tokens
-        self._progress.update(self._task, completed=self._read, numbers=self._numbers())
+        if self._task is not None:
+            self._progress.update(self._task, completed=self._read, numbers=self._numbers())
         tenth = 10 * self._read // self._total
         if not self._console.is_terminal and tenth > self._tenth:
             self._tenth = tenth
             self._console.print(f"{10 * tenth:3d}%  {self._numbers()}")
 
     def __enter__(self) -> "PrepareBar":
+        self._status.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._status.stop()
         self._progress.stop()
 
     def summary(self, store: TokenStore) -> None:
         about = store.about
+        if self._task is None:
+            self._console.print("this dataset was finished by an earlier command")
         table = Table.grid(padding=(0, 2))
         per_token = f"{store.text_bytes / max(1, store.tokens):.2f} bytes a token"
         rows = [

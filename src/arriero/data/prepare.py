@@ -1,5 +1,6 @@
 """Text to a prepared dataset: shards made by one or many processes, the manifest last."""
 
+import errno
 import fcntl
 import json
 import multiprocessing
@@ -31,6 +32,7 @@ from arriero.errors import UserError
 
 INPUTS = "inputs.jsonl"
 POLL_S = 0.2
+NO_LOCKS_HERE = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # some parallel file systems are mounted so
 
 
 class Part(NamedTuple):
@@ -211,9 +213,10 @@ def _alone(work: Path) -> Iterator[None]:
     with (work / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another prepare is working in {work.parent}",
-                "wait for it, or prepare into another directory",
-            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS_HERE:
+                raise UserError(
+                    f"another prepare is working in {work.parent}",
+                    "wait for it, or prepare into another directory",
+                ) from None
         yield

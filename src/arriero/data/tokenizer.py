@@ -66,14 +66,19 @@ def read_definition(path: Path) -> str:
             raise UserError(f"{path} is not a tokenizer.json ({error})", _GIVE) from None
         return definition
     try:
-        return from_model_file(raw).to_str()
+        return _converted(raw)
     except ValueError as error:
         raise UserError(f"cannot use tokenizer {path}: {error}", _GIVE) from None
 
 
+@lru_cache(maxsize=1)
+def _converted(raw: bytes) -> str:
+    return from_model_file(raw).to_str()
+
+
 @lru_cache(maxsize=2)
 def parsed(definition: str) -> tokenizers.Tokenizer:
-    """Shared: not to be changed. Special strings are plain text: no document can smuggle in a control token."""
+    """Shared: not to be changed. Special strings are plain text, so no document smuggles in a control token."""
     inner = tokenizers.Tokenizer.from_str(definition)
     inner.encode_special_tokens = True
     inner.no_truncation()
