@@ -1,4 +1,7 @@
-"""A real Slurm of a few virtual nodes on this machine, for tests. Debian: apt install slurmctld slurmd slurm-client."""
+"""A real Slurm of a few virtual nodes on this machine, for tests.
+
+Debian: apt install slurmctld slurmd slurm-client.
+"""
 
 import getpass
 import os
@@ -108,7 +111,7 @@ def _configuration(folder: Path, nodes: int) -> str:
         "KillWait=5",
     ]
     lines += [
-        f"NodeName=n{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 State=UNKNOWN"
+        f"NodeName=n{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000"
         for i, port in enumerate(ports)
     ]
     return "\n".join([*lines, f"PartitionName=debug Nodes=n[0-{nodes - 1}] Default=YES State=UP", ""])

@@ -101,6 +101,7 @@ def test_a_backend_with_other_ids_or_none_is_left_and_the_reason_kept(definition
     def absent(_):
         raise ImportError("no wheel for this machine")
 
+    backends._loaded.cache_clear()
     monkeypatch.setitem(CHAIN, "gigatoken", absent)
     monkeypatch.setitem(CHAIN, "fastokens", OneIdOff)
     choice = choose_backend(definition, real_texts[:3])
@@ -109,6 +110,7 @@ def test_a_backend_with_other_ids_or_none_is_left_and_the_reason_kept(definition
     assert outcomes["gigatoken"] == "ImportError: no wheel for this machine"
     assert "other ids than tokenizers" in outcomes["fastokens"]
     assert load_backend("gigatoken", definition)[0] == "tokenizers"
+    backends._loaded.cache_clear()
 
 
 def test_a_tokenizer_no_fast_backend_can_read_falls_back():

@@ -1,6 +1,7 @@
 import gzip
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import datasets
@@ -123,7 +124,7 @@ def test_lines_are_found_whole_wherever_a_file_is_cut(tmp_path):
         cuts = sorted({0, size, *rng.sample(range(size), 5)})
         found = [
             text
-            for begin, end in zip(cuts, cuts[1:], strict=False)
+            for begin, end in pairwise(cuts)
             for batch in read_piece(inputs, begin, end, "text", BadRecords(False))
             for text in batch.texts
         ]

@@ -6,6 +6,7 @@ Texts become one flat array of ids and the number of ids of each. Special string
 import importlib.metadata
 import json
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -75,9 +76,14 @@ CHAIN: dict[str, Callable[[str], Backend]] = {
 def load_backend(name: str, definition: str) -> tuple[str, Backend]:
     """The backend chosen earlier; on a machine that lacks it the reference, whose ids are the same."""
     try:
-        return name, CHAIN[name](definition)
+        return name, _loaded(name, definition)
     except Exception:  # a native library may fail to load in any way
-        return REFERENCE, CHAIN[REFERENCE](definition)
+        return REFERENCE, _loaded(REFERENCE, definition)
+
+
+@lru_cache(maxsize=1)
+def _loaded(name: str, definition: str) -> Backend:
+    return CHAIN[name](definition)
 
 
 def choose_backend(definition: str, sample: Sequence[str], names: Sequence[str] = tuple(CHAIN)) -> Choice:
@@ -89,7 +95,7 @@ def choose_backend(definition: str, sample: Sequence[str], names: Sequence[str] 
         if name == REFERENCE:
             break
         try:
-            problem = _difference(CHAIN[name](definition).encode(texts), wanted)
+            problem = _difference(_loaded(name, definition).encode(texts), wanted)
         except Exception as error:  # whatever a young library raises, the next one may work
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
         tried.append({"name": name, "outcome": problem or "equal to tokenizers"})

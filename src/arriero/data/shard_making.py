@@ -9,7 +9,6 @@ import mmap
 import tempfile
 from array import array
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -30,7 +29,7 @@ Report = Callable[[int, int], None]
 
 def make_shard(preparation: Preparation, number: int, report: Report) -> None:
     name = preparation.shard_name(number)
-    used, backend = _backend(preparation.backend.used, preparation.definition)
+    used, backend = load_backend(preparation.backend.used, preparation.definition)
     with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=preparation.work) as folder:
         work = Path(folder)
         gathering = _Gathering(preparation, backend, report)
@@ -50,11 +49,6 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
         "skipped_examples": gathering.bad.examples,
     }
     write_durably(preparation.record_path(number), json.dumps(record).encode())
-
-
-@lru_cache(maxsize=1)
-def _backend(name: str, definition: str) -> tuple[str, Backend]:
-    return load_backend(name, definition)
 
 
 class _Gathering:

@@ -79,7 +79,7 @@ def _inputs_of(source: str) -> list[Input]:
         return _folder(path)
     if path.is_file():
         return [_input(path)]
-    matches = sorted(Path(match) for match in iglob(source, recursive=True))  # noqa: PTH207 (a pattern may be absolute)
+    matches = sorted(map(Path, iglob(source, recursive=True)))  # noqa: PTH207 (a pattern may be absolute)
     found = [each for match in matches for each in (_folder(match) if match.is_dir() else [_input(match)])]
     if not found:
         raise UserError(

@@ -78,7 +78,7 @@ def _converted(raw: bytes) -> str:
 
 @lru_cache(maxsize=2)
 def parsed(definition: str) -> tokenizers.Tokenizer:
-    """Shared: not to be changed. Special strings are plain text, so no document smuggles in a control token."""
+    """Shared: not to be changed. Special strings are plain text; no document smuggles in a control token."""
     inner = tokenizers.Tokenizer.from_str(definition)
     inner.encode_special_tokens = True
     inner.no_truncation()
