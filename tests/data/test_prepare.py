@@ -68,13 +68,20 @@ def test_every_document_is_there_once_and_ends_once(corpus, tokenizer_file, tmp_
     assert not (tmp_path / "set" / ".prepare").exists()
 
 
-def test_documents_are_shuffled_and_inputs_interleaved(corpus, tokenizer_file, tmp_path):
+def test_documents_are_shuffled_within_a_shard(tokenizer_file, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(200)])
+    store = prepare(Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file), 1, Watcher())
+    decode = load_tokenizer(tokenizer_file).decode
+    numbers = [int(decode(ids[:-1])) for ids in documents_of(store)]
+    assert sorted(numbers) == list(range(200))
+    assert abs(np.corrcoef(numbers, range(200))[0, 1]) < 0.2
+
+
+def test_inputs_are_interleaved(corpus, tokenizer_file, tmp_path):
     store = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
     decode = load_tokenizer(tokenizer_file).decode
     numbers = [decode(ids).split(" ")[0] for ids in documents_of(store)[:60]]
-    numbers = [int(number) for number in numbers if number.isdecimal()]
-    assert numbers != sorted(numbers)
-    assert {number % 3 for number in numbers} == {0, 1, 2}
+    assert {int(number) % 3 for number in numbers if number.isdecimal()} == {0, 1, 2}
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, tokenizer_file, tmp_path):
@@ -109,30 +116,35 @@ def dying(original):
         return original(*arguments, **more)
     return step
 
-os.fsync, os.replace = dying(os.fsync), dying(os.replace)
-Path.replace, Path.open, Path.mkdir = dying(Path.replace), dying(Path.open), dying(Path.mkdir)
+os.fsync, Path.replace, Path.mkdir = dying(os.fsync), dying(Path.replace), dying(Path.mkdir)
 shard_making._Gathering._encode = dying(shard_making._Gathering._encode)
 preparing.shutil.rmtree = dying(preparing.shutil.rmtree)
 corpus, directory, tokenizer = map(Path, sys.argv[2:])
 preparing.prepare(
     preparation.Request((str(corpus),), directory, tokenizer, shard_bytes=150_000), 1, preparing.Watcher()
 )
+print(int(sys.argv[1]) - left)
 """
 
 
 def test_killed_at_any_instant_it_resumes_to_the_same_bytes(corpus, tokenizer_file, tmp_path):
-    """Killed before its n-th step towards the disk, n at random, again and again until it gets through."""
-    prepare(request(corpus, tmp_path / "whole", tokenizer_file), 1, Watcher())
+    """Killed before its n-th step towards the disk, n at random, and once more on the way back."""
     rng = random.Random(5)
-    kills = 0
-    while kills < 12:
-        directory = tmp_path / f"killed{kills}"
-        for limit in (150, 40, 10**9):
-            arguments = [str(rng.randint(1, limit)), str(corpus[0]), str(directory), str(tokenizer_file)]
-            done = subprocess.run([sys.executable, "-c", KILLER, *arguments], env=environment())
-            assert done.returncode in (0, -signal.SIGKILL)
-            kills += done.returncode != 0
-        assert bytes_of(directory) == bytes_of(tmp_path / "whole")
+
+    def run(directory, kill_before):
+        arguments = [str(kill_before), str(corpus[0]), str(tmp_path / directory), str(tokenizer_file)]
+        command = [sys.executable, "-c", KILLER, *arguments]
+        return subprocess.run(command, env=environment(), capture_output=True, text=True)
+
+    steps = int(run("whole", 10**9).stdout)
+    for sixth in range(6):
+        first = rng.randint(1 + sixth * steps // 6, (sixth + 1) * steps // 6)
+        assert run(f"killed{sixth}", first).returncode == -signal.SIGKILL
+        second = run(f"killed{sixth}", rng.randint(1, max(1, steps - first)))
+        assert second.returncode in (0, -signal.SIGKILL), second.stderr
+        last = run(f"killed{sixth}", 10**9)
+        assert last.returncode == 0, last.stderr
+        assert bytes_of(tmp_path / f"killed{sixth}") == bytes_of(tmp_path / "whole")
 
 
 def environment():
