@@ -19,6 +19,8 @@ SMALL = ["--set", "train.horizon=2 steps", "--set", "train.batch=1024 tok", "--s
 def test_every_command_of_the_readme_table_runs(command, arriero, corpus_cache, tmp_path):
     (tmp_path / "run.toml").write_text(RUN_FILE)
     (tmp_path / "data").symlink_to(corpus_cache)
+    (tokenizer,) = corpus_cache.glob("*/tokenizer.json")
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     arguments = shlex.split(command)[1:]
     if arguments[0] == "train":
         arguments += [*SMALL, "--set", f"data.cache='{corpus_cache}'"]

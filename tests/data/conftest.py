@@ -4,9 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from arriero.data.prepare import prepare_builtin
+from arriero.data.builtin import prepare_builtin
+from arriero.data.llama_tokenizers import LLAMA3_PATTERN
 from arriero.data.shards import ShardWriter, dtype_for
+from arriero.data.sources import stdlib_documents
 from arriero.data.store import TokenStore, write_manifest
+from arriero.data.tokenizer_training import train_tokenizer
 
 MakeStore = Callable[..., TokenStore]
 
@@ -73,3 +76,16 @@ def three_stores(tmp_path_factory: pytest.TempPathFactory) -> list[TokenStore]:
 @pytest.fixture(scope="session")
 def dataset_writer() -> MakeStore:
     return write_store
+
+
+@pytest.fixture(scope="session")
+def real_texts() -> list[str]:
+    return [document.text for document in stdlib_documents()[::12]]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory, real_texts: list[str]) -> Path:
+    """A byte-level BPE with Llama 3's pattern and `<|end_of_text|>`."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_tokenizer(real_texts[:20], 1500, path, split=LLAMA3_PATTERN, end="<|end_of_text|>")
+    return path

@@ -1,179 +1,402 @@
 import hashlib
+import json
 import os
-import time
-from itertools import pairwise
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import AddedToken, processors
 
-from arriero.data import prepare
-from arriero.data.prepare import prepare_builtin, train_tokenizer
-from arriero.data.sources import stdlib_documents
+from arriero.data import prepare as preparing
+from arriero.data.preparation import Request
+from arriero.data.prepare import Watcher, prepare
 from arriero.data.store import TokenStore
 from arriero.data.tokenizer import load_tokenizer
 from arriero.errors import UserError
 
-STDLIB = "builtin:stdlib"
+END = "<|end_of_text|>"
+SOURCE = Path(__file__).parents[2] / "src"
 
 
-@pytest.fixture
-def small_builtin(monkeypatch, tmp_path):
-    folder = tmp_path / "lib"
-    folder.mkdir()
-    for i in range(20):
-        (folder / f"m{i:02d}.py").write_text(f"def f{i}(x):\n    return x * {i}  # <|end|> is text\n")
-    monkeypatch.setitem(prepare.BUILTINS, STDLIB, lambda: stdlib_documents(folder))
-    return tmp_path / "cache"
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def test_the_standard_library_becomes_a_dataset(stdlib_cache):
-    store = TokenStore.open(prepare_builtin(STDLIB, stdlib_cache))
-    tokenizer = load_tokenizer(store.tokenizer_path)
-    texts = {document.text for document in stdlib_documents()}
-    assert store.documents == len(stdlib_documents()) > 300
-    assert store.text_bytes == sum(len(d.text.encode()) for d in stdlib_documents())
-    assert store.vocab_size == tokenizer.vocab_size == 4096
-    assert store.text_bytes / store.tokens > 2.5
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory, real_texts):
+    """Three JSONL files of real text, every document different, with empty and tiny ones among them."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = [f"{i} {text[:3000]}" for i, text in enumerate(real_texts * 6)]
+    texts += ["", "x", "", END, "é中🦙", "long" * 20_000]
+    for i in range(3):
+        write_jsonl(folder / f"{i}.jsonl", texts[i::3])
+    return folder, texts
 
+
+def request(corpus, directory, tokenizer_file, **more):
+    more.setdefault("shard_bytes", 150_000)
+    return Request((str(corpus[0]),), directory, tokenizer_file, **more)
+
+
+def documents_of(store):
     ids = store.read(0, store.tokens)
     starts = store.document_starts(0, store.tokens)
-    assert (ids[np.append(starts[1:], store.tokens) - 1] == store.eos_id).all()
-    assert np.count_nonzero(ids == store.eos_id) == store.documents
-    for begin, end in pairwise(starts[:25]):
-        assert tokenizer.decode(ids[begin : end - 1].tolist()) in texts
+    return [part.tolist() for part in np.split(ids, starts[1:])]
 
 
-def test_documents_are_shuffled(small_builtin):
-    store = TokenStore.open(prepare_builtin(STDLIB, small_builtin))
-    text = load_tokenizer(store.tokenizer_path).decode(store.read(0, store.tokens).tolist())
-    order = [int(part.split("(")[0]) for part in text.split("def f")[1:]]
-    assert sorted(order) == list(range(20)) != order
+def bytes_of(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_preparing_again_reuses_what_is_there(stdlib_cache):
-    called = []
-    began = time.perf_counter()
-    target = prepare_builtin(STDLIB, stdlib_cache, lambda *call: called.append(call))
-    assert time.perf_counter() - began < 0.5
-    assert called == []
-    assert [path.name for path in stdlib_cache.iterdir()] == [target.name]
+def test_every_document_is_there_once_and_ends_once(corpus, tokenizer_file, tmp_path):
+    store = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+    tokenizer = load_tokenizer(tokenizer_file)
+    wanted = sorted([*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch([t for t in corpus[1] if t]))
+    assert sorted(documents_of(store)) == wanted
+    assert store.shards > 3
+    assert store.text_bytes == sum(len(text.encode()) for text in corpus[1])
+    assert store.about["empty_documents"] == 2
+    assert store.about["backend"]["used"] == "gigatoken"
+    assert store.about["separators"] == {"bos": None, "eos": {"token": END, "id": tokenizer.eos_id}}
+    inputs = [json.loads(line) for line in (tmp_path / "set" / "inputs.jsonl").read_text().splitlines()]
+    assert [Path(each["path"]).name for each in inputs] == ["0.jsonl", "1.jsonl", "2.jsonl"]
+    assert not (tmp_path / "set" / ".prepare").exists()
 
 
-def test_preparing_twice_gives_the_same_bytes(small_builtin):
-    one, two = (prepare_builtin(STDLIB, small_builtin / name) for name in "ab")
-    for path in one.iterdir():
-        assert path.read_bytes() == (two / path.name).read_bytes()
-    assert TokenStore.open(one).fingerprint == TokenStore.open(two).fingerprint
+def test_documents_are_shuffled_within_a_shard(tokenizer_file, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(200)])
+    store = prepare(Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file), 1, Watcher())
+    decode = load_tokenizer(tokenizer_file).decode
+    numbers = [int(decode(ids[:-1])) for ids in documents_of(store)]
+    assert sorted(numbers) == list(range(200))
+    assert abs(np.corrcoef(numbers, range(200))[0, 1]) < 0.2
 
 
-def test_checksums_are_those_of_the_files(small_builtin):
-    target = prepare_builtin(STDLIB, small_builtin)
-    lines = (target / "checksums.sha256").read_text().splitlines()
-    assert [line.split("  ")[1] for line in lines] == ["tokenizer.json", "00000.bin", "00000.idx"]
-    for line in lines:
+def test_inputs_are_interleaved(corpus, tokenizer_file, tmp_path):
+    store = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+    decode = load_tokenizer(tokenizer_file).decode
+    numbers = [decode(ids).split(" ")[0] for ids in documents_of(store)[:60]]
+    assert {int(number) % 3 for number in numbers if number.isdecimal()} == {0, 1, 2}
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, tokenizer_file, tmp_path):
+    for workers in (1, 3):
+        prepare(request(corpus, tmp_path / str(workers), tokenizer_file), workers, Watcher())
+    assert bytes_of(tmp_path / "1") == bytes_of(tmp_path / "3")
+    prepare(request(corpus, tmp_path / "seed", tokenizer_file, seed=2), 1, Watcher())
+    assert bytes_of(tmp_path / "1")["00000.bin"] != bytes_of(tmp_path / "seed")["00000.bin"]
+
+
+def test_checksums_hold_and_megatron_would_find_the_index(corpus, tokenizer_file, tmp_path):
+    prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+    for line in (tmp_path / "set" / "checksums.sha256").read_text().splitlines():
         digest, name = line.split("  ")
-        assert hashlib.sha256((target / name).read_bytes()).hexdigest() == digest
+        assert hashlib.sha256((tmp_path / "set" / name).read_bytes()).hexdigest() == digest
+    assert (tmp_path / "set" / "00000.idx").read_bytes()[:9] == b"MMIDIDX\0\0"
 
 
-def test_progress_is_reported_to_the_end(small_builtin):
-    calls = []
-    prepare_builtin(STDLIB, small_builtin, lambda *call: calls.append(call))
-    assert list(dict.fromkeys(stage for stage, _, _ in calls)) == [
-        "reading",
-        "training the tokenizer",
-        "tokenising",
-    ]
-    assert calls[-1] == ("tokenising", 20, 20)
+KILLER = """
+import os, signal, sys
+from pathlib import Path
+from arriero.data import shards, shard_making, preparation, prepare as preparing
+
+left = int(sys.argv[1])
+
+def dying(original):
+    def step(*arguments, **more):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **more)
+    return step
+
+os.fsync, Path.replace, Path.mkdir = dying(os.fsync), dying(Path.replace), dying(Path.mkdir)
+shard_making._Gathering._encode = dying(shard_making._Gathering._encode)
+preparing.shutil.rmtree = dying(preparing.shutil.rmtree)
+corpus, directory, tokenizer = map(Path, sys.argv[2:])
+preparing.prepare(
+    preparation.Request((str(corpus),), directory, tokenizer, shard_bytes=150_000), 1, preparing.Watcher()
+)
+print(int(sys.argv[1]) - left)
+"""
 
 
-def test_a_prepare_that_dies_leaves_no_dataset_and_is_redone(small_builtin, monkeypatch):
-    def die(*_, **__):
-        raise KeyboardInterrupt
+def test_killed_at_any_instant_it_resumes_to_the_same_bytes(corpus, tokenizer_file, tmp_path):
+    """Killed before its n-th step towards the disk, n at random, and once more on the way back."""
+    rng = random.Random(5)
+
+    def run(directory, kill_before):
+        arguments = [str(kill_before), str(corpus[0]), str(tmp_path / directory), str(tokenizer_file)]
+        command = [sys.executable, "-c", KILLER, *arguments]
+        return subprocess.run(command, env=environment(), capture_output=True, text=True)
+
+    steps = int(run("whole", 10**9).stdout)
+    for sixth in range(6):
+        first = rng.randint(1 + sixth * steps // 6, (sixth + 1) * steps // 6)
+        assert run(f"killed{sixth}", first).returncode == -signal.SIGKILL
+        second = run(f"killed{sixth}", rng.randint(1, max(1, steps - first)))
+        assert second.returncode in (0, -signal.SIGKILL), second.stderr
+        last = run(f"killed{sixth}", 10**9)
+        assert last.returncode == 0, last.stderr
+        assert bytes_of(tmp_path / f"killed{sixth}") == bytes_of(tmp_path / "whole")
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": str(SOURCE)}
+
+
+def test_finished_shards_are_not_made_again(corpus, tokenizer_file, tmp_path, monkeypatch):
+    made = []
+    make_shard = preparing.make_shard
+
+    def dying(preparation, number, report):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(number)
+        make_shard(preparation, number, report)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare, "write_manifest", die)
-        prepare_builtin(STDLIB, small_builtin)
-    assert list(small_builtin.iterdir()) == []
-    assert TokenStore.open(prepare_builtin(STDLIB, small_builtin)).documents == 20
+        patch.setattr(preparing, "make_shard", dying)
+        prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "set").glob("*.bin")}
+    assert len(before) == 3
+    prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+    assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_leftovers_of_a_killed_prepare_are_swept_but_not_those_of_a_living_one(small_builtin):
-    target = prepare_builtin(STDLIB, small_builtin)
-    old, fresh = (small_builtin / f".{target.name}.{name}.making" for name in ("old", "fresh"))
-    old.mkdir()
-    fresh.mkdir()
-    os.utime(old, (1, 1))
-    (target / "manifest.json").unlink()
-    prepare_builtin(STDLIB, small_builtin)
-    assert sorted(path.name for path in small_builtin.iterdir()) == sorted([fresh.name, target.name])
+def test_when_the_command_is_killed_its_workers_end_and_the_rest_is_resumed(corpus, tokenizer_file, tmp_path):
+    prepare(request(corpus, tmp_path / "whole", tokenizer_file), 1, Watcher())
+    command = [
+        sys.executable,
+        "-m",
+        "arriero",
+        "data",
+        "prepare",
+        str(corpus[0]),
+        "-o",
+        str(tmp_path / "set"),
+    ]
+    command += ["--tokenizer", str(tokenizer_file), "--shard-size", "150000B", "--workers", "2"]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "%" in line:
+            break
+    process.kill()
+    process.wait()
+    process.stdout.read()  # ends when the last worker has let go of it
+    subprocess.run(command, env=environment(), check=True, capture_output=True)
+    ours, whole = bytes_of(tmp_path / "set"), bytes_of(tmp_path / "whole")
+    assert ours == whole
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "00000.bin", "00000.idx", "tokenizer.json"])
-def test_a_damaged_dataset_is_made_again(small_builtin, name):
-    target = prepare_builtin(STDLIB, small_builtin)
-    before = {path.name: path.read_bytes() for path in target.iterdir()}
-    (target / name).unlink()
-    assert prepare_builtin(STDLIB, small_builtin) == target
-    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
-    assert [path.name for path in small_builtin.iterdir()] == [target.name]
+def test_a_finished_prepare_is_found_again(corpus, tokenizer_file, tmp_path, monkeypatch):
+    first = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+    before = bytes_of(tmp_path / "set")
+    monkeypatch.setattr(preparing, "make_shard", None)
+    again = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+    assert again.fingerprint == first.fingerprint
+    assert bytes_of(tmp_path / "set") == before
 
 
-def test_two_preparing_at_once_agree_on_one_dataset(small_builtin, monkeypatch):
-    manifest_of = prepare.write_manifest
-    others = []
+@pytest.mark.parametrize("finished", [False, True])
+def test_other_settings_or_inputs_in_the_same_directory_are_refused(
+    corpus, tokenizer_file, tmp_path, monkeypatch, finished
+):
+    def interrupted(*_):
+        raise KeyboardInterrupt
 
-    def overtaken(*args, **kwargs):
-        manifest_of(*args, **kwargs)
-        if not others:
-            others.append(None)
-            others[0] = prepare_builtin(STDLIB, small_builtin)
-
-    monkeypatch.setattr(prepare, "write_manifest", overtaken)
-    target = prepare_builtin(STDLIB, small_builtin)
-    assert others == [target]
-    assert [path.name for path in small_builtin.iterdir()] == [target.name]
-    assert TokenStore.open(target).documents == 20
-
-
-def test_an_unknown_builtin_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(UserError, match="builtin:stdlib"):
-        prepare_builtin("builtin:stdlb", tmp_path)
-
-
-def test_the_standard_library_is_read_without_packages_tests_or_undecodable_files(tmp_path):
-    wanted = {"b.py": "b", "a/x.py": "x", "a/latin.py": None, "empty.py": ""}
-    unwanted = {
-        f"{folder}/y.py": "y"
-        for folder in ("site-packages", "dist-packages", "test", "a/tests", "__pycache__")
-    }
-    for name, text in {**wanted, **unwanted, "c.txt": "c"}.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_bytes(b"# \xe9" if text is None else text.encode())
-    assert stdlib_documents(tmp_path) == [("a/x.py", "x"), ("b.py", "b")]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in corpus[0].iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    first = request((copy,), tmp_path / "set", tokenizer_file)
+    if finished:
+        prepare(first, 1, Watcher())
+    else:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(preparing, "make_shard", interrupted)
+            prepare(first, 1, Watcher())
+    for changed, complaint in (
+        ({"seed": 2}, "begun with seed 1, now it is 2"),
+        ({"shard_bytes": 99_000}, "begun with shard_bytes"),
+        ({"column": "body"}, "begun with column 'text', now it is 'body'"),
+        ({"eos": "none"}, "begun with eos"),
+    ):
+        with pytest.raises(UserError, match=complaint):
+            prepare(request((copy,), tmp_path / "set", tokenizer_file, **changed), 1, Watcher())
+    write_jsonl(copy / "1.jsonl", ["changed"])
+    with pytest.raises(UserError, match="other input files"):
+        prepare(first, 1, Watcher())
 
 
-def test_a_stripped_standard_library_is_refused(tmp_path):
-    (tmp_path / "os.pyc").write_bytes(b"")
-    with pytest.raises(UserError, match="no source files"):
-        stdlib_documents(tmp_path)
+def test_a_directory_with_other_files_is_left_alone(corpus, tokenizer_file, tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(UserError, match="is not empty"):
+        prepare(request(corpus, tmp_path, tokenizer_file), 1, Watcher())
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_special_strings_in_text_stay_text(tmp_path):
-    tokenizer = train_tokenizer(["a <|end|> b"] * 3, 300, tmp_path / "tokenizer.json")
-    for text in ("a <|end|> b", "<|end|>", "<|end|><|end|>\x00 é 中 🦙\r\n\t"):
-        for ids in (tokenizer.encode(text), tokenizer.encode_batch([text])[0]):
-            assert tokenizer.eos_id not in ids
-            assert tokenizer.decode(ids) == text
-    assert tokenizer.decode([tokenizer.eos_id]) == "<|end|>"
+def test_a_refused_prepare_leaves_no_directory(tokenizer_file, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
+    with pytest.raises(UserError, match="not a string"):
+        prepare(Request((str(tmp_path / "bad.jsonl"),), tmp_path / "set", tokenizer_file), 1, Watcher())
+    assert not (tmp_path / "set").exists()
 
 
-def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"cannot read tokenizer .*none\.json"):
-        load_tokenizer(tmp_path / "none.json")
-    (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(UserError, match=r"bad\.json is not a tokenizer\.json"):
-        load_tokenizer(tmp_path / "bad.json")
-    train_tokenizer(["text"], 300, tmp_path / "tokenizer.json")
-    with pytest.raises(UserError, match="no end-of-document token <fin>"):
-        load_tokenizer(tmp_path / "tokenizer.json", eos="<fin>")
+def test_an_input_that_changes_during_the_work_is_noticed(corpus, tokenizer_file, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", corpus[1])
+    asked = Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file, shard_bytes=150_000)
+    plan = preparing.begin_or_resume(asked)
+    write_jsonl(tmp_path / "a.jsonl", [*corpus[1], "more"])
+    with pytest.raises(UserError, match="has changed since this prepare began"):
+        preparing.make_shards(plan, [0], 1, Watcher())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_record_late_in_the_corpus_stops_the_work_and_skipping_resumes_it(
+    corpus, tokenizer_file, tmp_path, workers
+):
+    texts = [text for text in corpus[1] if text]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"text": "cut')
+    asked = {"directory": tmp_path / "set", "tokenizer": tokenizer_file, "shard_bytes": 300_000}
+    with pytest.raises(UserError, match=rf"line {len(texts) + 1}: broken JSON"):
+        prepare(Request((str(tmp_path / "a.jsonl"),), **asked), workers, Watcher())
+    store = prepare(Request((str(tmp_path / "a.jsonl"),), skip_bad=True, **asked), workers, Watcher())
+    assert store.documents == len(texts)
+    assert store.about["skipped_records"] == 1
+    assert "broken JSON" in store.about["skipped_examples"][0]
+
+
+@pytest.mark.parametrize(
+    "texts", [["a"], [""], ["", "", "a"], ["word " * 400_000]], ids=["one token", "empty", "last", "gigantic"]
+)
+def test_tiny_and_gigantic_documents(tokenizer_file, tmp_path, texts):
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    store = prepare(Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file), 1, Watcher())
+    kept = [text for text in texts if text]
+    wanted = [[*ids, store.eos_id] for ids in load_tokenizer(tokenizer_file).encode_batch(kept)]
+    assert store.tokens == sum(map(len, wanted))
+    assert store.documents == len(kept)
+    assert not kept or documents_of(store) == wanted
+
+
+def test_an_empty_file_is_refused(tokenizer_file, tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(UserError, match="no text"):
+        prepare(Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file), 1, Watcher())
+
+
+def test_separators_are_as_asked(tokenizer_file, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    inner = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    inner.add_special_tokens(["<s>", "<fin>"])
+    inner.save(str(tmp_path / "t.json"))
+    a, b, bos, fin, end = (inner.token_to_id(token) for token in ("a", "b", "<s>", "<fin>", END))
+    cases = [
+        ({"bos": "auto", "eos": "<fin>"}, [[bos, a, fin], [bos, b, fin]], fin),
+        ({"bos": "<s>", "eos": "none"}, [[bos, a], [bos, b]], end),
+        ({"eos": "none"}, [[a], [b]], end),
+    ]
+    for number, (marks, wanted, eos_id) in enumerate(cases):
+        asked = Request((str(tmp_path / "a.jsonl"),), tmp_path / str(number), tmp_path / "t.json", **marks)
+        store = prepare(asked, 1, Watcher())
+        assert sorted(documents_of(store)) == sorted(wanted)
+        assert store.eos_id == eos_id
+        assert load_tokenizer(store.tokenizer_path, eos_id=store.eos_id).eos_id == eos_id
+
+
+@pytest.mark.parametrize("marks", [{"bos": "auto"}, {"bos": "<nope>"}, {"eos": "<nope>"}])
+def test_a_separator_the_tokenizer_lacks_is_refused(corpus, tokenizer_file, tmp_path, marks):
+    with pytest.raises(UserError, match="the tokenizer has no token"):
+        prepare(request(corpus, tmp_path / "set", tokenizer_file, **marks), 1, Watcher())
+
+
+def test_the_tokenizers_own_template_does_not_double_the_separators(tokenizer_file, tmp_path):
+    inner = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    end = inner.token_to_id(END)
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A {END}", special_tokens=[(END, end)]
+    )
+    inner.save(str(tmp_path / "t.json"))
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
+    store = prepare(
+        Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tmp_path / "t.json"), 1, Watcher()
+    )
+    assert documents_of(store) == [[inner.token_to_id("a"), end]]
+
+
+def test_texts_that_already_end_with_the_end_token_are_refused(tokenizer_file, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [f"some text{END}\n", f"more {END}", "other"])
+    asked = {"sources": (str(tmp_path / "a.jsonl"),), "tokenizer": tokenizer_file}
+    with pytest.raises(UserError, match=r"2 of the first 3 documents end with the text <\|end_of_text\|>"):
+        prepare(Request(directory=tmp_path / "set", **asked), 1, Watcher())
+    store = prepare(Request(directory=tmp_path / "set", literal_eos=True, **asked), 1, Watcher())
+    assert np.count_nonzero(store.read(0, store.tokens) == store.eos_id) == 3
+
+
+def test_ids_that_already_end_with_the_separator_are_refused(tmp_path):
+    """A vocabulary in which plain text becomes the separator's id."""
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "stop": 1, "?": 2}, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "t.json"))
+    write_jsonl(tmp_path / "a.jsonl", ["a a", "a stop", "a"])
+    asked = Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tmp_path / "t.json", eos="stop")
+    with pytest.raises(UserError, match=r"documents already end with stop \(id 1\)"):
+        prepare(asked, 1, Watcher())
+
+
+def test_an_end_token_not_marked_special_stays_text_all_the_same(tokenizer_file, tmp_path):
+    inner = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    inner.add_tokens([AddedToken("<fin>", special=False)])
+    inner.save(str(tmp_path / "t.json"))
+    write_jsonl(tmp_path / "a.jsonl", ["a <fin> b", "c"])
+    asked = Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tmp_path / "t.json", eos="<fin>")
+    store = prepare(asked, 1, Watcher())
+    assert np.count_nonzero(store.read(0, store.tokens) == store.eos_id) == 2
+
+
+def test_two_prepares_in_one_directory_do_not_meet(corpus, tokenizer_file, tmp_path, monkeypatch):
+    asked = request(corpus, tmp_path / "set", tokenizer_file)
+
+    def second(*_):
+        prepare(asked, 1, Watcher())
+
+    monkeypatch.setattr(preparing, "make_shard", second)
+    with pytest.raises(UserError, match="another prepare is working"):
+        prepare(asked, 1, Watcher())
+
+
+def test_the_command_line_end_to_end(corpus, tmp_path, arriero):
+    done = arriero(
+        "data", "train-tokenizer", corpus[0], "-o", "t.json", "--vocab-size", 600, "--sample", "1MB"
+    )
+    assert done.returncode == 0, done.stderr
+    done = arriero(
+        "data", "prepare", corpus[0], "-o", "set", "--tokenizer", "t.json", "--shard-size", "200kB"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gigatoken" in done.stdout
+    assert "2 empty ones left out" in done.stdout
+    store = TokenStore.open(tmp_path / "set")
+    assert store.vocab_size == 600
+    assert store.documents == sum(map(bool, corpus[1]))
+    missing = arriero("data", "prepare", corpus[0], "-o", "b", "--tokenizer", "t.json", "--column", "body")
+    assert missing.returncode == 2
+    assert "no column 'body'; there are 'text'" in missing.stderr
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_builtin_sources_are_prepared_like_any_other(tokenizer_file, tmp_path):
+    sources = ("builtin:stdlib", "builtin:synthetic:100kB")
+    store = prepare(Request(sources, tmp_path / "set", tokenizer_file), 1, Watcher())
+    assert store.documents > 400
+    assert store.text_bytes > 5_000_000

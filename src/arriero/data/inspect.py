@@ -8,7 +8,7 @@ import numpy as np
 
 from arriero.data.index import read_index
 from arriero.data.store import TokenStore
-from arriero.data.tokenizer import Tokenizer, load_tokenizer
+from arriero.data.tokenizer import Tokenizer, tokenizer_of
 from arriero.errors import UserError
 
 SAMPLED_SHARDS = 24
@@ -75,10 +75,6 @@ def _buckets(lengths: np.ndarray) -> Iterator[Bucket]:
     tokens = np.bincount(power, weights=lengths)
     for k in range(int(power.min()), len(documents)):
         yield Bucket(2**k, 2 ** (k + 1) - 1, int(documents[k]), int(tokens[k]))
-
-
-def tokenizer_of(store: TokenStore) -> Tokenizer:
-    return load_tokenizer(store.tokenizer_path, store.about.get("eos"))
 
 
 class Sample(NamedTuple):

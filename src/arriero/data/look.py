@@ -36,7 +36,7 @@ def show(
     Example: arriero data show runs/demo --step 81234 --sample 3
     """
     from arriero.data.loader import Loader
-    from arriero.data.tokenizer import load_tokenizer
+    from arriero.data.tokenizer import tokenizer_of
 
     console = Console(highlight=False)
     config = _config(run)
@@ -53,7 +53,7 @@ def show(
     with Loader(streams.train, 1, first + sample, documents=config.data.document_mask) as loader:
         batch = next(loader)
     source = int(streams.train.locate(_one(first + sample)).source[0])
-    tokenizer = load_tokenizer(streams.train.sources[source].store.tokenizer_path)
+    tokenizer = tokenizer_of(streams.train.sources[source].store)
     console.print(f"\n[bold]sample {sample}[/] of the step, {batch.real_tokens} tokens")
     _print_sequence(console, batch, tokenizer)
 

@@ -1,150 +1,222 @@
-"""Text to a prepared dataset."""
+"""Text to a prepared dataset: shards made by one or many processes, the manifest last."""
 
-import platform
-import random
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
 import shutil
-import tempfile
-import time
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.connection import wait as wait_for
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
-
-from arriero.data.shards import Shard, ShardWriter, dtype_for, sync_directory
-from arriero.data.sources import Document, stdlib_documents
-from arriero.data.store import TokenStore, write_manifest
-from arriero.data.tokenizer import END, Tokenizer, load_tokenizer
+from arriero.data.preparation import (
+    TOKENIZER,
+    WORK,
+    Preparation,
+    Request,
+    begin_or_resume,
+    inputs_digest,
+    refuse_other_inputs,
+    refuse_other_settings,
+)
+from arriero.data.shard_making import make_shard
+from arriero.data.shards import Shard, dtype_for, write_durably
+from arriero.data.store import MANIFEST, TokenStore, write_manifest
 from arriero.errors import UserError
 
-BUILTINS = {"builtin:stdlib": stdlib_documents}
-VOCAB_SIZE = 4096
-TRAINING_CHARS = 4_000_000
-SHUFFLE_SEED = 1
-DOCUMENTS_PER_CALL = 32
-ABANDONED_S = 3600
+INPUTS = "inputs.jsonl"
+POLL_S = 0.2
+NO_LOCKS_HERE = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # some parallel file systems are mounted so
 
 
-class Progress(Protocol):
-    """Called with a stage in words and how much of it is done; the caller draws it."""
+class Part(NamedTuple):
+    """This process makes every `of`-th shard, from `number` on."""
 
-    def __call__(self, stage: str, done: int, total: int) -> None: ...
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    pass
+    number: int
+    of: int
 
 
-def prepare_builtin(name: str, cache_dir: Path, progress: Progress = silent) -> Path:
-    """The directory of the prepared dataset, made now unless it is there already."""
-    if name not in BUILTINS:
-        raise UserError(f"'{name}' is not a built-in dataset", f"choose one of {', '.join(BUILTINS)}")
-    python = ".".join(platform.python_version_tuple()[:2])
-    target = Path(cache_dir) / f"{name.removeprefix('builtin:')}-py{python}-v{VOCAB_SIZE}"
-    if _usable(target):
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target)
-    making = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".making", dir=target.parent))
-    try:
-        progress("reading", 0, 1)
-        documents = BUILTINS[name]()
-        progress("reading", 1, 1)
-        about = {"source": name, "python": platform.python_version(), "shuffle_seed": SHUFFLE_SEED}
-        _write_dataset(making, documents, about, progress)
-        _put_in_place(making, target)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
-    return target
+class Watcher:
+    """Told how a prepare goes on; the caller draws it."""
+
+    def planned(self, preparation: Preparation, todo: Sequence[int]) -> None: ...
+
+    def advanced(self, read_bytes: int, tokens: int) -> None: ...
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int, path: Path) -> Tokenizer:
-    """A byte-level BPE, so that any text can be encoded, with `<|end|>` as the end of a document."""
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(texts, trainer)
-    inner.save(str(path))
-    return load_tokenizer(path)
+def prepare(request: Request, workers: int, watcher: Watcher) -> TokenStore:
+    """The prepared dataset, whether made now, resumed or found finished."""
+    if (request.directory / MANIFEST).is_file():
+        return _already_prepared(request)
+    preparation = plan(request)
+    with _alone(request.directory / WORK):
+        make_shards(preparation, preparation.unfinished(), workers, watcher)
+        _finish(request, preparation)
+    shutil.rmtree(request.directory / WORK)
+    return TokenStore.open(request.directory)
 
 
-def _write_dataset(
-    directory: Path, documents: Sequence[Document], about: dict[str, Any], progress: Progress
+def plan(request: Request) -> Preparation:
+    """The work ahead, written into the directory for any process to share."""
+    if (request.directory / MANIFEST).is_file():
+        _already_prepared(request)
+        raise UserError(f"{request.directory} is prepared already", "there is nothing to submit")
+    return begin_or_resume(request)
+
+
+def make_shards(preparation: Preparation, numbers: Sequence[int], workers: int, watcher: Watcher) -> None:
+    watcher.planned(preparation, numbers)
+    workers = min(workers, len(numbers))
+    if workers > 1:
+        _make_in_processes(preparation, numbers, workers, watcher)
+        return
+    for number in numbers:
+        make_shard(preparation, number, watcher.advanced)
+
+
+def part_of(preparation: Preparation, part: Part) -> list[int]:
+    return [number for number in preparation.unfinished() if number % part.of == part.number]
+
+
+def read_part(text: str) -> Part:
+    number, slash, of = text.partition("/")
+    if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of)):
+        raise UserError(f"--part {text} is not a part", "write it like 0/8, the first of eight")
+    return Part(int(number), int(of))
+
+
+def _make_in_processes(
+    preparation: Preparation, numbers: Sequence[int], workers: int, watcher: Watcher
 ) -> None:
-    documents = random.Random(SHUFFLE_SEED).sample(documents, len(documents))
-    progress("training the tokenizer", 0, 1)
-    tokenizer = train_tokenizer(_beginning(documents), VOCAB_SIZE, directory / "tokenizer.json")
-    progress("training the tokenizer", 1, 1)
-    shard = _write_shard(directory, "00000", documents, tokenizer, progress)
+    context = multiprocessing.get_context("spawn")
+    counters = context.Array("q", 2)
+    seen = [0, 0]
+
+    def look() -> None:
+        now = counters[:]
+        watcher.advanced(now[0] - seen[0], now[1] - seen[1])
+        seen[:] = now
+
+    with ProcessPoolExecutor(workers, context, _begin_worker, (preparation, counters)) as pool:
+        left = {pool.submit(_make_in_worker, number) for number in numbers}
+        try:
+            while left:
+                done, left = wait(left, timeout=POLL_S, return_when=FIRST_COMPLETED)
+                look()
+                for each in done:
+                    each.result()
+        except BrokenProcessPool:
+            raise UserError(
+                "a worker process was killed", "repeat the command; with fewer --workers if memory ran out"
+            ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: dict[str, Any] = {}
+
+
+def _begin_worker(preparation: Preparation, counters: Any) -> None:
+    """A worker ends when its parent does, also when that was killed without warning."""
+
+    def report(read_bytes: int, tokens: int) -> None:
+        with counters.get_lock():
+            counters[0] += read_bytes
+            counters[1] += tokens
+
+    if (parent := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    _worker["make"] = lambda number: make_shard(preparation, number, report)
+
+
+def _end_with(sentinel: int) -> None:
+    wait_for([sentinel])
+    os._exit(1)
+
+
+def _make_in_worker(number: int) -> None:
+    _worker["make"](number)
+
+
+def _finish(request: Request, preparation: Preparation) -> None:
+    records = [_record(preparation, number) for number in range(len(preparation.shards))]
+    directory = preparation.directory
+    write_durably(directory / TOKENIZER, preparation.definition.encode())
+    lines = [
+        json.dumps({"path": path, "bytes": size, "mtime_ns": mtime})
+        for _, _, path, size, mtime in preparation.inputs
+    ]
+    write_durably(directory / INPUTS, "".join(f"{line}\n" for line in lines).encode())
     write_manifest(
         directory,
-        [shard],
-        tokenizer="tokenizer.json",
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-        dtype=dtype_for(tokenizer.vocab_size),
-        about=about,
+        [Shard(**record["shard"]) for record in records],
+        tokenizer=TOKENIZER,
+        vocab_size=preparation.vocab_size,
+        eos_id=preparation.eos_id,
+        dtype=dtype_for(preparation.vocab_size),
+        about=_about(request, preparation, records),
     )
 
 
-def _write_shard(
-    directory: Path, name: str, documents: Sequence[Document], tokenizer: Tokenizer, progress: Progress
-) -> Shard:
-    with ShardWriter(directory, name, tokenizer.vocab_size) as writer:
-        for begin in range(0, len(documents), DOCUMENTS_PER_CALL):
-            progress("tokenising", begin, len(documents))
-            texts = [document.text for document in documents[begin : begin + DOCUMENTS_PER_CALL]]
-            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                writer.add(np.array([*ids, tokenizer.eos_id]), text_bytes=len(text.encode()))
-        progress("tokenising", len(documents), len(documents))
-        return writer.close()
+def _about(request: Request, preparation: Preparation, records: list[dict[str, Any]]) -> dict[str, Any]:
+    examples = [example for record in records for example in record["skipped_examples"]]
+    return {
+        "source": " ".join(request.sources),
+        "sources": list(request.sources),
+        "inputs": {
+            "file": INPUTS,
+            "count": len(preparation.inputs),
+            "bytes": sum(each.size for each in preparation.inputs),
+            "sha256": inputs_digest(preparation.inputs),
+        },
+        "settings": preparation.settings,
+        "separators": preparation.separators.about(),
+        "backend": {
+            **preparation.backend._asdict(),
+            "shards": {name: used.count(name) for name in sorted(set(used))}
+            if (used := [record["backend"] for record in records])
+            else {},
+        },
+        "empty_documents": sum(record["empty"] for record in records),
+        "skipped_records": sum(record["skipped"] for record in records),
+        "skipped_examples": examples[:20],
+    }
 
 
-def _beginning(documents: Sequence[Document]) -> list[str]:
-    texts, chars = [], 0
-    for document in documents:
-        if chars >= TRAINING_CHARS:
-            break
-        texts.append(document.text)
-        chars += len(document.text)
-    return texts
-
-
-def _usable(directory: Path) -> bool:
+def _record(preparation: Preparation, number: int) -> dict[str, Any]:
     try:
-        store = TokenStore.open(directory)
-        store.document_starts(0, store.tokens)
-        return store.tokens > 0 and store.tokenizer_path.is_file()
-    except UserError:
-        return False
+        return json.loads(preparation.record_path(number).read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"shard {number} is not finished", "repeat the command") from None
 
 
-def _put_in_place(making: Path, target: Path) -> None:
-    if target.exists() and not _usable(target):
-        damaged = making.with_suffix(".damaged.making")
-        target.rename(damaged)
-        shutil.rmtree(damaged, ignore_errors=True)
-    try:
-        making.chmod(0o755)
-        making.rename(target)
-    except OSError:
-        if not _usable(target):
-            raise
-    sync_directory(target.parent)
+def _already_prepared(request: Request) -> TokenStore:
+    store = TokenStore.open(request.directory)
+    if "settings" not in store.about:
+        raise UserError(
+            f"{request.directory} holds a dataset made otherwise", "prepare into another directory"
+        )
+    refuse_other_settings(request, store.about["settings"])
+    refuse_other_inputs(request, store.about["inputs"]["sha256"])
+    shutil.rmtree(request.directory / WORK, ignore_errors=True)
+    return store
 
 
-def _sweep(target: Path) -> None:
-    for left in target.parent.glob(f".{target.name}.*.making"):
+@contextmanager
+def _alone(work: Path) -> Iterator[None]:
+    with (work / "lock").open("w") as lock:
         try:
-            if time.time() - left.stat().st_mtime > ABANDONED_S:
-                shutil.rmtree(left, ignore_errors=True)
-        except FileNotFoundError:
-            continue
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in NO_LOCKS_HERE:
+                raise UserError(
+                    f"another prepare is working in {work.parent}",
+                    "wait for it, or prepare into another directory",
+                ) from None
+        yield

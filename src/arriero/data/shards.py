@@ -69,6 +69,14 @@ class ShardWriter:
         self.tokens += len(ids)
         self.text_bytes += text_bytes
 
+    def add_many(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Documents one after another in `ids`; their ids are known to be in the vocabulary."""
+        raw = ids.astype(self._layout.numpy, copy=False).data
+        self._file.write(raw)
+        self._digest.update(raw)
+        self._lengths.frombytes(lengths.astype(np.intc).tobytes())
+        self.tokens += len(ids)
+
     def close(self) -> Shard:
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -11,9 +11,9 @@ from arriero.data.bestfit import Counting
 from arriero.data.mixture import BLOCK
 from arriero.data.order import Change, EvalStream, Stream, split_heldout
 from arriero.data.pack import Packing, Source
-from arriero.data.prepare import prepare_builtin
+from arriero.data.builtin import prepare_builtin
 from arriero.data.store import TokenStore
-from arriero.data.tokenizer import load_tokenizer
+from arriero.data.tokenizer import tokenizer_of
 from arriero.errors import UserError
 
 
@@ -123,7 +123,7 @@ def _open(path: str, cache: Path, progress: Counting) -> TokenStore:
 def _prompt(section: SourceSection, store: TokenStore) -> tuple[int, ...]:
     if section.prompt is None:
         return ()
-    ids = load_tokenizer(store.tokenizer_path).encode(section.prompt)
+    ids = tokenizer_of(store).encode(section.prompt)
     if not ids:
         raise UserError(f"the prompt of {section.path} is empty", "give it a text, or remove it")
     return tuple(ids)

@@ -16,7 +16,7 @@ from arriero.data.loader import Batch, Loader
 from arriero.data.order import Stream
 from arriero.data.store import TokenStore
 from arriero.data.streams import Outlook, build_streams, forecast, refuse_over_repetition
-from arriero.data.tokenizer import Tokenizer, load_tokenizer
+from arriero.data.tokenizer import Tokenizer, tokenizer_of
 from arriero.errors import UserError
 from arriero.model.base import LanguageModel
 from arriero.model.build import build_model
@@ -114,7 +114,7 @@ def build(config: RunConfig, progress: Counting, extra_hooks: Sequence[Hook] = (
     _refuse_small_vocabulary(spec, streams.stores)
     refuse_over_repetition(streams, _total_steps(config))
     refuse_changed_since(run_directory(config), streams.train)
-    tokenizer = load_tokenizer(streams.stores[0].tokenizer_path)
+    tokenizer = tokenizer_of(streams.stores[0])
     fits = micro_batch_that_fits(
         spec, config.data.seq_len, streams.batch_sequences, compute.itemsize, device.memory
     )

@@ -1,6 +1,5 @@
 """Other systems' token files become a prepared dataset; files of raw tokens are linked, not copied."""
 
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from arriero.data.scan import Advance, Scan, scan_tokens, unseen
 from arriero.data.shards import DTYPES, Shard, ShardWriter, dtype_for, index_bytes, sha256_of, write_durably
 from arriero.data.staging import staged_directory
 from arriero.data.store import write_manifest
-from arriero.data.tokenizer import Tokenizer
+from arriero.data.tokenizer import Tokenizer, read_definition
 from arriero.errors import UserError
 
 FORMATS = (*raw.SUFFIX, *columns.SUFFIX)
@@ -153,8 +152,8 @@ class Import:
         return ids
 
     def _finish(self, making: Path, made: Imported, dtype: str) -> None:
-        name = self._tokenizer.path.name
-        shutil.copyfile(self._tokenizer.path, making / name)
+        name = "tokenizer.json"
+        write_durably(making / name, read_definition(self._tokenizer.path).encode())
         lines = zip(made.shards, self.files, strict=True)
         rows = "".join(f"{shard.name}\t{path.resolve()}\n" for shard, path in lines)
         write_durably(making / PROVENANCE, rows.encode())

@@ -1,0 +1,146 @@
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arriero.data import backends
+from arriero.data.backends import CHAIN, Encoded, choose_backend, load_backend
+from arriero.data.llama_tokenizers import from_model_file
+
+FAST = [name for name in CHAIN if name != "tokenizers"]
+SPECIAL = ["<|end_of_text|>", "<|end_of_text|><|end_of_text|>", "a <|end_of_text|> b", " <|end_of_text|>\n"]
+ODD = [
+    "",
+    " ",
+    "\n\n\t",
+    "\x00",
+    "é中🦙\ufeff\u200b",
+    "e\u0301 ﬁ",
+    "a" * 20_000,
+    "ab " * 5000,
+    "1234567 don't I'LL\r\n",
+]
+
+texts = st.lists(
+    st.one_of(
+        st.text(max_size=40),
+        st.text(alphabet="ab \n\t0é中🦙'\u2019\u0301", max_size=60),
+        st.sampled_from(SPECIAL),
+        st.integers(1, 3000).map(lambda n: "longword" * n),
+    ),
+    max_size=6,
+)
+
+
+def documents(encoded):
+    ends = np.cumsum(encoded.lengths)
+    return [encoded.ids[end - n : end].tolist() for end, n in zip(ends, encoded.lengths, strict=True)]
+
+
+def reference(definition, strings):
+    inner = tokenizers.Tokenizer.from_str(definition)
+    inner.encode_special_tokens = True
+    return [inner.encode(text, add_special_tokens=False).ids for text in strings]
+
+
+@pytest.fixture(scope="module")
+def definition(tokenizer_file):
+    return tokenizer_file.read_text()
+
+
+@pytest.mark.parametrize("name", CHAIN)
+def test_every_backend_gives_the_ids_of_tokenizers(name, definition, real_texts):
+    strings = [*real_texts, *SPECIAL, *ODD]
+    assert documents(CHAIN[name](definition).encode(strings)) == reference(definition, strings)
+
+
+@pytest.mark.parametrize("name", CHAIN)
+def test_every_backend_gives_the_ids_of_tokenizers_on_any_text(name, definition):
+    backend = CHAIN[name](definition)
+
+    @given(texts)
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    def same(strings):
+        assert documents(backend.encode(strings)) == reference(definition, strings)
+
+    same()
+
+
+@pytest.mark.parametrize("name", CHAIN)
+def test_special_strings_stay_text_in_every_backend(name, definition):
+    end = tokenizers.Tokenizer.from_str(definition).token_to_id("<|end_of_text|>")
+    assert end not in CHAIN[name](definition).encode(SPECIAL).ids
+
+
+@pytest.mark.parametrize("name", CHAIN)
+def test_added_tokens_that_are_not_special_are_still_found(name, definition):
+    inner = tokenizers.Tokenizer.from_str(definition)
+    inner.add_tokens(["«tool»"])
+    assert documents(CHAIN[name](inner.to_str()).encode(["a «tool» b"])) == reference(
+        inner.to_str(), ["a «tool» b"]
+    )
+    assert inner.token_to_id("«tool»") in CHAIN[name](inner.to_str()).encode(["a «tool» b"]).ids
+
+
+def test_the_first_backend_that_agrees_is_used(definition, real_texts):
+    choice = choose_backend(definition, real_texts[:3])
+    assert choice.used == "gigatoken"
+    assert choice.tried == [{"name": "gigatoken", "outcome": "equal to tokenizers"}]
+
+
+def test_a_backend_with_other_ids_or_none_is_left_and_the_reason_kept(definition, real_texts, monkeypatch):
+    class OneIdOff(backends.TokenizersBackend):
+        def encode(self, strings):
+            ids, lengths = super().encode(strings)
+            ids[-1] += 1
+            return Encoded(ids, lengths)
+
+    def absent(_):
+        raise ImportError("no wheel for this machine")
+
+    backends._loaded.cache_clear()
+    monkeypatch.setitem(CHAIN, "gigatoken", absent)
+    monkeypatch.setitem(CHAIN, "fastokens", OneIdOff)
+    choice = choose_backend(definition, real_texts[:3])
+    assert choice.used == "tokenizers"
+    outcomes = {each["name"]: each["outcome"] for each in choice.tried}
+    assert outcomes["gigatoken"] == "ImportError: no wheel for this machine"
+    assert "other ids than tokenizers" in outcomes["fastokens"]
+    assert load_backend("gigatoken", definition)[0] == "tokenizers"
+    backends._loaded.cache_clear()
+
+
+def test_a_tokenizer_no_fast_backend_can_read_falls_back():
+    """Words by spaces: neither byte-level nor sentencepiece BPE."""
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1, "<eos>": 2}, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    choice = choose_backend(inner.to_str(), ["a b a"])
+    assert choice.used == "tokenizers"
+    assert [each["name"] for each in choice.tried] == FAST
+    assert documents(load_backend(choice.used, inner.to_str())[1].encode(["a b a"])) == [[0, 1, 0]]
+
+
+def test_a_sentencepiece_tokenizer_works_with_whatever_is_chosen(tmp_path, real_texts):
+    import sentencepiece
+
+    (tmp_path / "text").write_text("\n".join(real_texts[:8]))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        model_type="bpe",
+        vocab_size=800,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    definition = from_model_file((tmp_path / "tokenizer.model").read_bytes()).to_str()
+    strings = [*real_texts[:12], "</s>", "<s>a</s>", *ODD]
+    choice = choose_backend(definition, strings)
+    assert documents(load_backend(choice.used, definition)[1].encode(strings)) == reference(
+        definition, strings
+    )
+    assert json.loads(definition)["model"]["byte_fallback"]
