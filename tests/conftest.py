@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[1]
 @pytest.fixture(scope="session")
 def corpus_cache(tmp_path_factory):
     """One prepared built-in corpus for the whole suite."""
-    from arriero.data.builtin import prepare_builtin
+    from arriero.data.prepare.builtin import prepare_builtin
 
     cache = tmp_path_factory.mktemp("data")
     prepare_builtin("builtin:stdlib", cache)

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.markup import escape
 
 import arriero.config.commands as config_verbs
-import arriero.data.commands as data_verbs
-import arriero.data.exchange_commands as exchange_verbs
-import arriero.data.look as look_verbs
+import arriero.data.commands.exchange as exchange_verbs
+import arriero.data.commands.look as look_verbs
+import arriero.data.commands.prepare as prepare_verbs
 import arriero.model.commands as model_verbs
 import arriero.train.commands as train_verbs
 from arriero.errors import UserError
@@ -26,8 +26,8 @@ data = typer.Typer(help="Text to tokens, and what is in them.", no_args_is_help=
 
 app.command()(train_verbs.train)
 app.add_typer(data, name="data")
-data.command()(data_verbs.prepare)
-data.command()(data_verbs.train_tokenizer)
+data.command()(prepare_verbs.prepare)
+data.command()(prepare_verbs.train_tokenizer)
 data.command()(look_verbs.show)
 data.command()(look_verbs.audit)
 data.command("import")(exchange_verbs.import_tokens)

@@ -4,12 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from arriero.data.builtin import prepare_builtin
-from arriero.data.llama_tokenizers import LLAMA3_PATTERN
-from arriero.data.shards import ShardWriter, dtype_for
-from arriero.data.sources import stdlib_documents
-from arriero.data.store import TokenStore, write_manifest
-from arriero.data.tokenizer_training import train_tokenizer
+from arriero.data.prepare.builtin import prepare_builtin
+from arriero.data.store.shards import ShardWriter, dtype_for
+from arriero.data.store.store import TokenStore, write_manifest
+from arriero.data.text.sources import stdlib_documents
+from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN
+from arriero.data.tokens.training import train_tokenizer
 
 MakeStore = Callable[..., TokenStore]
 

@@ -6,9 +6,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arriero.data import backends
-from arriero.data.backends import CHAIN, Encoded, choose_backend, load_backend
-from arriero.data.llama_tokenizers import from_model_file
+from arriero.data.tokens import backends
+from arriero.data.tokens.backends import CHAIN, Encoded, choose_backend, load_backend
+from arriero.data.tokens.llama_tokenizers import from_model_file
 
 FAST = [name for name in CHAIN if name != "tokenizers"]
 SPECIAL = ["<|end_of_text|>", "<|end_of_text|><|end_of_text|>", "a <|end_of_text|> b", " <|end_of_text|>\n"]

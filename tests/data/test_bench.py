@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from arriero.data.bench import bare_encode_speed, bare_file_encode_speed, prepare_speed
+from arriero.data.bench.prepare import bare_encode_speed, bare_file_encode_speed, prepare_speed
 from arriero.errors import UserError
 
 

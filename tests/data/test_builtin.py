@@ -6,12 +6,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from arriero.data import builtin
-from arriero.data.builtin import prepare_builtin
-from arriero.data.sources import stdlib_documents
-from arriero.data.store import TokenStore
-from arriero.data.tokenizer import load_tokenizer
-from arriero.data.tokenizer_training import train_tokenizer
+from arriero.data.prepare import builtin
+from arriero.data.prepare.builtin import prepare_builtin
+from arriero.data.store.store import TokenStore
+from arriero.data.text.sources import stdlib_documents
+from arriero.data.tokens.tokenizer import load_tokenizer
+from arriero.data.tokens.training import train_tokenizer
 from arriero.errors import UserError
 
 STDLIB = "builtin:stdlib"

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from arriero.data.exchange.exporting import export_dataset
 from arriero.data.exchange.importing import FORMATS, Import
-from arriero.data.store import TokenStore
-from arriero.data.tokenizer import load_tokenizer
-from arriero.data.verify import verify_dataset
+from arriero.data.store.store import TokenStore
+from arriero.data.store.verify import verify_dataset
+from arriero.data.tokens.tokenizer import load_tokenizer
 from arriero.errors import UserError
 
 RAW = ("megatron", "datatrove", "olmo")

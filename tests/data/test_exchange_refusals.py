@@ -15,8 +15,8 @@ from exchange_corpora import EOS, LARGE, SMALL, make_dataset, tokenizer_file
 
 from arriero.data.exchange.exporting import export_dataset
 from arriero.data.exchange.importing import FORMATS, Import
-from arriero.data.staging import staged_directory
-from arriero.data.tokenizer import load_tokenizer
+from arriero.data.store.staging import staged_directory
+from arriero.data.tokens.tokenizer import load_tokenizer
 from arriero.errors import UserError
 
 SHARDS = [[[5, 6, EOS], [7, EOS]], [[8, 9, 10, EOS]]]
@@ -200,7 +200,7 @@ def test_a_damaged_dataset_is_not_exported(tmp_path):
 def test_what_a_killed_process_left_is_swept_but_not_what_a_living_one_makes(tmp_path):
     target = tmp_path / "set[1]"
     script = (
-        "import sys; from pathlib import Path; from arriero.data.staging import staged_directory\n"
+        "import sys; from pathlib import Path; from arriero.data.store.staging import staged_directory\n"
         f"with staged_directory(Path({str(target)!r})) as making: print(making, flush=True); sys.stdin.read()"
     )
     source = Path(__file__).parents[2] / "src"

@@ -1,8 +1,9 @@
 import pytest
 from exchange_corpora import EOS, make_dataset
 
-from arriero.data import inspect as inspect_module
-from arriero.data.inspect import choose_documents, measure_lengths, read_document, tokenizer_of
+from arriero.data.store import inspect as inspect_module
+from arriero.data.store.inspect import choose_documents, measure_lengths, read_document
+from arriero.data.tokens.tokenizer import tokenizer_of
 from arriero.errors import UserError
 
 

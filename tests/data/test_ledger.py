@@ -4,11 +4,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from arriero.data.audit import Audit
-from arriero.data.ledger import LEDGER, Ledger, begin_ledger, read_ledger, refuse_changed_since, write_ledger
-from arriero.data.loader import Loader
-from arriero.data.order import Change, Stream
-from arriero.data.pack import Packing, Source
+from arriero.data.order.audit import Audit
+from arriero.data.order.ledger import (
+    LEDGER,
+    Ledger,
+    begin_ledger,
+    read_ledger,
+    refuse_changed_since,
+    write_ledger,
+)
+from arriero.data.order.loader import Loader
+from arriero.data.order.order import Change, Stream
+from arriero.data.order.pack import Packing, Source
 from arriero.errors import UserError
 
 
@@ -86,7 +93,7 @@ def test_a_sample_seen_twice_is_found(stream, monkeypatch, chunk):
         return located._replace(index=np.where(same, located.index // 2, located.index))
 
     monkeypatch.setattr(Stream, "locate", faulty)
-    monkeypatch.setattr("arriero.data.audit.CHUNK", chunk)
+    monkeypatch.setattr("arriero.data.order.audit.CHUNK", chunk)
     ledger = ledger_of(stream, trained(stream, 0, 12))
     assert any("came twice within epoch 1" in problem for problem in problems(ledger, stream))
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arriero.data.llama_tokenizers import LLAMA3_PATTERN, LLAMA3_SPECIALS
-from arriero.data.tokenizer import load_tokenizer, parsed, read_definition
+from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN, LLAMA3_SPECIALS
+from arriero.data.tokens.tokenizer import load_tokenizer, parsed, read_definition
 from arriero.errors import UserError
 
 SPELLED = [

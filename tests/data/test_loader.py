@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from arriero.data.bench_loader import measure_opening, measure_reading, write_random_documents
-from arriero.data.loader import IGNORED, Loader
-from arriero.data.order import EvalStream, Stream
-from arriero.data.pack import Packing, Source
+from arriero.data.bench.loader import measure_opening, measure_reading, write_random_documents
+from arriero.data.order.loader import IGNORED, Loader
+from arriero.data.order.order import EvalStream, Stream
+from arriero.data.order.pack import Packing, Source
 from arriero.errors import UserError
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from arriero.config.load import load_run
-from arriero.data.audit import Audit
-from arriero.data.ledger import read_ledger
-from arriero.data.look import show
-from arriero.data.prepare import train_tokenizer
-from arriero.data.streams import build_streams, forecast
+from arriero.data.commands.look import show
+from arriero.data.order.audit import Audit
+from arriero.data.order.ledger import read_ledger
+from arriero.data.order.streams import build_streams, forecast
+from arriero.data.tokens.training import train_tokenizer
 from arriero.errors import UserError
 from arriero.model.presets import expand
 from arriero.train.build import build

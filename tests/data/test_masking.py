@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from arriero.data.labels import attach_masks, attach_prompt_lengths
-from arriero.data.loader import IGNORED, Loader
-from arriero.data.order import EvalStream
-from arriero.data.pack import Packing, Source
+from arriero.data.order.loader import IGNORED, Loader
+from arriero.data.order.order import EvalStream
+from arriero.data.order.pack import Packing, Source
+from arriero.data.store.labels import attach_masks, attach_prompt_lengths
 from arriero.errors import UserError
 from arriero.model.build import build_model
 from arriero.model.presets import resolve

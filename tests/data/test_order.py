@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arriero.data.mixture import BLOCK, quotas
-from arriero.data.order import EvalStream, Stream, split_heldout
-from arriero.data.pack import Source
-from arriero.data.permutation import block_keys, key_of, permute
+from arriero.data.order.mixture import BLOCK, quotas
+from arriero.data.order.order import EvalStream, Stream, split_heldout
+from arriero.data.order.pack import Source
+from arriero.data.order.permutation import block_keys, key_of, permute
 from arriero.errors import UserError
 
 

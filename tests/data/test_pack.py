@@ -9,10 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arriero.data.bestfit import best_fit_decreasing
-from arriero.data.loader import IGNORED, Loader
-from arriero.data.order import EvalStream, Stream
-from arriero.data.pack import Packing, Source
+from arriero.data.order.bestfit import best_fit_decreasing
+from arriero.data.order.loader import IGNORED, Loader
+from arriero.data.order.order import EvalStream, Stream
+from arriero.data.order.pack import Packing, Source
 from arriero.errors import UserError
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -202,7 +202,7 @@ def test_a_plan_is_built_once_and_a_damaged_one_again(make_store, tmp_path):
 
 
 def test_large_sources_are_packed_group_by_group(make_store, tmp_path, monkeypatch):
-    monkeypatch.setattr("arriero.data.bestfit.GROUP", 7)
+    monkeypatch.setattr("arriero.data.order.bestfit.GROUP", 7)
     documents = numbered([3, 9, 1, 30, 2, 2, 5] * 9)
     store = make_store([documents[:20], documents[20:25], documents[25:]])
     stream = EvalStream([Source(store)], 16, Packing("bestfit", cache=tmp_path))

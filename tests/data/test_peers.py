@@ -6,8 +6,8 @@ from peer_python import ask_peer, peer_python
 
 from arriero.data.exchange.exporting import export_dataset
 from arriero.data.exchange.importing import Import
-from arriero.data.store import TokenStore
-from arriero.data.tokenizer import load_tokenizer
+from arriero.data.store.store import TokenStore
+from arriero.data.tokens.tokenizer import load_tokenizer
 
 READ_MEGATRON = """
 import json, sys

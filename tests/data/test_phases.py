@@ -3,11 +3,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arriero.data.ledger import difference, refuse_other_order
-from arriero.data.loader import Loader
-from arriero.data.mixture import BLOCK
-from arriero.data.order import Change, Stream
-from arriero.data.pack import Source
+from arriero.data.order.ledger import difference, refuse_other_order
+from arriero.data.order.loader import Loader
+from arriero.data.order.mixture import BLOCK
+from arriero.data.order.order import Change, Stream
+from arriero.data.order.pack import Source
 from arriero.errors import UserError
 
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

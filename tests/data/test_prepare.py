@@ -12,11 +12,11 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, processors
 
-from arriero.data import prepare as preparing
-from arriero.data.preparation import Request
-from arriero.data.prepare import Watcher, prepare
-from arriero.data.store import TokenStore
-from arriero.data.tokenizer import load_tokenizer
+from arriero.data.prepare import prepare as preparing
+from arriero.data.prepare.preparation import Request
+from arriero.data.prepare.prepare import Watcher, prepare
+from arriero.data.store.store import TokenStore
+from arriero.data.tokens.tokenizer import load_tokenizer
 from arriero.errors import UserError
 
 END = "<|end_of_text|>"
@@ -103,7 +103,7 @@ def test_checksums_hold_and_megatron_would_find_the_index(corpus, tokenizer_file
 KILLER = """
 import os, signal, sys
 from pathlib import Path
-from arriero.data import shards, shard_making, preparation, prepare as preparing
+from arriero.data.prepare import preparation, prepare as preparing, shard_making
 
 left = int(sys.argv[1])
 

@@ -4,9 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from arriero.data.preparation import Request, begin_or_resume
-from arriero.data.prepare import Watcher, prepare
-from arriero.data.store import TokenStore
+from arriero.data.prepare.preparation import Request, begin_or_resume
+from arriero.data.prepare.prepare import Watcher, prepare
+from arriero.data.store.store import TokenStore
 from slurm import needs_slurm, slurm_cluster, wait_for_job
 
 SOURCE = Path(__file__).parents[2] / "src"

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from arriero.data.division import divide
-from arriero.data.readers import BadRecords, read_piece
-from arriero.data.sources import find_inputs
+from arriero.data.prepare.division import divide
+from arriero.data.text.readers import BadRecords, read_piece
+from arriero.data.text.sources import find_inputs
 from arriero.errors import UserError
 
 TEXTS = [f"document {i} " + "é中🦙"[i % 3] * (i % 7) for i in range(300)]
@@ -232,7 +232,7 @@ def test_the_hub_is_asked_only_by_name_and_says_what_is_missing():
 
 
 def test_the_corpora_have_recipes():
-    from arriero.data.hub import recipe_for, recipes
+    from arriero.data.text.hub import recipe_for, recipes
 
     known = recipes()
     assert {"python-edu", "openwebmath", "clean-mc4-it", "mc4-cs", "bookcorpus", "zyda-2-dclm"} <= set(known)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arriero.data import store as store_module
-from arriero.data.bench_loader import write_empty_shards
-from arriero.data.columns import parse_manifest
-from arriero.data.shards import ShardWriter
-from arriero.data.store import TokenStore, manifest_text
+from arriero.data.bench.loader import write_empty_shards
+from arriero.data.store import store as store_module
+from arriero.data.store.columns import parse_manifest
+from arriero.data.store.shards import ShardWriter
+from arriero.data.store.store import TokenStore, manifest_text
 from arriero.errors import UserError
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 999), max_size=6), max_size=5)
@@ -84,7 +84,7 @@ def test_opening_a_crowd_of_shards_opens_one_file(tmp_path, python):
     code = """
 import sys
 from pathlib import Path
-from arriero.data.store import TokenStore
+from arriero.data.store.store import TokenStore
 opened = []
 sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
 store = TokenStore.open(Path(sys.argv[1]))

@@ -8,7 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from arriero.config.load import load_run
-from arriero.data.loader import IGNORED, Batch
+from arriero.data.order.loader import IGNORED, Batch
 from arriero.errors import UserError
 from arriero.model.formats.hf import load_hf
 from arriero.model.presets import expand

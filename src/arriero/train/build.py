@@ -10,13 +10,13 @@ import torch
 
 from arriero import __version__
 from arriero.config.schema import RunConfig
-from arriero.data.bestfit import Counting
-from arriero.data.ledger import refuse_changed_since
-from arriero.data.loader import Batch, Loader
-from arriero.data.order import Stream
-from arriero.data.store import TokenStore
-from arriero.data.streams import Outlook, build_streams, forecast, refuse_over_repetition
-from arriero.data.tokenizer import Tokenizer, tokenizer_of
+from arriero.data.order.bestfit import Counting
+from arriero.data.order.ledger import refuse_changed_since
+from arriero.data.order.loader import Batch, Loader
+from arriero.data.order.order import Stream
+from arriero.data.order.streams import Outlook, build_streams, forecast, refuse_over_repetition
+from arriero.data.store.store import TokenStore
+from arriero.data.tokens.tokenizer import Tokenizer, tokenizer_of
 from arriero.errors import UserError
 from arriero.model.base import LanguageModel
 from arriero.model.build import build_model

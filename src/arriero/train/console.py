@@ -19,7 +19,7 @@ from arriero.units import human_count, human_time
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from arriero.data.streams import Outlook
+    from arriero.data.order.streams import Outlook
     from arriero.train.build import Session
     from arriero.train.loop import Outcome
 

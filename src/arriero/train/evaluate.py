@@ -2,8 +2,8 @@
 
 import torch
 
-from arriero.data.loader import IGNORED, Loader
-from arriero.data.order import EvalStream
+from arriero.data.order.loader import IGNORED, Loader
+from arriero.data.order.order import EvalStream
 from arriero.train.device import Device
 from arriero.train.loss import summed_loss
 

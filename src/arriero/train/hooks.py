@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.tensorboard import SummaryWriter
 
-from arriero.data.ledger import begin_ledger, write_ledger
+from arriero.data.order.ledger import begin_ledger, write_ledger
 from arriero.events import EventLog
 from arriero.train.interrupt import Interrupted
 from arriero.train.metrics import StepMetrics

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from arriero.data.loader import IGNORED, Batch
+from arriero.data.order.loader import IGNORED, Batch
 from arriero.errors import UserError
 from arriero.train.build import Session
 from arriero.train.finish import export_model

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from arriero.data.loader import IGNORED
+from arriero.data.order.loader import IGNORED
 
 
 def summed_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 
-from arriero.data.tokenizer import Tokenizer
+from arriero.data.tokens.tokenizer import Tokenizer
 
 
 @torch.no_grad()

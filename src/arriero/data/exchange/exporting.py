@@ -8,11 +8,11 @@ import numpy as np
 
 from arriero.data.exchange import columns, raw
 from arriero.data.exchange.importing import FORMATS
-from arriero.data.index import index_problems, read_index
-from arriero.data.links import Link, place
-from arriero.data.scan import Advance, unseen
-from arriero.data.staging import staged_directory
-from arriero.data.store import TokenStore
+from arriero.data.store.index import index_problems, read_index
+from arriero.data.store.links import Link, place
+from arriero.data.store.scan import Advance, unseen
+from arriero.data.store.staging import staged_directory
+from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
 
 

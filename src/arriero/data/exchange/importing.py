@@ -11,12 +11,20 @@ import numpy as np
 from arriero.data.exchange import columns, raw
 from arriero.data.exchange.columns import EOS_KEPT, EOS_STRIPPED, ColumnFile
 from arriero.data.exchange.raw import RawFile, find_files, read_raw
-from arriero.data.links import Link, place
-from arriero.data.scan import Advance, Scan, scan_tokens, unseen
-from arriero.data.shards import DTYPES, Shard, ShardWriter, dtype_for, index_bytes, sha256_of, write_durably
-from arriero.data.staging import staged_directory
-from arriero.data.store import write_manifest
-from arriero.data.tokenizer import Tokenizer, read_definition
+from arriero.data.store.links import Link, place
+from arriero.data.store.scan import Advance, Scan, scan_tokens, unseen
+from arriero.data.store.shards import (
+    DTYPES,
+    Shard,
+    ShardWriter,
+    dtype_for,
+    index_bytes,
+    sha256_of,
+    write_durably,
+)
+from arriero.data.store.staging import staged_directory
+from arriero.data.store.store import write_manifest
+from arriero.data.tokens.tokenizer import Tokenizer, read_definition
 from arriero.errors import UserError
 
 FORMATS = (*raw.SUFFIX, *columns.SUFFIX)

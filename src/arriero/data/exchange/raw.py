@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from arriero.data.index import LONGEST_DOCUMENT, document_lengths, index_problems, read_index
-from arriero.data.shards import DTYPES, dtype_for
-from arriero.data.tokenizer import Tokenizer
+from arriero.data.store.index import LONGEST_DOCUMENT, document_lengths, index_problems, read_index
+from arriero.data.store.shards import DTYPES, dtype_for
+from arriero.data.tokens.tokenizer import Tokenizer
 from arriero.errors import UserError
 
 SUFFIX = {"megatron": ".bin", "datatrove": ".ds", "olmo": ".npy"}

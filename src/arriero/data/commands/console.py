@@ -1,0 +1,173 @@
+"""What a person sees while text is prepared."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from arriero.data.prepare.preparation import Preparation
+from arriero.data.prepare.prepare import Watcher
+from arriero.data.store.store import TokenStore
+from arriero.data.text.readers import BadRecords
+from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN
+from arriero.data.tokens.tokenizer import added_by_template
+from arriero.data.tokens.training import sample_texts, train_tokenizer
+from arriero.units import human_bytes, human_count, human_time
+
+
+class PrepareBar(Watcher):
+    """A bar with MB/s, tokens and the time left; in a log file, a line at each tenth."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+        self._progress = Progress(
+            TextColumn("[bold]tokenising"),
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f}%  {task.fields[numbers]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._status = self._console.status("looking at the inputs and checking the encoder")
+        self._read = self._tokens = self._tenth = 0
+        self._total = 1
+        self._task: TaskID | None = None
+        self._began = time.monotonic()
+
+    def planned(self, preparation: Preparation, todo: Sequence[int]) -> None:
+        self._status.stop()
+        self._console.print(_decisions(preparation, todo))
+        self._total = max(1, sum(preparation.shard_bytes(number) for number in todo))
+        self._task = self._progress.add_task("", total=self._total, numbers="")
+        self._began = time.monotonic()
+        self._progress.start()
+
+    def advanced(self, read_bytes: int, tokens: int) -> None:
+        self._read += read_bytes
+        self._tokens += tokens
+        if self._task is not None:
+            self._progress.update(self._task, completed=self._read, numbers=self._numbers())
+        tenth = 10 * self._read // self._total
+        if not self._console.is_terminal and tenth > self._tenth:
+            self._tenth = tenth
+            self._console.print(f"{10 * tenth:3d}%  {self._numbers()}")
+
+    def __enter__(self) -> "PrepareBar":
+        self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status.stop()
+        self._progress.stop()
+
+    def summary(self, store: TokenStore) -> None:
+        about = store.about
+        if self._task is None:
+            self._console.print("this dataset was finished by an earlier command")
+        table = Table.grid(padding=(0, 2))
+        per_token = f"{store.text_bytes / max(1, store.tokens):.2f} bytes a token"
+        rows = [
+            ("tokens", human_count(store.tokens), per_token),
+            ("documents", f"{store.documents:,}", f"{about['empty_documents']:,} empty ones left out"),
+            (
+                "shards",
+                f"{store.shards:,}",
+                f"{human_bytes(store.tokens * store.dtype.itemsize)} of {store.dtype}",
+            ),
+        ]
+        if about["skipped_records"]:
+            rows.append(
+                ("skipped", f"{about['skipped_records']:,} bad records", about["skipped_examples"][0])
+            )
+        rows.append(("dataset", str(store.directory), f"fingerprint {store.fingerprint[:12]}"))
+        for name, value, remark in rows:
+            table.add_row(f"[bold]{name}", escape(value), f"[dim]{escape(remark)}")
+        self._console.print(table)
+
+    def _numbers(self) -> str:
+        seconds = max(1e-9, time.monotonic() - self._began)
+        share = min(1.0, self._read / self._total)
+        left = human_time(seconds * (1 - share) / share) if share else "?"
+        rate = f"{self._read / seconds / 1e6:.1f} MB/s"
+        return f"{rate}  {human_count(self._tokens)} tokens  {left} left"
+
+
+def _decisions(preparation: Preparation, todo: Sequence[int]) -> Table:
+    separators = preparation.separators
+    marks = [
+        f"{word} {mark.token}"
+        for word, mark in (("before", separators.bos), ("after", separators.eos))
+        if mark
+    ]
+    done = len(preparation.shards) - len(todo)
+    backend = preparation.backend
+    reasons = [f"{each['name']}: {each['outcome']}" for each in backend.tried] or ["no other is faster"]
+    total = sum(each.size for each in preparation.inputs)
+    rows = [
+        ("inputs", f"{len(preparation.inputs):,} files, {human_bytes(total)}", ""),
+        ("shards", f"{len(todo):,} to make", f"{done:,} finished earlier or for others" if done else ""),
+        ("encoder", f"{backend.used} {backend.version}", "; ".join(reasons) + ", on the first MB"),
+        ("separators", ", ".join(marks) or "none", _template_note(preparation)),
+    ]
+    table = Table.grid(padding=(0, 2))
+    for name, value, remark in rows:
+        table.add_row(f"[bold]{name}", escape(value), f"[dim]{escape(remark)}")
+    return table
+
+
+def _template_note(preparation: Preparation) -> str:
+    added = added_by_template(preparation.definition)
+    return (
+        f"the tokenizer's own template ({' '.join(added)}) is not applied, so nothing doubles"
+        if added
+        else ""
+    )
+
+
+def show_submission(preparation: Preparation, tasks: int, jobs: tuple[str, str]) -> None:
+    console = Console(highlight=False)
+    console.print(
+        f"[bold]array[/]   job {jobs[0]}: {tasks} tasks, {len(preparation.unfinished())} shards to make"
+    )
+    console.print(f"[bold]finish[/]  job {jobs[1]}: runs after them, writes the manifest")
+    console.print(f"[bold]logs[/]    {preparation.work}", soft_wrap=True)
+
+
+def train_tokenizer_with_bar(
+    sources: Sequence[str],
+    column: str,
+    limit_bytes: int,
+    vocab_size: int,
+    output: Path,
+    end: str,
+    skip_bad: bool,
+    seed: int,
+) -> None:
+    console = Console(highlight=False)
+    bad = BadRecords(skip_bad)
+    taken = documents = 0
+
+    def counted(texts: Iterator[str]) -> Iterator[str]:
+        nonlocal taken, documents
+        for text in texts:
+            taken, documents = taken + len(text), documents + 1
+            if documents % 256 == 0:
+                status.update(f"learning {vocab_size:,} tokens from {human_bytes(taken)} of text")
+            yield text
+
+    with console.status(f"learning {vocab_size:,} tokens") as status:
+        texts = counted(sample_texts(sources, column, limit_bytes, bad, seed))
+        tokenizer = train_tokenizer(texts, vocab_size, output, split=LLAMA3_PATTERN, end=end)
+    console.print(
+        f"[bold]tokenizer[/]  {escape(str(output))}: {tokenizer.vocab_size:,} tokens from {documents:,} "
+        f"documents, {human_bytes(taken)}; a document ends with {escape(end)} (id {tokenizer.eos_id})",
+        soft_wrap=True,
+    )
+    if bad.count:
+        console.print(f"[bold]skipped[/]  {bad.count:,} bad records, the first: {escape(bad.examples[0])}")

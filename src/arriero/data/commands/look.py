@@ -1,0 +1,214 @@
+"""`arriero data show` and `arriero data audit`: what a run was or will be trained on, and the proof of it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, TaskID
+from rich.table import Table
+from rich.text import Text
+
+from arriero.errors import UserError
+from arriero.units import human_count
+
+if TYPE_CHECKING:
+    from arriero.config.schema import RunConfig
+    from arriero.data.order.audit import Audit
+    from arriero.data.order.loader import Batch
+    from arriero.data.order.order import Stream
+    from arriero.data.tokens.tokenizer import Tokenizer
+
+Run = Annotated[Path, typer.Argument(help="A run directory, or a run file.", show_default=False)]
+LISTED = 16
+
+
+def show(
+    run: Run,
+    step: Annotated[int, typer.Option(help="A step of the run, from 1.", min=1)] = 1,
+    sample: Annotated[int, typer.Option(help="Which sequence of the step's batch, from 0.", min=0)] = 0,
+) -> None:
+    """Print exactly what was or will be trained on at a step, decoded.
+
+    Documents are set apart by a rule. Text in double brackets is read but not learnt.
+
+    Example: arriero data show runs/demo --step 81234 --sample 3
+    """
+    from arriero.data.order.loader import Loader
+    from arriero.data.tokens.tokenizer import tokenizer_of
+
+    console = Console(highlight=False)
+    config = _config(run)
+    streams = _streams(config, console)
+    per_step = streams.batch_sequences
+    if sample >= per_step:
+        raise UserError(f"a step has {per_step} sequences, and --sample is {sample}", "count from 0")
+    first = (step - 1) * per_step
+    console.print(
+        f"step {step}: samples {first:,} to {first + per_step - 1:,}, "
+        f"{per_step} sequences of {config.data.seq_len} tokens, packing {config.data.packing}"
+    )
+    console.print(_listing(streams.train, first, per_step, sample))
+    with Loader(streams.train, 1, first + sample, documents=config.data.document_mask) as loader:
+        batch = next(loader)
+    source = int(streams.train.locate(_one(first + sample)).source[0])
+    tokenizer = tokenizer_of(streams.train.sources[source].store)
+    console.print(f"\n[bold]sample {sample}[/] of the step, {batch.real_tokens} tokens")
+    _print_sequence(console, batch, tokenizer)
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(help="The directory of a run that has trained.", show_default=False)],
+    checksums: Annotated[
+        bool, typer.Option("--checksums", help="Also hash every shard that was read; reads all of it.")
+    ] = False,
+) -> None:
+    """Prove a run's ledger: what was seen, how often, nothing twice within an epoch, nothing skipped.
+
+    Ends with exit code 1 and a sentence when it does not hold. Needs no GPU.
+
+    Example: arriero data audit runs/demo
+    """
+    from arriero.data.order.audit import Audit
+    from arriero.data.order.ledger import read_ledger
+
+    console = Console(highlight=False)
+    directory = _directory(run)
+    ledger = read_ledger(directory)
+    streams = _streams(_config(run), console)
+    proof = Audit(ledger, streams.train)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("replaying the order", total=None)
+        proof.run(lambda done, total: bar.update(task, completed=done, total=total))
+        if checksums and not proof.problems:
+            proof.problems += _changed_files(streams.train, bar)
+    if proof.problems:
+        for problem in proof.problems:
+            console.print(f"[bold red]does not hold:[/] {escape(problem)}", soft_wrap=True)
+        raise typer.Exit(1)
+    _print_proof(console, proof)
+
+
+def _print_proof(console: Console, proof: "Audit") -> None:
+    ledger, stream = proof.ledger, proof.stream
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("source", "samples seen", "of", "epochs", "each sample was seen"):
+        table.add_column(heading, justify="left" if heading == "source" else "right", overflow="fold")
+    for source, cut, drawn in zip(stream.sources, stream.cuts, stream.drawn(ledger.samples), strict=True):
+        whole, rest = divmod(int(drawn), cut.count)
+        times = f"{whole} or {whole + 1} times" if rest else f"{whole} times"
+        table.add_row(escape(source.name), f"{drawn:,}", f"{cut.count:,}", f"{drawn / cut.count:.4g}", times)
+    console.print(table)
+    steps = ledger.samples // ledger.batch_sequences
+    console.print(
+        f"holds: {ledger.samples:,} samples in {steps:,} steps, "
+        f"{human_count(ledger.samples * stream.seq_len)} slots; none twice within an epoch, none skipped; "
+        "the datasets are the ones the run began with",
+        soft_wrap=True,
+    )
+    if proof.discarded:
+        console.print(
+            f"{proof.discarded:,} samples were read again after restarts, by weights from before them",
+            soft_wrap=True,
+        )
+
+
+def _changed_files(stream: "Stream", bar: Progress) -> list[str]:
+    """Files whose bytes are not those of the dataset's checksums."""
+    import hashlib
+
+    from arriero.data.store.store import CHECKSUMS
+
+    problems = []
+    for source in stream.sources:
+        directory = source.store.directory
+        lines = (directory / CHECKSUMS).read_text().splitlines()
+        for line in bar.track(lines, description=f"hashing {directory}"):
+            digest, name = line.split("  ", 1)
+            with (directory / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != digest:
+                problems.append(f"{directory / name} has changed since it was prepared (sha256 {found[:12]})")
+    return problems
+
+
+def _listing(stream: "Stream", first: int, per_step: int, chosen: int) -> Table:
+    import numpy as np
+
+    begin = max(0, min(chosen - LISTED // 2, per_step - LISTED))
+    samples = np.arange(first + begin, first + min(per_step, begin + LISTED))
+    located = stream.locate(samples)
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("", "sample", "source", "epoch", "number in the epoch"):
+        table.add_column(heading, justify="left" if heading == "source" else "right", overflow="fold")
+    for k, (source, epoch, index) in enumerate(zip(*located, strict=True), begin):
+        mark = ">" if k == chosen else ""
+        name = escape(stream.sources[source].name)
+        table.add_row(mark, str(k), name, str(epoch + 1), f"{index:,} of {stream.counts[source]:,}")
+    if per_step > LISTED:
+        table.caption = f"{len(samples)} of {per_step}"
+    return table
+
+
+def _print_sequence(console: Console, batch: "Batch", tokenizer: "Tokenizer") -> None:
+    """A token is learnt where it is the label of the token before it."""
+    from arriero.data.order.loader import IGNORED
+
+    tokens, labels = batch.tokens_BT[0].tolist(), batch.labels_BT[0].tolist()
+    documents = batch.documents_BT[0].tolist() if batch.documents_BT is not None else [0] * len(tokens)
+    learnt = [False] + [label != IGNORED for label in labels]
+    ends = batch.real_tokens
+    begin = 0
+    for end in range(1, ends + 1):
+        changed = end < ends and documents[end] != documents[begin]
+        ended = tokens[end - 1] == tokenizer.eos_id
+        if end < ends and not changed and not ended and learnt[end] == learnt[begin]:
+            continue
+        text = tokenizer.decode(tokens[begin:end])
+        console.print(Text(text) if learnt[begin] else Text(f"⟦{text}⟧", style="dim"), end="", soft_wrap=True)
+        if end < ends and (changed or ended):
+            console.print(f"\n[cyan]-- token {end}: next document --[/]")
+        begin = end
+    if labels[ends - 1] != IGNORED:
+        last = tokenizer.decode(labels[ends - 1 : ends])
+        console.print(Text(f"\n(last label: {last!r})", style="dim"), soft_wrap=True)
+    console.print()
+
+
+def _one(sample: int):
+    import numpy as np
+
+    return np.array([sample])
+
+
+def _directory(run: Path) -> Path:
+    if not run.exists() and not run.is_absolute() and (Path("runs") / run).is_dir():
+        return Path("runs") / run
+    return run
+
+
+def _config(run: Path) -> "RunConfig":
+    from arriero.config.load import config_from_toml, load_run
+    from arriero.model.presets import expand
+
+    directory = _directory(run)
+    if directory.is_dir():
+        if not (directory / "run.toml").exists():
+            raise UserError(f"{directory} holds no run.toml", "give the directory of a run")
+        return config_from_toml(directory / "run.toml")
+    return load_run(directory, [], expand).config
+
+
+def _streams(config: "RunConfig", console: Console):
+    from arriero.data.order.streams import build_streams
+
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def draw(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done)
+
+        return build_streams(config, draw)

@@ -1,0 +1,167 @@
+"""The verbs of `arriero data`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from arriero.errors import UserError
+
+if TYPE_CHECKING:
+    from arriero.data.prepare.preparation import Request
+    from arriero.data.prepare.slurm import Cluster
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE...",
+        help="Files, folders or patterns (JSONL, .gz, .zst, Parquet, save_to_disk, text), "
+        "builtin:stdlib, builtin:synthetic[:SIZE] or hf://NAME.",
+        show_default=False,
+    ),
+]
+Column = Annotated[
+    str | None, typer.Option("--column", help="The column that holds the text.", show_default="text")
+]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out records that cannot be read; count them.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the shuffle.")]
+
+
+def prepare(
+    sources: Sources,
+    directory: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="The dataset to write.")],
+    tokenizer: Annotated[
+        Path, typer.Option("--tokenizer", help="tokenizer.json, a Llama tokenizer.model, or their folder.")
+    ],
+    column: Column = None,
+    bos: Annotated[str, typer.Option(help="Before each document: none, auto or a token.")] = "none",
+    eos: Annotated[str, typer.Option(help="After each document: auto, none or a token.")] = "auto",
+    literal_eos: Annotated[
+        bool, typer.Option("--literal-eos", help="Texts may end with the end token spelled out.")
+    ] = False,
+    skip_bad: SkipBad = False,
+    shard_size: Annotated[str, typer.Option(help="Text that goes into a shard.")] = "1GB",
+    seed: Seed = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Spread over a Slurm array.")] = False,
+    tasks: Annotated[int, typer.Option(min=1, help="Slurm: size of the array.")] = 16,
+    partition: Annotated[str | None, typer.Option(help="Slurm: partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm: account.")] = None,
+    time: Annotated[str, typer.Option(help="Slurm: time limit of each job.")] = "04:00:00",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Slurm: print the scripts, submit nothing.")
+    ] = False,
+    part: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Turn text into token shards that training reads. Killed? The same command goes on where it was.
+
+    Example: arriero data prepare corpus/*.jsonl.zst -o data/corpus --tokenizer tokenizer.json --workers 8
+    """
+    from arriero.data.prepare.preparation import Request
+    from arriero.data.prepare.slurm import Cluster
+    from arriero.data.text.hub import stay_offline
+    from arriero.data.text.sources import HUB
+    from arriero.units import parse_bytes
+
+    if not any(source.startswith(HUB) for source in sources):
+        stay_offline()
+    try:
+        shard_bytes = parse_bytes(shard_size)
+    except ValueError as error:
+        raise UserError(f"--shard-size: {error}") from None
+    request = Request(
+        tuple(sources), directory, tokenizer, column, bos, eos, seed, shard_bytes, skip_bad, literal_eos
+    )
+    if slurm:
+        _prepare_on_slurm(request, Cluster(partition, account, time, tasks, workers), dry_run)
+    elif part is not None:
+        _prepare_part(request, part, workers)
+    else:
+        _prepare_here(request, workers)
+
+
+def train_tokenizer(
+    sources: Sources,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="The tokenizer.json to write.")
+    ],
+    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 32000,
+    column: Column = None,
+    skip_bad: SkipBad = False,
+    end: Annotated[str, typer.Option(help="The token that will end a document.")] = "<|end_of_text|>",
+    sample: Annotated[
+        str, typer.Option(help="Text to learn from, taken from all over the sources.")
+    ] = "200MB",
+    seed: Seed = 1,
+) -> None:
+    """Learn a byte-level BPE tokenizer with Llama 3's word pattern from the same sources as prepare.
+
+    Example: arriero data train-tokenizer corpus/*.jsonl -o tokenizer.json --vocab-size 32000
+    """
+    from arriero.data.commands.console import train_tokenizer_with_bar
+    from arriero.data.text.hub import stay_offline
+    from arriero.data.text.sources import HUB
+    from arriero.units import parse_bytes
+
+    if not any(source.startswith(HUB) for source in sources):
+        stay_offline()
+    try:
+        limit = parse_bytes(sample)
+    except ValueError as error:
+        raise UserError(f"--sample: {error}") from None
+    train_tokenizer_with_bar(sources, column or "text", limit, vocab_size, output, end, skip_bad, seed)
+
+
+def _prepare_here(request: "Request", workers: int) -> None:
+    from arriero.data.commands.console import PrepareBar
+    from arriero.data.prepare.prepare import prepare as run
+
+    with PrepareBar() as bar:
+        store = run(request, workers, bar)
+    bar.summary(store)
+
+
+def _prepare_part(request: "Request", part: str, workers: int) -> None:
+    from arriero.data.commands.console import PrepareBar
+    from arriero.data.prepare.preparation import load_preparation
+    from arriero.data.prepare.prepare import make_shards, part_of, read_part
+
+    which = read_part(part)
+    preparation = load_preparation(request)
+    with PrepareBar() as bar:
+        make_shards(preparation, part_of(preparation, which), workers, bar)
+
+
+def _prepare_on_slurm(request: "Request", cluster: "Cluster", dry_run: bool) -> None:
+    from arriero.data.commands.console import show_submission
+    from arriero.data.prepare.preparation import draft
+    from arriero.data.prepare.prepare import plan
+    from arriero.data.prepare.slurm import array_script, finish_script, submit
+
+    preparation = draft(request) if dry_run else plan(request)
+    tasks = max(1, min(cluster.tasks, len(preparation.unfinished())))
+    command = [sys.executable, "-m", "arriero", *same_command(request)]
+    array = array_script(command, cluster, tasks, preparation.work)
+    finish = finish_script(command, cluster, preparation.work)
+    if dry_run:
+        typer.echo(f"{array}\n{finish}", nl=False)
+        return
+    paths = [preparation.work / name for name in ("array.sh", "finish.sh")]
+    for path, script in zip(paths, (array, finish), strict=True):
+        path.write_text(script)
+    show_submission(preparation, tasks, submit(*paths))
+
+
+def same_command(request: "Request") -> list[str]:
+    """The command line that asks for this, with paths that hold in any working directory."""
+    from arriero.data.text.sources import absolute
+
+    words = ["data", "prepare", *(absolute(source) for source in request.sources)]
+    words += ["-o", str(request.directory.absolute()), "--tokenizer", str(request.tokenizer.absolute())]
+    words += ["--column", request.text_column, "--bos", request.bos, "--eos", request.eos]
+    words += ["--seed", str(request.seed), "--shard-size", f"{request.shard_bytes}B"]
+    words += ["--skip-bad"] if request.skip_bad else []
+    return words + (["--literal-eos"] if request.literal_eos else [])

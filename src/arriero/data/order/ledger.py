@@ -1,0 +1,149 @@
+"""What data a run has consumed, in `ledger.json`. `data/audit.py` proves it.
+
+Each process that trains appends one stretch of samples with a checksum over what its loader really handed
+out. A stretch that begins before the one before it ended took back what lay beyond: those samples were read
+by weights that a restart threw away.
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from arriero.data.order.order import Located, Stream, fingerprint_of
+from arriero.data.order.permutation import block_keys
+from arriero.data.store.shards import write_durably
+from arriero.errors import UserError
+
+VERSION = 1
+LEDGER = "ledger.json"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Samples [first, end) as one process read them. The checksum does not depend on their order."""
+
+    first: int
+    end: int
+    checksum: int
+    real_tokens: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    batch_sequences: int
+    order: dict[str, Any]
+    names: list[str]
+    stretches: list[Stretch]
+
+    @property
+    def samples(self) -> int:
+        return self.stretches[-1].end if self.stretches else 0
+
+    def with_stretch(self, stretch: Stretch) -> "Ledger":
+        return replace(self, stretches=[*self.stretches, stretch])
+
+
+def checksum(samples: np.ndarray, located: Located) -> int:
+    """Sums over samples add up, so ranks and processes may each sum their own."""
+    mixed = samples.astype(np.uint64)
+    for column in located:
+        mixed = block_keys(0, mixed) ^ column.astype(np.uint64)
+    return int(block_keys(0, mixed).sum(dtype=np.uint64)) if len(mixed) else 0
+
+
+def write_ledger(directory: Path, stream: Stream, ledger: Ledger) -> None:
+    drawn = stream.drawn(ledger.samples)
+    content = {
+        "version": VERSION,
+        "samples": ledger.samples,
+        "batch_sequences": ledger.batch_sequences,
+        "fingerprint": fingerprint_of(ledger.order),
+        "order": ledger.order,
+        "sources": [
+            {"name": name, **_share(stream, i, int(drawn[i]))} for i, name in enumerate(ledger.names)
+        ],
+        "stretches": [{**asdict(s), "checksum": f"{s.checksum:016x}"} for s in ledger.stretches],
+    }
+    write_durably(directory / LEDGER, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def _share(stream: Stream, source: int, drawn: int) -> dict[str, Any]:
+    cut = stream.cuts[source]
+    return {
+        "samples": drawn,
+        "samples_per_epoch": cut.count,
+        "epochs": round(drawn / cut.count, 6),
+        "tokens": round(drawn * cut.tokens / cut.count),
+    }
+
+
+def read_ledger(directory: Path) -> Ledger:
+    path = directory / LEDGER
+    try:
+        content = json.loads(path.read_bytes())
+        stretches = [Stretch(**{**s, "checksum": int(s["checksum"], 16)}) for s in content["stretches"]]
+        names = [source["name"] for source in content["sources"]]
+        return Ledger(content["batch_sequences"], content["order"], names, stretches)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path} does not exist", "give the directory of a run that has trained") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", "restore it") from None
+
+
+def begin_ledger(directory: Path, stream: Stream, batch_sequences: int) -> Ledger:
+    """The ledger of this run directory, to be continued; a new one where there is none."""
+    names = [source.name for source in stream.sources]
+    fresh = Ledger(batch_sequences, stream.identity, names, [])
+    if not (directory / LEDGER).exists():
+        return fresh
+    return replace(fresh, stretches=read_ledger(directory).stretches)
+
+
+def refuse_changed_since(directory: Path, stream: Stream) -> None:
+    """A run goes on only with the data it began with; what lies beyond its last sample may be new."""
+    if not (directory / LEDGER).exists():
+        return
+    ledger = read_ledger(directory)
+    if problem := difference(ledger.order, ledger.names, stream, ledger.samples):
+        raise UserError(problem, "restore the data it began with, or choose another run.name")
+
+
+def refuse_other_order(state: dict[str, Any], stream: Stream, what: str) -> None:
+    """`state` is a loader's: its samples must be the ones this stream gives."""
+    expected = fingerprint_of(stream.identity_until(int(state["sample"])))
+    if state["fingerprint"] != expected:
+        raise UserError(
+            f"{what} was trained on other data or in another order "
+            f"(fingerprint {str(state['fingerprint'])[:12]}, now {expected[:12]})",
+            "restore its datasets, seed, data.seq_len and mixture",
+        )
+
+
+def difference(saved: dict[str, Any], names: list[str], stream: Stream, samples: int) -> str | None:
+    """What no longer gives the first `samples` samples, in words."""
+    now = stream.identity_until(samples)
+    kept = _until(saved, samples)
+    if kept == now:
+        return None
+    for name, old, new in zip(names, kept["sources"], now["sources"], strict=False):
+        if old["dataset"] != new["dataset"]:
+            prints = f"fingerprint {old['dataset'][:12]}, now {new['dataset'][:12]}"
+            return f"{name} has changed since the run began ({prints})"
+        if old != new:
+            return f"the part of {name} that is trained on has changed since the run began"
+    changed = [key for key in now.keys() | kept.keys() if now.get(key) != kept.get(key)]
+    return f"the order of samples has changed since the run began ({', '.join(sorted(changed))})"
+
+
+def _until(identity: dict[str, Any], samples: int) -> dict[str, Any]:
+    """An identity without the phases that begin at `samples` or later, and without their sources."""
+    later = [phase for phase in identity.get("later", []) if phase[0] < max(samples, 1)]
+    mixtures = [identity["quotas"], *(quotas for _, quotas in later)]
+    used = 1 + max(i for quotas in mixtures for i, quota in enumerate(quotas) if quota)
+    kept = {**identity, "quotas": identity["quotas"][:used], "sources": identity["sources"][:used]}
+    kept.pop("later", None)
+    return {**kept, "later": [[g, quotas[:used]] for g, quotas in later]} if later else kept

@@ -1,0 +1,168 @@
+"""Batches for one rank, read ahead by one thread. The whole state is one integer and a fingerprint."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from arriero.data.order.ledger import Stretch, checksum
+from arriero.data.order.order import EvalStream, Stream, fingerprint_of
+from arriero.data.order.rows import IGNORED, Rows
+from arriero.errors import UserError
+
+__all__ = ["IGNORED", "Batch", "Loader"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's sequences of a global batch. Positions count from a document's first token in the row."""
+
+    first_sample: int
+    tokens_BT: torch.Tensor
+    labels_BT: torch.Tensor
+    positions_BT: torch.Tensor | None = None
+    documents_BT: torch.Tensor | None = None
+    real_tokens: int = 0
+    checksum: int = 0
+
+    def split(self, sequences: int) -> "Iterator[Batch]":
+        """Parts of at most so many sequences, in order."""
+        for begin in range(0, len(self.tokens_BT), sequences):
+            rows = slice(begin, begin + sequences)
+            yield self._map(lambda tensor, rows=rows: tensor[rows])
+
+    def to(self, device: torch.device) -> "Batch":
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        positions, documents = (
+            None if t is None else change(t) for t in (self.positions_BT, self.documents_BT)
+        )
+        return replace(
+            self,
+            tokens_BT=change(self.tokens_BT),
+            labels_BT=change(self.labels_BT),
+            positions_BT=positions,
+            documents_BT=documents,
+        )
+
+
+class Loader:
+    """Global batches of `batch_sequences` from `start_sample` on, cut into one consecutive part per rank.
+
+    A finite stream ends with a batch filled up with ignored labels, so all ranks see equally many batches.
+    """
+
+    def __init__(
+        self,
+        stream: Stream | EvalStream,
+        batch_sequences: int,
+        start_sample: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
+        prefetch: int = 2,
+        pin: bool = False,
+        documents: bool = False,
+    ) -> None:
+        if batch_sequences < 1 or batch_sequences % ranks:
+            raise UserError(
+                f"a batch of {batch_sequences} sequences does not divide over {ranks} data-parallel ranks",
+                f"make it a multiple of {ranks}",
+            )
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} of {ranks}")
+        self._stream = stream
+        self._batch_sequences = batch_sequences
+        self._local = batch_sequences // ranks
+        self._rank = rank
+        self._pin = pin
+        self._first = self._consumed = start_sample
+        self._checksum = 0
+        self._real_tokens = self._slots = 0
+        self._rows = Rows(stream, documents)
+        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=max(1, prefetch))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._produce, args=(start_sample,), name="data", daemon=True)
+        self._thread.start()
+
+    def state(self) -> dict[str, int | str]:
+        """What was handed out, not what was read ahead."""
+        until = self._stream.identity_until(self._consumed)
+        return {"sample": self._consumed, "fingerprint": fingerprint_of(until)}
+
+    def read(self) -> Stretch:
+        """What this loader has handed out since it was made, for the ledger."""
+        return Stretch(self._first, self._consumed, self._checksum, self._real_tokens, self._slots)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._stop.is_set():
+            raise StopIteration
+        item = self._ready.get()
+        if isinstance(item, Batch):
+            self._consumed = item.first_sample + self._batch_sequences
+            self._checksum = (self._checksum + item.checksum) % 2**64
+            self._real_tokens += item.real_tokens
+            self._slots += item.tokens_BT.numel()
+            return item
+        self.close()
+        if item is None:
+            raise StopIteration
+        raise item
+
+    def close(self) -> None:
+        self._stop.set()
+        while not self._ready.empty():
+            self._ready.get_nowait()
+        self._thread.join()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _produce(self, sample: int) -> None:
+        try:
+            while not self._stop.is_set():
+                if self._stream.samples is not None and sample >= self._stream.samples:
+                    self._ready.put(None)
+                    return
+                self._ready.put(self._make(sample))
+                sample += self._batch_sequences
+        except BaseException as error:
+            self._ready.put(error)
+
+    def _make(self, first_sample: int) -> Batch:
+        begin = first_sample + self._rank * self._local
+        end = begin + self._local
+        if self._stream.samples is not None:
+            end = max(begin, min(end, self._stream.samples))
+        samples = np.arange(begin, end)
+        located = self._stream.locate(samples)
+        shape = (self._local, self._rows.width(located))
+        tokens_BT, labels_BT = self._empty(shape), self._empty(shape)
+        real, begins = self._rows.fill(located, tokens_BT.numpy(), labels_BT.numpy())
+        marks = ()
+        if self._rows.marks_documents:
+            marks = self._empty(shape, torch.int32), self._empty(shape, torch.int32)
+            self._rows.mark(begins, *(tensor.numpy() for tensor in marks))
+        return Batch(
+            first_sample,
+            tokens_BT,
+            labels_BT,
+            *marks,
+            real_tokens=real,
+            checksum=checksum(samples, located),
+        )
+
+    def _empty(self, shape: tuple[int, int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self._pin)

@@ -1,0 +1,146 @@
+"""How a source is cut into samples. Each packing numbers the samples of one epoch from 0.
+
+`concat`: windows over the token stream. A source of N tokens gives (N - 1) // seq_len windows. Window w takes
+seq_len tokens from w * seq_len on, and its labels are the same tokens one further, so neighbours share one
+token: the last label of one is the first input of the next. In one epoch every token of the source is
+predicted exactly once, except its first and the `unused` ones at its end that do not fill a window.
+
+`bestfit`: rows of whole documents, filled by best fit. `none`: one document a row, padded to the longest of
+its batch. In both a document longer than a row is split, truncated or dropped; what that costs is counted.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from arriero.data.order.bestfit import Counting, Plan, open_plan
+from arriero.data.store.store import TokenStore
+from arriero.errors import UserError
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tokens [span.start, span.stop) of a prepared dataset; the whole of it unless a span is given."""
+
+    store: TokenStore
+    span: range | None = None
+    weight: float = 1.0
+    prompt: tuple[int, ...] = ()
+    max_epochs: float | None = None
+
+    @property
+    def tokens(self) -> range:
+        return range(self.store.tokens) if self.span is None else self.span
+
+    @property
+    def name(self) -> str:
+        return str(self.store.directory)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        identity = {"dataset": self.store.fingerprint, "start": self.tokens.start, "stop": self.tokens.stop}
+        return {**identity, "prompt": list(self.prompt)} if self.prompt else identity
+
+
+class Samples(Protocol):
+    """One epoch of a source, cut into samples. `slots` is what its rows offer, `tokens` what they hold."""
+
+    count: int
+    tokens: int
+    slots: int
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a person should know about how the source was cut."""
+        ...
+
+
+class Windows:
+    def __init__(self, source: Source, seq_len: int) -> None:
+        span = source.tokens
+        if source.prompt:
+            raise UserError(
+                f"{source.name} has a prompt, but packing 'concat' cuts documents anywhere",
+                "set data.packing to 'bestfit' or 'none'",
+            )
+        if len(span) < seq_len + 1:
+            raise UserError(
+                f"{source.name} gives {len(span)} tokens, one sequence of {seq_len} needs {seq_len + 1}",
+                "use a shorter sequence, a smaller held-out part or more text",
+            )
+        self._first, self._seq_len = span.start, seq_len
+        self.count = (len(span) - 1) // seq_len
+        self.tokens = self.slots = self.count * seq_len
+        self.unused = len(span) - 1 - self.count * seq_len
+
+    def start(self, sample: int) -> int:
+        return self._first + sample * self._seq_len
+
+    @property
+    def remarks(self) -> list[str]:
+        return []
+
+
+class PlannedRows:
+    """Rows that a plan file lists piece by piece."""
+
+    def __init__(self, source: Source, seq_len: int, plan: Plan, packing: "Packing") -> None:
+        if plan.rows == 0:
+            raise UserError(
+                f"{source.name} gives no sample of at most {seq_len} tokens",
+                "use a longer sequence, set data.long_docs = 'split', or remove the source",
+            )
+        self._plan, self._packing = plan, packing
+        self.count = plan.rows
+        self.tokens: int = plan.counts["tokens"]
+        self.slots = plan.rows * seq_len
+
+    def pieces(self, sample: int) -> np.ndarray:
+        begin, end = self._plan.offsets[sample : sample + 2].tolist()
+        return self._plan.pieces[begin:end]
+
+    @property
+    def remarks(self) -> list[str]:
+        counts = self._plan.counts
+        long, lost = counts.get("long_documents", 0), counts.get("lost_tokens", 0)
+        if not long:
+            return []
+        done = {"split": "split", "truncate": "truncated", "drop": "dropped"}[self._packing.long_docs]
+        cost = f", {lost:,} tokens not trained on" if lost else ""
+        return [f"{long:,} of {counts['documents']:,} documents are longer than a row: {done}{cost}"]
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How to cut every source of a stream. `cache` is where plans are kept."""
+
+    kind: str = "concat"
+    long_docs: str = "split"
+    cache: Path = Path("data")
+    progress: Counting = field(default=_silent, compare=False)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Nothing for `concat`, whose fingerprints are older than the other packings."""
+        return {} if self.kind == "concat" else {"packing": self.kind, "long_docs": self.long_docs}
+
+    def cut(self, source: Source, seq_len: int) -> Windows | PlannedRows:
+        if self.kind == "concat":
+            return Windows(source, seq_len)
+        if len(source.prompt) >= seq_len:
+            raise UserError(
+                f"the prompt of {source.name} has {len(source.prompt)} tokens, a sequence only {seq_len}",
+                "shorten the prompt or lengthen data.seq_len",
+            )
+        request = {**self.identity, "seq_len": seq_len, "prompt": len(source.prompt)}
+        plan = open_plan(self.cache, source.store, source.tokens, request, self.progress)
+        return PlannedRows(source, seq_len, plan, self)
+
+
+CONCAT = Packing()

@@ -1,0 +1,129 @@
+"""From a run file to its streams of samples, and a forecast of how often each source will be read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from arriero.config.schema import RunConfig, SourceSection
+from arriero.data.order.bestfit import Counting
+from arriero.data.order.mixture import BLOCK
+from arriero.data.order.order import Change, EvalStream, Stream, split_heldout
+from arriero.data.order.pack import Packing, Source
+from arriero.data.prepare.builtin import prepare_builtin
+from arriero.data.store.store import TokenStore
+from arriero.data.tokens.tokenizer import tokenizer_of
+from arriero.errors import UserError
+
+
+@dataclass(frozen=True)
+class Streams:
+    train: Stream
+    heldout: EvalStream | None
+    stores: Sequence[TokenStore]
+    batch_sequences: int
+
+
+def build_streams(config: RunConfig, progress: Counting) -> Streams:
+    """Opens the datasets, preparing built-in ones that are not there yet, and plans their packing."""
+    data, tokens_per_step = config.data, config.train.batch.amount
+    sequences = tokens_per_step // data.seq_len
+    sections = [*data.sources, *(source for phase in data.phases for source in phase.sources)]
+    opened = {s.path: _open(s.path, Path(data.cache), progress) for s in sections}
+    heldout = config.eval.heldout.amount if config.eval.heldout else 0
+    spans = {path: split_heldout(store, heldout) for path, store in opened.items()}
+    packing = Packing(data.packing, data.long_docs, Path(data.cache), progress)
+
+    def source(section: SourceSection, part: int) -> Source:
+        store = opened[section.path]
+        prompt = _prompt(section, store)
+        return Source(store, spans[section.path][part], section.weight, prompt, section.max_epochs)
+
+    changes = [
+        Change(
+            -(-phase.at.in_tokens(tokens_per_step) // tokens_per_step) * sequences,
+            [source(section, 0) for section in phase.sources],
+        )
+        for phase in data.phases
+    ]
+    train = [source(section, 0) for section in data.sources]
+    stream = Stream(train, data.seq_len, config.run.seed, packing, changes)
+    held = {section.path: source(section, 1) for section in reversed(sections)}
+    ordered = [held[path] for path in opened]
+    evaluation = EvalStream(ordered, data.seq_len, packing) if heldout else None
+    return Streams(stream, evaluation, list(opened.values()), sequences)
+
+
+def refuse_over_repetition(streams: Streams, steps: int | None) -> None:
+    """A run that would read a source more often than its max_epochs allows ends before it begins."""
+    if steps is None:
+        return
+    beyond = streams.train.first_beyond_cap(steps * streams.batch_sequences)
+    if beyond is not None:
+        sample, number = beyond
+        source = streams.train.sources[number]
+        raise UserError(
+            f"{source.name} would be read more than {source.max_epochs:g} times, its max_epochs, from step "
+            f"{sample // streams.batch_sequences + 1} of {steps} on",
+            "raise its max_epochs, lower its weight, add a phase without it, or shorten train.horizon",
+        )
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """How a source fares over a run. `epochs` is None when the end of the run is not known."""
+
+    name: str
+    share: float
+    tokens_per_epoch: int
+    utilisation: float
+    epochs: float | None
+    first_repeat: int | None
+    remarks: Sequence[str]
+
+
+def forecast(streams: Streams, steps: int | None) -> list[Outlook]:
+    """For each source: its share of the first phase's tokens, and when it begins again."""
+    stream, per_step = streams.train, streams.batch_sequences
+    ever = steps * per_step if steps else BLOCK * 2**32
+    drawn = stream.drawn(ever)
+    means = np.array([cut.tokens / cut.count for cut in stream.cuts])
+    tokens = [np.array(phase.quotas) * means for phase in stream.phases]
+    shares = [each / each.sum() for each in tokens]
+    later = [phase.first_sample // per_step + 1 for phase in stream.phases[1:]]
+    outlooks = []
+    for i, (source, cut) in enumerate(zip(stream.sources, stream.cuts, strict=True)):
+        repeat = stream.sample_of_draw(i, cut.count, ever)
+        outlooks.append(
+            Outlook(
+                name=source.name,
+                share=float(shares[0][i]),
+                tokens_per_epoch=cut.tokens,
+                utilisation=cut.tokens / cut.slots,
+                epochs=float(drawn[i] / cut.count) if steps else None,
+                first_repeat=None if repeat is None else repeat // per_step + 1,
+                remarks=[
+                    *cut.remarks,
+                    *(
+                        f"{share[i]:.1%} from step {step:,} on"
+                        for step, share in zip(later, shares[1:], strict=True)
+                    ),
+                ],
+            )
+        )
+    return outlooks
+
+
+def _open(path: str, cache: Path, progress: Counting) -> TokenStore:
+    builtin = path.startswith("builtin:")
+    return TokenStore.open(prepare_builtin(path, cache, progress) if builtin else Path(path))
+
+
+def _prompt(section: SourceSection, store: TokenStore) -> tuple[int, ...]:
+    if section.prompt is None:
+        return ()
+    ids = tokenizer_of(store).encode(section.prompt)
+    if not ids:
+        raise UserError(f"the prompt of {section.path} is empty", "give it a text, or remove it")
+    return tuple(ids)

@@ -1,0 +1,141 @@
+"""The built-in datasets: made once, without being asked where or how, and kept in a cache."""
+
+import platform
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from arriero.data.store.shards import Shard, ShardWriter, dtype_for, sync_directory
+from arriero.data.store.store import TokenStore, write_manifest
+from arriero.data.text.sources import STDLIB, SYNTHETIC, Document, stdlib_documents
+from arriero.data.text.synthetic import DEFAULT_BYTES, markov_text
+from arriero.data.tokens.tokenizer import Tokenizer
+from arriero.data.tokens.training import train_tokenizer
+from arriero.errors import UserError
+
+
+def synthetic_documents() -> list[Document]:
+    text = markov_text()
+    count = round(DEFAULT_BYTES / text.document_bytes)
+    return [Document(str(number), text.document(number)) for number in range(count)]
+
+
+BUILTINS = {STDLIB: stdlib_documents, SYNTHETIC: synthetic_documents}
+VOCAB_SIZE = 4096
+TRAINING_CHARS = 4_000_000
+SHUFFLE_SEED = 1
+DOCUMENTS_PER_CALL = 32
+ABANDONED_S = 3600
+
+
+class Progress(Protocol):
+    """Called with a stage in words and how much of it is done; the caller draws it."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None: ...
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    pass
+
+
+def prepare_builtin(name: str, cache_dir: Path, progress: Progress = silent) -> Path:
+    """The directory of the prepared dataset, made now unless it is there already."""
+    if name not in BUILTINS:
+        raise UserError(f"'{name}' is not a built-in dataset", f"choose one of {', '.join(BUILTINS)}")
+    python = ".".join(platform.python_version_tuple()[:2])
+    target = Path(cache_dir) / f"{name.removeprefix('builtin:')}-py{python}-v{VOCAB_SIZE}"
+    if _usable(target):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(target)
+    making = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".making", dir=target.parent))
+    try:
+        progress("reading", 0, 1)
+        documents = BUILTINS[name]()
+        progress("reading", 1, 1)
+        about = {"source": name, "python": platform.python_version(), "shuffle_seed": SHUFFLE_SEED}
+        _write_dataset(making, documents, about, progress)
+        _put_in_place(making, target)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return target
+
+
+def _write_dataset(
+    directory: Path, documents: Sequence[Document], about: dict[str, Any], progress: Progress
+) -> None:
+    documents = random.Random(SHUFFLE_SEED).sample(documents, len(documents))
+    progress("training the tokenizer", 0, 1)
+    tokenizer = train_tokenizer(_beginning(documents), VOCAB_SIZE, directory / "tokenizer.json")
+    progress("training the tokenizer", 1, 1)
+    shard = _write_shard(directory, "00000", documents, tokenizer, progress)
+    write_manifest(
+        directory,
+        [shard],
+        tokenizer="tokenizer.json",
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        dtype=dtype_for(tokenizer.vocab_size),
+        about=about,
+    )
+
+
+def _write_shard(
+    directory: Path, name: str, documents: Sequence[Document], tokenizer: Tokenizer, progress: Progress
+) -> Shard:
+    with ShardWriter(directory, name, tokenizer.vocab_size) as writer:
+        for begin in range(0, len(documents), DOCUMENTS_PER_CALL):
+            progress("tokenising", begin, len(documents))
+            texts = [document.text for document in documents[begin : begin + DOCUMENTS_PER_CALL]]
+            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+                writer.add(np.array([*ids, tokenizer.eos_id]), text_bytes=len(text.encode()))
+        progress("tokenising", len(documents), len(documents))
+        return writer.close()
+
+
+def _beginning(documents: Sequence[Document]) -> list[str]:
+    texts, chars = [], 0
+    for document in documents:
+        if chars >= TRAINING_CHARS:
+            break
+        texts.append(document.text)
+        chars += len(document.text)
+    return texts
+
+
+def _usable(directory: Path) -> bool:
+    try:
+        store = TokenStore.open(directory)
+        store.document_starts(0, store.tokens)
+        return store.tokens > 0 and store.tokenizer_path.is_file()
+    except UserError:
+        return False
+
+
+def _put_in_place(making: Path, target: Path) -> None:
+    if target.exists() and not _usable(target):
+        damaged = making.with_suffix(".damaged.making")
+        target.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+    try:
+        making.chmod(0o755)
+        making.rename(target)
+    except OSError:
+        if not _usable(target):
+            raise
+    sync_directory(target.parent)
+
+
+def _sweep(target: Path) -> None:
+    for left in target.parent.glob(f".{target.name}.*.making"):
+        try:
+            if time.time() - left.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
+        except FileNotFoundError:
+            continue

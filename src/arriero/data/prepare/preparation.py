@@ -1,0 +1,206 @@
+"""A prepare on its way: what was decided, written down so that any process can go on from there.
+
+`DIR/.prepare/plan.json` is written before any shard; `DIR/.prepare/NNNNN.json` says that a shard is finished.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from arriero.data.prepare.division import Piece, divide
+from arriero.data.store.shards import write_durably
+from arriero.data.text.readers import BadRecords, read_piece
+from arriero.data.text.sources import HUB, Input, find_inputs
+from arriero.data.tokens.backends import Choice, choose_backend
+from arriero.data.tokens.separators import Mark, Separators, choose_separators, refuse_spelled_out, usual_end
+from arriero.data.tokens.tokenizer import parsed, read_definition, with_special
+from arriero.errors import UserError
+
+TOKENIZER = "tokenizer.json"
+WORK = ".prepare"
+PLAN = "plan.json"
+SAMPLE_BYTES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for."""
+
+    sources: tuple[str, ...]
+    directory: Path
+    tokenizer: Path
+    column: str | None = None
+    bos: str = "none"
+    eos: str = "auto"
+    seed: int = 1
+    shard_bytes: int = 1_000_000_000
+    skip_bad: bool = False
+    literal_eos: bool = False
+
+    @cached_property
+    def text_column(self) -> str:
+        if self.column is None and self.sources and self.sources[0].startswith(HUB):
+            from arriero.data.text.hub import column_of
+
+            return column_of(self.sources[0].removeprefix(HUB))
+        return self.column or "text"
+
+
+@dataclass(frozen=True)
+class Preparation:
+    directory: Path
+    settings: dict[str, Any]
+    inputs: list[Input]
+    shards: list[list[Piece]]
+    separators: Separators
+    backend: Choice
+    vocab_size: int
+    eos_id: int
+    skip_bad: bool
+
+    @property
+    def work(self) -> Path:
+        return self.directory / WORK
+
+    @cached_property
+    def definition(self) -> str:
+        return (self.work / TOKENIZER).read_text()
+
+    def shard_name(self, number: int) -> str:
+        return f"{number:05d}"
+
+    def shard_bytes(self, number: int) -> int:
+        return sum(piece.bytes for piece in self.shards[number])
+
+    def record_path(self, number: int) -> Path:
+        return self.work / f"{self.shard_name(number)}.json"
+
+    def unfinished(self) -> list[int]:
+        done = {path.name for path in self.work.glob("*.json")}
+        return [number for number in range(len(self.shards)) if self.record_path(number).name not in done]
+
+
+def begin_or_resume(request: Request) -> Preparation:
+    """The plan of this prepare, made now unless an interrupted one left it; a different one is refused."""
+    if not (request.directory / WORK / PLAN).is_file():
+        return _begin(request)
+    preparation = load_preparation(request)
+    refuse_other_inputs(request, inputs_digest(preparation.inputs))
+    return preparation
+
+
+def load_preparation(request: Request) -> Preparation:
+    """What an earlier process decided; the inputs are looked at when they are read."""
+    path = request.directory / WORK / PLAN
+    try:
+        plan = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist", "begin the prepare without --part first") from None
+    refuse_other_settings(request, plan["settings"])
+    return Preparation(
+        directory=request.directory,
+        settings=plan["settings"],
+        inputs=[Input(*each) for each in plan["inputs"]],
+        shards=[[Piece(*piece) for piece in shard] for shard in plan["shards"]],
+        separators=Separators(*(mark and Mark(*mark) for mark in plan["separators"])),
+        backend=Choice(*plan["backend"]),
+        vocab_size=plan["vocab_size"],
+        eos_id=plan["eos_id"],
+        skip_bad=request.skip_bad,
+    )
+
+
+def refuse_other_settings(request: Request, known: dict[str, Any]) -> None:
+    for name, value in _settings(request, *_tokenizer_of(request)).items():
+        if known.get(name) != value:
+            raise UserError(
+                f"{request.directory} was begun with {name} {known.get(name)!r}, now it is {value!r}",
+                "repeat the first command, or prepare into another directory",
+            )
+
+
+def refuse_other_inputs(request: Request, known: str) -> None:
+    if inputs_digest(find_inputs(request.sources)) != known:
+        raise UserError(
+            f"{request.directory} was begun with other input files, or they have changed since",
+            "restore the files, or prepare into another directory",
+        )
+
+
+def inputs_digest(inputs: Sequence[Input]) -> str:
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+
+
+def draft(request: Request) -> Preparation:
+    """Everything that can be decided or refused before a file is written."""
+    directory = request.directory
+    if directory.exists() and any(path.name != WORK for path in directory.iterdir()):
+        raise UserError(f"{directory} is not empty", "prepare into a new directory")
+    definition, separators = _tokenizer_of(request)
+    inputs = find_inputs(request.sources)
+    shards = divide(inputs, request.shard_bytes, request.seed)
+    sample = _first_texts(inputs, shards, request)
+    if not request.literal_eos:
+        refuse_spelled_out(separators, sample)
+    end = separators.eos or usual_end(definition)
+    return Preparation(
+        directory=directory,
+        settings=_settings(request, definition, separators),
+        inputs=inputs,
+        shards=shards,
+        separators=separators,
+        backend=choose_backend(definition, sample),
+        vocab_size=max(parsed(definition).get_vocab().values()) + 1,
+        eos_id=end.id if end else 0,
+        skip_bad=request.skip_bad,
+    )
+
+
+def _begin(request: Request) -> Preparation:
+    preparation = draft(request)
+    definition, _ = _tokenizer_of(request)
+    preparation.work.mkdir(parents=True, exist_ok=True)
+    write_durably(preparation.work / TOKENIZER, definition.encode())
+    plan = {name: getattr(preparation, name) for name in _PLANNED}
+    write_durably(preparation.work / PLAN, json.dumps(plan).encode())
+    return preparation
+
+
+_PLANNED = ("settings", "inputs", "shards", "separators", "backend", "vocab_size", "eos_id")
+
+
+def _tokenizer_of(request: Request) -> tuple[str, Separators]:
+    definition = read_definition(request.tokenizer)
+    separators = choose_separators(definition, request.bos, request.eos)
+    return with_special(definition, [mark.token for mark in separators if mark]), separators
+
+
+def _settings(request: Request, definition: str, separators: Separators) -> dict[str, Any]:
+    return {
+        "tokenizer": hashlib.sha256(definition.encode()).hexdigest(),
+        "column": request.text_column,
+        "bos": separators.bos and separators.bos.token,
+        "eos": separators.eos and separators.eos.token,
+        "seed": request.seed,
+        "shard_bytes": request.shard_bytes,
+    }
+
+
+def _first_texts(inputs: list[Input], shards: list[list[Piece]], request: Request) -> list[str]:
+    """About the first megabyte of the input, for the checks that go before the work."""
+    texts: list[str] = []
+    left = SAMPLE_BYTES
+    for piece in sorted(piece for shard in shards for piece in shard):
+        files = inputs[piece.first : piece.first + piece.files]
+        bad = BadRecords(skip=request.skip_bad)
+        for batch in read_piece(files, piece.begin, piece.end, request.text_column, bad):
+            for text in batch.texts:
+                if left <= 0:
+                    return texts
+                texts.append(text[-left:])
+                left -= len(text)
+    return texts

@@ -1,0 +1,120 @@
+"""Which tokens of a dataset are learnt: prompts and other people's turns are read, but not predicted.
+
+A dataset may carry one of two files beside each shard: `NAME.plen`, one int32 per document, the number of
+tokens of its prompt; or `NAME.mask`, one bit per token (the first token in the lowest bit), 1 where the token
+is learnt. The manifest says which; their checksums are part of the dataset's fingerprint.
+"""
+
+import hashlib
+import json
+import mmap
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from arriero.data.store.shards import write_durably
+from arriero.data.store.store import CHECKSUMS, MANIFEST, OPEN_SHARDS, TokenStore, manifest_text
+from arriero.errors import UserError
+
+PROMPT_LENGTHS, MASK = "plen", "mask"
+
+
+def attach_prompt_lengths(directory: Path, lengths: Sequence[Sequence[int]]) -> TokenStore:
+    """Write each document's prompt length, shard by shard, and make them part of the dataset."""
+    store = TokenStore.open(directory)
+    _check_shards(store, lengths)
+    for shard, column in enumerate(lengths):
+        values = np.asarray(column, dtype="<i4")
+        if len(values) != store.shard_documents(shard) or values.min(initial=0) < 0:
+            raise UserError(
+                f"{store.shard_path(shard)} has {store.shard_documents(shard)} documents, "
+                f"and {len(values)} prompt lengths were given",
+                "give one length of 0 or more per document",
+            )
+        write_durably(store.shard_path(shard, f".{PROMPT_LENGTHS}"), values.tobytes())
+    return _register(store, PROMPT_LENGTHS)
+
+
+def attach_masks(directory: Path, learnt: Sequence[Sequence[bool]]) -> TokenStore:
+    """Write for each token whether it is learnt, shard by shard, and make that part of the dataset."""
+    store = TokenStore.open(directory)
+    _check_shards(store, learnt)
+    for shard, column in enumerate(learnt):
+        values = np.asarray(column, dtype=bool)
+        if len(values) != store.shard_tokens(shard):
+            raise UserError(
+                f"{store.shard_path(shard)} has {store.shard_tokens(shard)} tokens, "
+                f"and a mask of {len(values)} was given",
+                "give one truth value per token",
+            )
+        packed = np.packbits(values, bitorder="little").tobytes()
+        write_durably(store.shard_path(shard, f".{MASK}"), packed)
+    return _register(store, MASK)
+
+
+def _check_shards(store: TokenStore, columns: Sequence[object]) -> None:
+    if len(columns) != store.shards:
+        raise UserError(
+            f"{store.directory} has {store.shards} shards, {len(columns)} were given", "give one per shard"
+        )
+
+
+def _register(store: TokenStore, kind: str) -> TokenStore:
+    sums = (store.directory / CHECKSUMS).read_text().splitlines(keepends=True)
+    sums = [line for line in sums if not line.rstrip().endswith((f".{PROMPT_LENGTHS}", f".{MASK}"))]
+    for shard in range(store.shards):
+        path = store.shard_path(shard, f".{kind}")
+        sums.append(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n")
+    checksums = "".join(sums).encode()
+    manifest = json.loads((store.directory / MANIFEST).read_bytes())
+    manifest["checksums"]["sha256"] = hashlib.sha256(checksums).hexdigest()
+    shards = manifest.pop("shards")
+    write_durably(store.directory / CHECKSUMS, checksums)
+    write_durably(store.directory / MANIFEST, manifest_text({**manifest, "labels": kind, "shards": shards}))
+    return TokenStore.open(store.directory)
+
+
+class Learnt:
+    """Reads the label files of a dataset, one map per shard, opened when first needed."""
+
+    def __init__(self, store: TokenStore) -> None:
+        self._store = store
+        self._file = lru_cache(maxsize=OPEN_SHARDS)(self._open)
+
+    def read(self, start: int, n: int) -> np.ndarray:
+        """True for each token of [start, start + n) that is learnt."""
+        learnt = np.ones(n, dtype=bool)
+        filled = 0
+        for shard, first, count in self._store.pieces(start, n):
+            part = learnt[filled : filled + count]
+            (self._by_bits if self._store.labels == MASK else self._by_prompts)(shard, first, part)
+            filled += count
+        return learnt
+
+    def _by_bits(self, shard: int, first: int, learnt: np.ndarray) -> None:
+        begin, end = first // 8, (first + len(learnt) + 7) // 8
+        raw = np.frombuffer(self._file(shard), dtype=np.uint8, count=end - begin, offset=begin)
+        bits = np.unpackbits(raw, bitorder="little")
+        learnt[:] = bits[first - 8 * begin :][: len(learnt)]
+
+    def _by_prompts(self, shard: int, first: int, learnt: np.ndarray) -> None:
+        number, begins = self._store.documents_touching(shard, first, len(learnt))
+        lengths = np.frombuffer(self._file(shard), dtype="<i4", count=len(begins), offset=4 * number)
+        for begin, end in zip(begins - first, begins - first + lengths, strict=True):
+            learnt[max(begin, 0) : max(end, 0)] = False
+
+    def _open(self, shard: int) -> mmap.mmap:
+        store = self._store
+        path = store.shard_path(shard, f".{store.labels}")
+        bits = (store.shard_tokens(shard) + 7) // 8
+        size = bits if store.labels == MASK else 4 * store.shard_documents(shard)
+        try:
+            with path.open("rb") as file:
+                found = file.seek(0, 2)
+                if found != size:
+                    raise UserError(f"{path} has {found} bytes, not {size}", "restore it from a copy")
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing", "restore it from a copy") from None

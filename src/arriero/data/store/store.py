@@ -1,0 +1,298 @@
+"""A prepared dataset at rest: Megatron v1 `.bin/.idx` shards and one `manifest.json`.
+
+The manifest lists shards by column, so that a million of them parse in a fraction of a second. Checksums lie
+beside it in `checksums.sha256` (readable by `sha256sum -c`), and the manifest holds that file's checksum.
+"""
+
+import bisect
+import hashlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator
+from functools import _lru_cache_wrapper, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from arriero.data.store.columns import ShardColumns, parse_manifest
+from arriero.data.store.shards import DTYPES, IDX_HEADER, IDX_MAGIC, IDX_VERSION, Shard, write_durably
+from arriero.errors import UserError
+
+MANIFEST = "manifest.json"
+CHECKSUMS = "checksums.sha256"
+VERSION = 1
+OPEN_SHARDS = 64
+
+_POINTER = struct.Struct("<q")
+_REMAKE = "prepare the dataset again, or restore the file from a copy"
+
+
+def write_manifest(
+    directory: Path,
+    shards: list[Shard],
+    *,
+    tokenizer: str,
+    vocab_size: int,
+    eos_id: int,
+    dtype: str,
+    about: dict[str, Any],
+) -> None:
+    """Call last: a directory without a manifest is not a dataset. `tokenizer` names a file in `directory`."""
+    tokenizer_sha256 = hashlib.sha256((directory / tokenizer).read_bytes()).hexdigest()
+    sums = [(tokenizer_sha256, tokenizer)]
+    for shard in shards:
+        sums += [(shard.bin_sha256, f"{shard.name}.bin"), (shard.idx_sha256, f"{shard.name}.idx")]
+    checksums = "".join(f"{digest}  {name}\n" for digest, name in sums).encode()
+    write_durably(directory / CHECKSUMS, checksums)
+    manifest = {
+        "version": VERSION,
+        "about": about,
+        "tokenizer": {"file": tokenizer, "sha256": tokenizer_sha256},
+        "vocab_size": vocab_size,
+        "eos_id": eos_id,
+        "dtype": dtype,
+        "checksums": {"file": CHECKSUMS, "sha256": hashlib.sha256(checksums).hexdigest()},
+        "shards": {
+            "name": [shard.name for shard in shards],
+            "tokens": [shard.tokens for shard in shards],
+            "documents": [shard.documents for shard in shards],
+            "text_bytes": [shard.text_bytes for shard in shards],
+        },
+    }
+    write_durably(directory / MANIFEST, manifest_text(manifest))
+
+
+def manifest_text(manifest: dict[str, Any]) -> bytes:
+    """One key per line; `shards` comes last."""
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
+    return f"{{\n{lines}\n}}\n".encode()
+
+
+class TokenStore:
+    """All shards as one sequence of tokens. Opening reads the manifest alone; shards open when first read."""
+
+    def __init__(self, directory: Path, manifest: dict[str, Any], columns: ShardColumns) -> None:
+        self.directory = directory
+        self.vocab_size: int = int(manifest["vocab_size"])
+        self.eos_id: int = int(manifest["eos_id"])
+        self.dtype = np.dtype(DTYPES[manifest["dtype"]].numpy)
+        self.tokenizer_path = directory / manifest["tokenizer"]["file"]
+        self.tokenizer_sha256: str = manifest["tokenizer"]["sha256"]
+        self.about: dict[str, Any] = manifest["about"]
+        self.labels: str | None = manifest.get("labels")
+        tokens, documents = columns.tokens, columns.documents
+        self._ends = np.cumsum(tokens)
+        self._documents = documents
+        self._name = columns.name
+        self.shards = len(tokens)
+        self.tokens = int(tokens.sum())
+        self.documents = int(documents.sum())
+        self.text_bytes = columns.text_bytes
+        self.fingerprint = _fingerprint(manifest, tokens)
+        self._shard = _shard_opener(self.shard_path, tokens, documents, self.dtype)
+
+    @classmethod
+    def open(cls, directory: Path) -> "TokenStore":
+        path = Path(directory) / MANIFEST
+        try:
+            manifest, columns = parse_manifest(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"{path} does not exist", "give the directory of a prepared dataset") from None
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path} is not valid JSON ({error})", _REMAKE) from None
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", _REMAKE) from None
+        version = manifest.get("version")
+        if version != VERSION:
+            raise UserError(
+                f"{path} has format version {version!r}, this Arriero reads version {VERSION}",
+                "prepare the dataset with this version, or use the Arriero that wrote it",
+            )
+        try:
+            return cls(Path(directory), manifest, columns)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", _REMAKE) from None
+
+    def read(self, start: int, n: int) -> np.ndarray:
+        out = np.empty(n, dtype=self.dtype)
+        self.read_into(start, out)
+        return out
+
+    def read_into(self, start: int, out: np.ndarray) -> None:
+        """Fill `out` (contiguous, of this store's dtype) with the tokens from `start` on."""
+        self._check_range(start, len(out))
+        filled = 0
+        for shard, first, count in self.pieces(start, len(out)):
+            self._shard(shard).read_into(first, out[filled : filled + count])
+            filled += count
+
+    def document_starts(self, start: int, n: int) -> np.ndarray:
+        """Positions in [start, start + n) at which a document begins, ascending."""
+        self._check_range(start, n)
+        found = []
+        for shard, first, count in self.pieces(start, n):
+            starts = self._shard(shard).document_starts(first, count)
+            found.append(starts + (start - first))
+            start += count
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
+    def document_start_before(self, position: int) -> int:
+        """Where the document that holds the token at `position` begins."""
+        self._check_range(position, 1)
+        shard, first, _ = self.pieces(position, 1)[0]
+        return position - first + self._shard(shard).document_start_before(first)
+
+    def document_spans(self, span: range) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Beginnings and lengths of the documents in `span`, shard by shard; empty documents are left out."""
+        position = span.start
+        for shard, first, count in self.pieces(span.start, len(span)):
+            starts = self._shard(shard).document_starts(first, count)
+            if not len(starts) or starts[0] > first:
+                starts = np.insert(starts, 0, first)
+            yield starts + (position - first), np.diff(starts, append=first + count)
+            position += count
+
+    def documents_touching(self, shard: int, first: int, count: int) -> tuple[int, np.ndarray]:
+        """Of a shard: the number of the document that holds token `first`, and where it and those after
+        it begin, up to `first + count`."""
+        return self._shard(shard).documents_touching(first, count)
+
+    def shard_tokens(self, shard: int) -> int:
+        return int(self._ends[shard] - (self._ends[shard - 1] if shard else 0))
+
+    def shard_documents(self, shard: int) -> int:
+        return int(self._documents[shard])
+
+    def shard_path(self, shard: int, suffix: str = "") -> Path:
+        return self.directory / f"{self._name(shard)}{suffix}"
+
+    def close(self) -> None:
+        self._shard.cache_clear()
+
+    def _check_range(self, start: int, n: int) -> None:
+        if start < 0 or n < 0 or start + n > self.tokens:
+            raise IndexError(f"tokens [{start}, {start + n}) of {self.directory}, which has {self.tokens}")
+
+    def pieces(self, start: int, n: int) -> list[tuple[int, int, int]]:
+        """(shard, first token in it, tokens) of a range."""
+        pieces = []
+        shard = int(self._ends.searchsorted(start, side="right"))
+        while n > 0:
+            begin = int(self._ends[shard - 1]) if shard else 0
+            count = min(n, int(self._ends[shard]) - start)
+            if count:
+                pieces.append((shard, start - begin, count))
+            start, n, shard = start + count, n - count, shard + 1
+        return pieces
+
+
+def _fingerprint(manifest: dict[str, Any], tokens: np.ndarray) -> str:
+    identity = {key: manifest[key] for key in ("version", "vocab_size", "eos_id", "dtype")}
+    identity["tokenizer"] = manifest["tokenizer"]["sha256"]
+    identity["checksums"] = manifest["checksums"]["sha256"]
+    if manifest.get("labels"):
+        identity["labels"] = manifest["labels"]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
+    digest.update(tokens.astype("<i8", copy=False).data)
+    return digest.hexdigest()
+
+
+def _shard_opener(
+    path: Callable[[int], Path], tokens: np.ndarray, documents: np.ndarray, dtype: np.dtype
+) -> "_lru_cache_wrapper[_OpenShard]":
+    @lru_cache(maxsize=OPEN_SHARDS)
+    def open_shard(shard: int) -> _OpenShard:
+        return _OpenShard(path(shard), int(tokens[shard]), int(documents[shard]), dtype)
+
+    return open_shard
+
+
+class _OpenShard:
+    """Files close when the last reader lets go, so one thread cannot close a shard another is reading."""
+
+    def __init__(self, stem: Path, tokens: int, documents: int, dtype: np.dtype) -> None:
+        self._path = stem.with_name(stem.name + ".bin")
+        self._fd = _open_sized(self._path, tokens * dtype.itemsize)
+        self._itemsize = dtype.itemsize
+        self._documents = documents
+        self._idx_path = stem.with_name(stem.name + ".idx")
+        self._idx: mmap.mmap | None = None
+
+    def __del__(self) -> None:
+        if (fd := getattr(self, "_fd", None)) is not None:
+            os.close(fd)
+
+    def read_into(self, first: int, out: np.ndarray) -> None:
+        view = out.view(np.uint8).data
+        offset = first * self._itemsize
+        while len(view):
+            got = os.preadv(self._fd, [view], offset)
+            if not got:
+                raise UserError(f"{self._path} ends before byte {offset + len(view)}", _REMAKE)
+            view, offset = view[got:], offset + got
+
+    def document_starts(self, first: int, count: int) -> np.ndarray:
+        starts = self._starts_from(self._search(first), first + count)
+        return starts if (starts[1:] > starts[:-1]).all() else np.unique(starts)
+
+    def document_start_before(self, first: int) -> int:
+        return self.documents_touching(first, 1)[1][0].item()
+
+    def documents_touching(self, first: int, count: int) -> tuple[int, np.ndarray]:
+        lo = self._search(first + 1) - 1
+        return lo, self._starts_from(lo, first + count)
+
+    def _starts_from(self, document: int, end: int) -> np.ndarray:
+        """Where this document and those after it begin, before token `end`; read in growing pieces."""
+        index, base, some = self._index(), IDX_HEADER.size + 4 * self._documents, 32
+        while True:
+            some = min(some, self._documents - document)
+            starts = np.frombuffer(index, "<i8", some, base + 8 * document) // self._itemsize
+            if document + some == self._documents or starts[-1] >= end:
+                return starts[: starts.searchsorted(end)]
+            some *= 8
+
+    def _search(self, token: int) -> int:
+        """The first document that begins at `token` or later."""
+        index, base = self._index(), IDX_HEADER.size + 4 * self._documents
+        return bisect.bisect_left(
+            range(self._documents),
+            token * self._itemsize,
+            key=lambda document: _POINTER.unpack_from(index, base + 8 * document)[0],
+        )
+
+    def _index(self) -> mmap.mmap:
+        if self._idx is None:
+            n = self._documents
+            fd = _open_sized(self._idx_path, IDX_HEADER.size + 4 * n + 8 * n + 8 * (n + 1))
+            try:
+                index = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+            finally:
+                os.close(fd)
+            magic, version, code, sequences, documents = IDX_HEADER.unpack_from(index)
+            codes = {
+                layout.code for layout in DTYPES.values() if np.dtype(layout.numpy).itemsize == self._itemsize
+            }
+            if (magic, version, sequences, documents) != (
+                IDX_MAGIC,
+                IDX_VERSION,
+                n,
+                n + 1,
+            ) or code not in codes:
+                raise UserError(f"{self._idx_path} is not the index of this dataset", _REMAKE)
+            self._idx = index
+        return self._idx
+
+
+def _open_sized(path: Path, size: int) -> int:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing", _REMAKE) from None
+    if (found := os.fstat(fd).st_size) != size:
+        os.close(fd)
+        raise UserError(f"{path} has {found} bytes, the manifest says {size}", _REMAKE)
+    return fd

@@ -1,0 +1,210 @@
+"""Is a prepared dataset what its manifest says, byte for byte? All problems are reported."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from arriero.data.store.index import index_problems, read_index
+from arriero.data.store.scan import Advance, Scan, scan_tokens, unseen
+from arriero.data.store.shards import DTYPES, sha256_of
+from arriero.data.store.store import MANIFEST, TokenStore
+from arriero.data.tokens.tokenizer import tokenizer_of
+from arriero.errors import UserError
+
+_SHARDS_AT_ONCE = 4096
+
+
+class Problem(NamedTuple):
+    file: str
+    what: str
+
+
+@dataclass
+class Verified:
+    """`remarks` are worth knowing and not wrong."""
+
+    problems: list[Problem] = field(default_factory=list)
+    remarks: list[Problem] = field(default_factory=list)
+    shards: int = 0
+    tokens: int = 0
+    documents: int = 0
+    empty: int = 0
+    only_eos: int = 0
+    without_eos: int = 0
+
+
+def verify_dataset(store: TokenStore, workers: int = 1, advance: Advance = unseen) -> Verified:
+    """Reads every byte once. Threads are enough: hashing and comparing release the interpreter."""
+    manifest = json.loads((store.directory / MANIFEST).read_bytes())
+    found = Verified()
+    sums = _checksums(store.directory, manifest["checksums"], found)
+    found.problems += _tokenizer_problems(store)
+    checks = _check_all(store, manifest["dtype"], sums, workers, advance)
+    unended = [_add(found, store.shard_path(k, ".bin").name, check) for k, check in enumerate(checks)]
+    if found.without_eos == int(store.about.get("documents_without_eos", 0)):
+        found.remarks += [problem for problem in unended if problem]
+    else:
+        found.problems += [problem for problem in unended if problem]
+    found.problems += _companion_problems(store, sums)
+    found.remarks += _strays(store)
+    return found
+
+
+class _ShardCheck(NamedTuple):
+    problems: list[Problem]
+    remarks: list[Problem]
+    scan: Scan | None
+
+
+def _check_all(
+    store: TokenStore, dtype: str, sums: dict[str, str], workers: int, advance: Advance
+) -> Iterator[_ShardCheck]:
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        for begin in range(0, store.shards, _SHARDS_AT_ONCE):
+            numbers = range(begin, min(begin + _SHARDS_AT_ONCE, store.shards))
+            yield from pool.map(lambda k: _check_shard(store, k, dtype, sums, advance), numbers)
+
+
+def _check_shard(
+    store: TokenStore, number: int, dtype: str, sums: dict[str, str], advance: Advance
+) -> _ShardCheck:
+    path = store.shard_path(number, ".bin")
+    name = path.name
+    lengths, doubts = _check_index(store, number, dtype, sums)
+    problems = [Problem(path.with_suffix(".idx").name, doubt) for doubt in doubts]
+    itemsize = np.dtype(DTYPES[dtype].numpy).itemsize
+    expected = store.shard_tokens(number) * itemsize
+    try:
+        size = path.stat().st_size
+        indexed = lengths is not None and int(lengths.sum(dtype=np.int64)) * itemsize == size
+        spans = lengths if lengths is not None and indexed else np.array([size // itemsize])
+        scan = scan_tokens(path, dtype, spans, store.vocab_size, store.eos_id, advance)
+    except OSError as error:
+        return _ShardCheck([*problems, Problem(name, error.strerror or "cannot be read")], [], None)
+    if size != expected:
+        problems.append(Problem(name, f"has {size} bytes, the manifest says {expected}"))
+    problems += [Problem(name, what) for what in _token_problems(store, name, scan, sums, indexed)]
+    if not indexed:
+        return _ShardCheck(problems, [], None)
+    inner = f"{scan.inner_eos} end-of-document tokens lie inside documents"
+    return _ShardCheck(problems, [Problem(name, inner)] if scan.inner_eos else [], scan)
+
+
+def _check_index(
+    store: TokenStore, number: int, dtype: str, sums: dict[str, str]
+) -> tuple[np.ndarray | None, list[str]]:
+    """The documents' lengths if they can be trusted, and what is wrong."""
+    path = store.shard_path(number, ".idx")
+    try:
+        index = read_index(path)
+    except UserError as error:
+        return None, [error.what.replace(f"{path} ", "", 1)]
+    problems = index_problems(index)
+    usable = not problems
+    documents = store.shard_documents(number)
+    if len(index.table) != len(index.lengths) + 1 or (index.table != np.arange(len(index.table))).any():
+        problems.append("its documents are not one sequence each")
+    if len(index.lengths) != documents:
+        problems.append(f"has {len(index.lengths)} documents, the manifest says {documents}")
+    if (tokens := store.shard_tokens(number)) != index.tokens:
+        problems.append(f"has {index.tokens} tokens, the manifest says {tokens}")
+    if index.dtype != dtype:
+        problems.append(f"is of {index.dtype} tokens, the manifest says {dtype}")
+    if (expected := sums.get(path.name)) is None or sha256_of(path.read_bytes()) != expected:
+        problems.append(_sum_words(expected))
+    return (index.lengths if usable else None), problems
+
+
+def _token_problems(
+    store: TokenStore, name: str, scan: Scan, sums: dict[str, str], indexed: bool
+) -> Iterable[str]:
+    if scan.sha256 != sums.get(name):
+        yield _sum_words(sums.get(name))
+    if scan.beyond:
+        position, bad = scan.beyond
+        yield f"token {position} has id {bad}, the vocabulary has {store.vocab_size}"
+    if not indexed:
+        return
+    if scan.doubled is not None:
+        yield f"the end-of-document token is doubled at tokens {scan.doubled - 1} and {scan.doubled}"
+    if scan.mostly_eos:
+        yield (
+            f"{scan.only_eos} of {scan.documents} documents hold the end-of-document token alone: "
+            "it was written twice"
+        )
+
+
+def _sum_words(expected: str | None) -> str:
+    return "its checksum is not listed" if expected is None else "its checksum differs: the file was changed"
+
+
+def _checksums(directory: Path, entry: dict[str, str], found: Verified) -> dict[str, str]:
+    path = directory / entry["file"]
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        found.problems.append(Problem(entry["file"], error.strerror or "cannot be read"))
+        return {}
+    if sha256_of(content) != entry["sha256"]:
+        found.problems.append(Problem(entry["file"], "differs from the checksum in the manifest"))
+    lines = (line.split("  ", 1) for line in content.decode(errors="replace").splitlines())
+    return {parts[1]: parts[0] for parts in lines if len(parts) == 2}
+
+
+def _tokenizer_problems(store: TokenStore) -> list[Problem]:
+    path = store.tokenizer_path
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        return [Problem(path.name, error.strerror or "cannot be read")]
+    if sha256_of(content) != store.tokenizer_sha256:
+        return [Problem(path.name, "differs from the tokenizer the manifest names: the ids mean other text")]
+    try:
+        tokenizer = tokenizer_of(store)
+    except UserError as error:
+        return [Problem(path.name, error.what)]
+    if tokenizer.vocab_size > store.vocab_size:
+        words = f"has {tokenizer.vocab_size} ids, the manifest says {store.vocab_size}"
+        return [Problem(path.name, words)]
+    return []
+
+
+def _companion_problems(store: TokenStore, sums: dict[str, str]) -> Iterator[Problem]:
+    """Listed files that are neither tokens, index nor tokenizer, like prompt lengths."""
+    for name, expected in sums.items():
+        if name == store.tokenizer_path.name or Path(name).suffix in (".bin", ".idx"):
+            continue
+        try:
+            with (store.directory / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                    yield Problem(name, _sum_words(expected))
+        except OSError as error:
+            yield Problem(name, error.strerror or "cannot be read")
+
+
+def _strays(store: TokenStore) -> list[Problem]:
+    known = {store.shard_path(shard).name for shard in range(store.shards)}
+    paths = sorted(p for p in store.directory.iterdir() if p.suffix in (".bin", ".idx", ".tmp"))
+    return [Problem(p.name, "is not part of the dataset") for p in paths if p.stem not in known]
+
+
+def _add(found: Verified, name: str, check: _ShardCheck) -> Problem | None:
+    """What the shard's documents lack at their end; whether that is wrong is decided over all shards."""
+    found.shards += 1
+    found.problems += check.problems
+    found.remarks += check.remarks
+    if check.scan is None:
+        return None
+    found.tokens += check.scan.tokens
+    found.documents += check.scan.documents
+    found.empty += check.scan.empty
+    found.only_eos += check.scan.only_eos
+    found.without_eos += check.scan.without_eos
+    unended = check.scan.without_eos
+    return Problem(name, f"{unended} documents do not end with the end token") if unended else None

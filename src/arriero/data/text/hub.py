@@ -1,0 +1,75 @@
+"""Datasets of the Hugging Face hub, only when the user writes `hf://NAME`."""
+
+import os
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+from arriero.errors import UserError
+
+
+class Recipe(NamedTuple):
+    dataset: str
+    config: str | None
+    split: str
+    column: str
+    revision: str | None = None
+
+
+def recipes() -> dict[str, Recipe]:
+    raw = tomllib.loads(resources.files("arriero.data.text").joinpath("recipes.toml").read_text())
+    return {
+        name: Recipe(
+            about["dataset"], about.get("config"), about["split"], about["column"], about.get("revision")
+        )
+        for name, about in raw.items()
+    }
+
+
+def recipe_for(name: str) -> Recipe:
+    """A recipe's name, or `DATASET[:CONFIG][@SPLIT]` of the hub."""
+    if name in (known := recipes()):
+        return known[name]
+    if "/" not in name:
+        raise UserError(
+            f"'hf://{name}' is not a known corpus",
+            f"choose one of {', '.join(known)}, or write hf://OWNER/DATASET[:CONFIG][@SPLIT]",
+        )
+    dataset, _, split = name.partition("@")
+    dataset, _, config = dataset.partition(":")
+    return Recipe(dataset, config or None, split or "train", "text")
+
+
+def column_of(name: str) -> str:
+    return recipe_for(name).column
+
+
+def stay_offline() -> None:
+    """No library may contact the hub on its own."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        os.environ[name] = "1"
+
+
+def download(name: str) -> list[Path]:
+    """The Arrow files of the dataset in the Hugging Face cache, downloaded unless they are there."""
+    recipe = recipe_for(name)
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"hf://{name} needs the 'datasets' package", "pip install 'arriero[hub]'") from None
+    try:
+        loaded = datasets.load_dataset(
+            recipe.dataset, recipe.config, split=recipe.split, revision=recipe.revision
+        )
+    except Exception as error:  # the library raises many kinds for a missing network, name or account
+        raise UserError(
+            f"cannot load hf://{name} ({type(error).__name__}: {str(error).splitlines()[0]})",
+            "check the name, the network and your Hugging Face account",
+        ) from None
+    files = [Path(file["filename"]) for file in loaded.cache_files]
+    if not files:
+        raise UserError(
+            f"hf://{name} has no files in the cache", "save it with save_to_disk and give that directory"
+        )
+    return files

@@ -1,0 +1,262 @@
+"""Documents out of a piece of an input: some bytes, row groups or whole files."""
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from arriero.data.text.sources import Input
+from arriero.data.text.synthetic import markov_text
+from arriero.errors import UserError
+
+try:
+    from orjson import loads as fast_loads
+except ImportError:  # it only saves time: json decides whenever it stumbles
+    from json import loads as fast_loads
+
+BATCH_BYTES = 2**21
+EXAMPLES = 5
+NO_FILE = 2**62
+
+_SKIP = "mend it, or pass --skip-bad to leave such records out and count them"
+_CHANGED = "a prepare reads inputs that stay as they are; restore the file, or prepare into another directory"
+
+
+class Batch(NamedTuple):
+    texts: list[str]
+    text_bytes: int
+    read_bytes: int
+
+
+class BadRecords:
+    """What to do with a record that cannot be used: refuse, or leave out and count."""
+
+    def __init__(self, skip: bool) -> None:
+        self._skip = skip
+        self.count = 0
+        self.examples: list[str] = []
+
+    def add(self, what: str | Callable[[], str]) -> None:
+        if not self._skip or len(self.examples) < EXAMPLES:
+            what = what() if callable(what) else what
+            if not self._skip:
+                raise UserError(what, _SKIP)
+            self.examples.append(what)
+        self.count += 1
+
+
+def read_piece(inputs: list[Input], begin: int, end: int, column: str, bad: BadRecords) -> Iterator[Batch]:
+    """`begin` and `end` are bytes of a JSONL file, row groups of Parquet, numbers of synthetic documents."""
+    first = inputs[0]
+    if first.kind == "synthetic":
+        return _in_batches((text, len(text)) for text in markov_text().documents(begin, end))
+    for each in inputs:
+        refuse_changed(each)
+    if first.kind == "jsonl":
+        return _read_jsonl(first, begin, end, column, bad)
+    if first.kind == "parquet":
+        return _read_columns(first, _parquet_columns(first, begin, end, column), bad)
+    if first.kind == "arrow":
+        return _read_columns(first, _arrow_columns(first, column), bad)
+    return _in_batches(_text_files(inputs, bad))
+
+
+def refuse_changed(source: Input) -> None:
+    try:
+        about = Path(source.path).stat()
+    except OSError as error:
+        raise UserError(f"cannot read {source.path} ({error.strerror})", _CHANGED) from None
+    if (about.st_size, about.st_mtime_ns) != (source.size, source.mtime_ns):
+        raise UserError(f"{source.path} has changed since this prepare began", _CHANGED)
+
+
+def open_input(source: Input) -> IO[bytes]:
+    if not source.compression:
+        return Path(source.path).open("rb", buffering=2**20)
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.input_stream(source.path, compression=source.compression), 2**20)  # type: ignore[arg-type]
+
+
+def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecords) -> Iterator[Batch]:
+    """A line belongs to the piece in which it begins."""
+    with open_input(source) as file:
+        at = begin
+        if begin and not source.compression:
+            file.seek(begin - 1)
+            at += len(file.readline()) - 1
+        while at < end:
+            try:
+                lines = _lines(file, min(BATCH_BYTES, end - at))
+            except OSError as error:
+                bad.add(f"{source.path} cannot be unpacked to its end ({error})")
+                return
+            if not lines:
+                return
+            texts, text_bytes = _texts_of(lines, source, at, column, bad)
+            read = sum(map(len, lines))
+            at += read
+            yield Batch(texts, text_bytes, read)
+
+
+def _lines(file: IO[bytes], size: int) -> list[bytes]:
+    """The lines that begin within the next `size` bytes."""
+    if size == 1:
+        return [line] if (line := file.readline()) else []
+    return file.readlines(size - 1)
+
+
+def _texts_of(
+    lines: list[bytes], source: Input, at: int, column: str, bad: BadRecords
+) -> tuple[list[str], int]:
+    texts, text_bytes = [], 0
+    for number, line in enumerate(lines):
+        try:
+            text = fast_loads(line)[column]
+            size = len(text) if text.isascii() else len(text.encode())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)[column]
+                size = len(text.encode())
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                begun = at + sum(map(len, lines[:number]))
+                bad.add(partial(_line_problem, source, begun, line, column, error))
+                continue
+        texts.append(text)
+        text_bytes += size
+    return texts, text_bytes
+
+
+def _line_problem(source: Input, at: int, line: bytes, column: str, error: Exception) -> str:
+    where = f"{source.path}, line {_line_number(source, at)}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"{where}: not UTF-8 text"
+    if isinstance(error, UnicodeEncodeError):
+        return f"{where}: the text has half of a surrogate pair, which no encoding can write"
+    if isinstance(error, RecursionError):
+        return f"{where}: nested too deeply"
+    if isinstance(error, ValueError):
+        return f"{where}: broken JSON ({error})"
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        return f"{where}: {_json_type(record)}, not an object with a '{column}'"
+    if column not in record:
+        there = ", ".join(map(repr, record)) or "none"
+        return f"{where}: no column '{column}'; there are {there} (choose with --column)"
+    return f"{where}: '{column}' is {_json_type(record[column])}, not a string"
+
+
+def _line_number(source: Input, at: int) -> int:
+    newlines = 0
+    with open_input(source) as file:
+        while at > 0 and (block := file.read(min(at, 2**20))):
+            newlines += block.count(b"\n")
+            at -= len(block)
+    return newlines + 1
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _parquet_columns(source: Input, begin: int, end: int, column: str) -> Iterator[Any]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(source.path) as file:
+        _check_column(source, file.schema_arrow, column)
+        groups = range(begin, min(end, file.num_row_groups))
+        for batch in file.iter_batches(batch_size=256, row_groups=list(groups), columns=[column]):
+            yield batch.column(0)
+
+
+def _arrow_columns(source: Input, column: str) -> Iterator[Any]:
+    import pyarrow as pa
+
+    with pa.memory_map(source.path) as file:
+        if file.read(6) == b"ARROW1":
+            reader = pa.ipc.open_file(file)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            file.seek(0)
+            batches = reader = pa.ipc.open_stream(file)
+        _check_column(source, reader.schema, column)
+        for batch in batches:
+            whole = batch.column(reader.schema.get_field_index(column))
+            for begin in range(0, len(whole), 256):
+                yield whole[begin : begin + 256]
+
+
+def _check_column(source: Input, schema: Any, column: str) -> None:
+    import pyarrow as pa
+
+    if column not in schema.names:
+        there = ", ".join(map(repr, schema.names))
+        raise UserError(
+            f"{source.path} has no column '{column}'; there are {there}", "choose one with --column"
+        )
+    kind = schema.field(column).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise UserError(
+            f"{source.path}: column '{column}' holds {kind}, not strings", "choose another with --column"
+        )
+
+
+def _read_columns(source: Input, columns: Iterator[Any], bad: BadRecords) -> Iterator[Batch]:
+    import pyarrow as pa
+
+    def rows() -> Iterator[tuple[str, int]]:
+        row = 0
+        try:
+            for values in columns:
+                for value in values:
+                    text = _row_text(source, row, value, bad)
+                    row += 1
+                    if text is not None:
+                        yield text, len(text)
+        except (OSError, pa.ArrowException) as error:
+            bad.add(f"{source.path} cannot be read to its end ({str(error).splitlines()[0]})")
+
+    return _in_batches(rows())
+
+
+def _row_text(source: Input, row: int, value: Any, bad: BadRecords) -> str | None:
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError:
+        bad.add(f"{source.path}, row {row} of the piece: not UTF-8 text")
+        return None
+    if text is None:
+        bad.add(f"{source.path}, row {row} of the piece: null, not a string")
+    return text
+
+
+def _text_files(inputs: list[Input], bad: BadRecords) -> Iterator[tuple[str, int]]:
+    for source in inputs:
+        try:
+            with open_input(source) as file:
+                text = file.read().decode()
+        except UnicodeDecodeError as error:
+            bad.add(f"{source.path}, byte {error.start}: not UTF-8 text")
+        except OSError as error:
+            bad.add(f"{source.path} cannot be read to its end ({error})")
+        else:
+            yield text, source.size
+
+
+def _in_batches(documents: Iterator[tuple[str, int]]) -> Iterator[Batch]:
+    texts: list[str] = []
+    text_bytes = read = 0
+    for text, size in documents:
+        texts.append(text)
+        text_bytes += len(text) if text.isascii() else len(text.encode())
+        read += size
+        if text_bytes >= BATCH_BYTES:
+            yield Batch(texts, text_bytes, read)
+            texts, text_bytes, read = [], 0, 0
+    if texts:
+        yield Batch(texts, text_bytes, read)

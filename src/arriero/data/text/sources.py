@@ -1,0 +1,171 @@
+"""Where text comes from: what the user names becomes a list of input files, always in the same order."""
+
+import json
+import os
+import sysconfig
+from collections.abc import Sequence
+from glob import iglob
+from pathlib import Path
+from typing import NamedTuple
+
+from arriero.data.text.synthetic import DEFAULT_BYTES
+from arriero.errors import UserError
+from arriero.units import parse_bytes
+
+STDLIB = "builtin:stdlib"
+SYNTHETIC = "builtin:synthetic"
+HUB = "hf://"
+
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+
+
+class Document(NamedTuple):
+    name: str
+    text: str
+
+
+class Input(NamedTuple):
+    """One file. `kind`: jsonl, parquet, arrow, text (one document a file) or synthetic (size in bytes)."""
+
+    kind: str
+    compression: str
+    path: str
+    size: int
+    mtime_ns: int
+
+
+def find_inputs(sources: Sequence[str]) -> list[Input]:
+    """Sources in the order given; the files of a folder or a pattern in the order of their paths."""
+    inputs: list[Input] = []
+    for source in sources:
+        inputs += _inputs_of(source)
+    seen: set[str] = set()
+    for found in inputs:
+        if found.path in seen:
+            raise UserError(
+                f"{found.path} is named twice", "its documents would be trained on twice; name it once"
+            )
+        seen.add(found.path)
+    return inputs
+
+
+def absolute(source: str) -> str:
+    """The same source, whatever the working directory."""
+    return source if source.startswith(("builtin:", HUB)) else str(Path(source).absolute())
+
+
+def _inputs_of(source: str) -> list[Input]:
+    if source == STDLIB:
+        folder = Path(sysconfig.get_path("stdlib"))
+        return [_input(folder / document.name, "text") for document in stdlib_documents(folder)]
+    if source.startswith(SYNTHETIC):
+        return [_synthetic(source)]
+    if source.startswith("builtin:"):
+        raise UserError(f"'{source}' is not a built-in source", f"choose {STDLIB} or {SYNTHETIC}")
+    if source.startswith(HUB):
+        from arriero.data.text.hub import download
+
+        return [_input(path, "arrow") for path in download(source.removeprefix(HUB))]
+    path = Path(source)
+    if path.is_dir():
+        return _folder(path)
+    if path.is_file():
+        return [_input(path)]
+    matches = sorted(map(Path, iglob(source, recursive=True)))  # noqa: PTH207 (a pattern may be absolute)
+    found = [each for match in matches for each in (_folder(match) if match.is_dir() else [_input(match)])]
+    if not found:
+        raise UserError(
+            f"source '{source}' does not exist",
+            f"give files, folders, patterns, {STDLIB}, {SYNTHETIC} or {HUB}NAME",
+        )
+    return found
+
+
+def _folder(folder: Path) -> list[Input]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+        if len(splits) > 1:
+            choices = ", ".join(str(folder / split) for split in splits)
+            raise UserError(f"{folder} holds several splits", f"name the one to train on: {choices}")
+        return _folder(folder / splits[0])
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return _saved_dataset(folder)
+    found = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [Path(parent, name) for name in files if not name.startswith(".")]
+    if not found:
+        raise UserError(f"{folder} has no files", "give a folder that holds text, JSONL or Parquet files")
+    return [_input(path) for path in sorted(found, key=lambda path: path.relative_to(folder).as_posix())]
+
+
+def _saved_dataset(folder: Path) -> list[Input]:
+    """A Hugging Face `save_to_disk` directory: its state file says which Arrow files hold it."""
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+        return [_input(folder / file["filename"], "arrow") for file in state["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / 'state.json'} is damaged ({error!r})", "save the dataset again") from None
+
+
+def _input(path: Path, kind: str | None = None) -> Input:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = _COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
+    if compression:
+        suffixes.pop()
+    kind = kind or (_KINDS.get(suffixes[-1], "text") if suffixes else "text")
+    if compression and kind in ("parquet", "arrow"):
+        raise UserError(f"{path} is a compressed {kind} file", "unpack it: the format compresses by itself")
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path} ({error.strerror})", "check the path and its permissions"
+        ) from None
+    return Input(kind, compression, str(path.absolute()), about.st_size, about.st_mtime_ns)
+
+
+def _synthetic(source: str) -> Input:
+    size = source.removeprefix(SYNTHETIC)
+    try:
+        amount = parse_bytes(size.removeprefix(":")) if size else DEFAULT_BYTES
+    except ValueError:
+        raise UserError(
+            f"'{source}' has no size that can be read", f"write it like {SYNTHETIC}:50MB"
+        ) from None
+    return Input("synthetic", "", source, amount, 0)
+
+
+def stdlib_documents(folder: Path | None = None) -> list[Document]:
+    """The Python standard library's own source without its tests, one file a document, in order of path."""
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    documents = []
+    for path in sorted(_python_files(folder), key=lambda path: path.relative_to(folder).as_posix()):
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text:
+            documents.append(Document(path.relative_to(folder).as_posix(), text))
+    if not documents:
+        raise UserError(
+            f"the Python standard library at {folder} has no source files",
+            "use a Python that carries its sources, or name a prepared dataset",
+        )
+    return documents
+
+
+def _python_files(folder: Path) -> list[Path]:
+    found = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        found += [Path(parent, name) for name in files if name.endswith(".py")]
+    return found

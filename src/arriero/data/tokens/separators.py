@@ -1,0 +1,97 @@
+"""What stands before and after each document: explicit, recorded, and never twice."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+
+from arriero.data.tokens.backends import Encoded
+from arriero.data.tokens.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS, parsed
+from arriero.errors import UserError
+
+MANY = 0.5
+
+
+class Mark(NamedTuple):
+    token: str
+    id: int
+
+
+class Separators(NamedTuple):
+    bos: Mark | None
+    eos: Mark | None
+
+    def about(self) -> dict[str, Any]:
+        return {name: mark and mark._asdict() for name, mark in self._asdict().items()}
+
+    def around(self, encoded: Encoded) -> Encoded:
+        """The ids with the marks around each document."""
+        extra = sum(mark is not None for mark in self)
+        if not extra:
+            return encoded
+        lengths = encoded.lengths + extra
+        ends = np.cumsum(lengths)
+        ids = np.empty(ends[-1] if len(ends) else 0, dtype=encoded.ids.dtype)
+        text = np.ones(len(ids), dtype=bool)
+        for mark, places in ((self.bos, ends - lengths), (self.eos, ends - 1)):
+            if mark is not None:
+                ids[places] = mark.id
+                text[places] = False
+        ids[text] = encoded.ids
+        return Encoded(ids, lengths)
+
+    def refuse_doubled(self, encoded: Encoded) -> None:
+        """The ids of a document must not already carry the mark that is about to be added."""
+        full = encoded.lengths > 0
+        ends = np.cumsum(encoded.lengths)[full]
+        starts = ends - encoded.lengths[full]
+        for mark, places, word in ((self.bos, starts, "begin"), (self.eos, ends - 1, "end")):
+            if mark is not None and (encoded.ids[places] == mark.id).any():
+                raise UserError(
+                    f"documents already {word} with {mark.token} (id {mark.id}) after encoding",
+                    f"it would stand there twice; pass --{'bos' if word == 'begin' else 'eos'} none",
+                )
+
+
+def choose_separators(definition: str, bos: str, eos: str) -> Separators:
+    """Each is 'none', 'auto' (the tokenizer's usual one) or the token itself."""
+    inner = parsed(definition)
+    return Separators(
+        _mark(inner, bos, KNOWN_BEGINNINGS, "--bos", "begins"), _mark(inner, eos, KNOWN_ENDS, "--eos", "ends")
+    )
+
+
+def usual_end(definition: str) -> Mark | None:
+    inner = parsed(definition)
+    return next(
+        (Mark(name, found) for name in KNOWN_ENDS if (found := inner.token_to_id(name)) is not None), None
+    )
+
+
+def _mark(
+    inner: tokenizers.Tokenizer, wanted: str, known: Sequence[str], option: str, does: str
+) -> Mark | None:
+    if wanted == "none":
+        return None
+    names = known if wanted == "auto" else (wanted,)
+    for name in names:
+        if (found := inner.token_to_id(name)) is not None:
+            return Mark(name, found)
+    raise UserError(
+        f"the tokenizer has no token {' or '.join(names)}",
+        f"name the token that {does} a document with {option} TOKEN, or pass {option} none",
+    )
+
+
+def refuse_spelled_out(separators: Separators, texts: Sequence[str]) -> None:
+    """Texts that spell the end token at their own end: the sign of a corpus that was already separated."""
+    if separators.eos is None or not texts:
+        return
+    spelled = sum(text.rstrip().endswith(separators.eos.token) for text in texts)
+    if spelled > MANY * len(texts):
+        raise UserError(
+            f"{spelled} of the first {len(texts)} documents end with the text {separators.eos.token}, "
+            "and prepare adds that token after each document",
+            "take it out of the text, or pass --literal-eos to keep it there as plain text",
+        )

@@ -1,0 +1,63 @@
+"""A new tokenizer out of some text."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from arriero.data.prepare.division import divide
+from arriero.data.store.shards import write_durably
+from arriero.data.text.readers import BadRecords, read_piece
+from arriero.data.text.sources import find_inputs
+from arriero.data.tokens.tokenizer import END, Tokenizer, load_tokenizer
+from arriero.errors import UserError
+
+SMALLEST_VOCAB = 257
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, path: Path, *, split: str | None = None, end: str = END
+) -> Tokenizer:
+    """A byte-level BPE, so that any text can be encoded, with `end` as the end of a document.
+
+    `split` is the pattern that cuts text into words before merging; without it GPT-2's.
+    """
+    if vocab_size < SMALLEST_VOCAB:
+        raise UserError(
+            f"a vocabulary of {vocab_size} is too small",
+            f"{SMALLEST_VOCAB} holds every byte and the end token",
+        )
+    inner = tokenizers.Tokenizer(models.BPE(ignore_merges=split is not None))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if split is not None:
+        words = pre_tokenizers.Split(tokenizers.Regex(split), "isolated")
+        inner.pre_tokenizer = pre_tokenizers.Sequence(
+            [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    write_durably(path, inner.to_str(pretty=True).encode())
+    return load_tokenizer(path, end)
+
+
+def sample_texts(
+    sources: Sequence[str], column: str, limit_bytes: int, bad: BadRecords, seed: int = 1
+) -> Iterator[str]:
+    """Documents from all over the sources until `limit_bytes` of text."""
+    inputs = find_inputs(sources)
+    pieces = [piece for shard in divide(inputs, limit_bytes, seed) for piece in shard]
+    taken = 0
+    for piece in pieces:
+        files = inputs[piece.first : piece.first + piece.files]
+        for batch in read_piece(files, piece.begin, piece.end, column, bad):
+            yield from batch.texts
+            taken += batch.text_bytes
+            if taken >= limit_bytes:
+                return
