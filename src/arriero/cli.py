@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import arriero.config.commands as config_verbs
+import arriero.data.commands.bench as bench_verbs
 import arriero.data.commands.exchange as exchange_verbs
 import arriero.data.commands.look as look_verbs
 import arriero.data.commands.prepare as prepare_verbs
@@ -34,6 +35,7 @@ data.command("import")(exchange_verbs.import_tokens)
 data.command("export")(exchange_verbs.export_tokens)
 data.command()(exchange_verbs.inspect)
 data.command()(exchange_verbs.verify)
+data.command()(bench_verbs.bench)
 app.add_typer(config, name="config")
 config.command()(model_verbs.show)
 config.command()(config_verbs.schema)
