@@ -4,7 +4,7 @@ PYTHON ?= python3
 OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check test test-oldest clean
+.PHONY: demo check test test-oldest test-peers clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/arriero train
@@ -36,5 +36,16 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	.venv-oldest/bin/python $(PIP_INSTALL) -c .venv-oldest/constraints.txt -e '.[test]'
 	touch $@
 
+# Your data/ and runs/ are left alone.
 clean:
-	rm -rf .venv .venv-oldest data runs
+	rm -rf .venv .venv-oldest .venv-peers
+
+# The tests that need megatron-core and datatrove, from an environment of their own.
+test-peers: $(VENV)/.installed-test .venv-peers/.installed
+	ARRIERO_PEERS_PYTHON=$(CURDIR)/.venv-peers/bin/python $(VENV)/bin/python -m pytest tests/data/test_peers.py tests/data/test_datatrove_recipe.py tests/data/test_bench_peers.py
+
+.venv-peers/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python $(PIP_INSTALL) torch==2.13.0
+	.venv-peers/bin/python $(PIP_INSTALL) -e '.[peers]'
+	touch $@

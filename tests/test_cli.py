@@ -68,6 +68,8 @@ def test_the_exported_model_is_the_one_that_was_evaluated(arriero, corpus_cache,
         (["train", "--set", "data.sources=[{path='nowhere'}]"], "nowhere"),
         (["train", "--set", "data.sources=[{path='builtin:web'}]"], "builtin:stdlib"),
         (["train", "--set", "parallel.tp=2"], "2 ranks"),
+        (["train", "--set", "data.cache=/dev/null/x"], "data.cache"),
+        (["train", "--set", "model.preset=llama3.1-405b"], "choose a smaller model"),
         (["config", "explain", "train.bach"], "did you mean 'train.batch'"),
     ],
 )
@@ -100,6 +102,9 @@ def test_config_schema_is_a_json_schema(arriero):
     schema = json.loads(arriero("config", "schema").stdout)
     assert "train" in schema["properties"]
     assert "extends" in schema["properties"]
+    assert schema["$defs"]["TrainSection"]["properties"]["batch"]["default"] == "524288 tok"
+    assert "required" not in json.dumps(schema)
+    assert "null" not in json.dumps(schema)
 
 
 def test_explain_tells_type_default_and_allowed_values(arriero):
@@ -110,6 +115,8 @@ def test_explain_tells_type_default_and_allowed_values(arriero):
     assert "> 0" in text
     assert "'4M tok'" in arriero("config", "explain", "train.batch").stdout
     assert "train.horizon" in arriero("config", "explain", "train").stdout
+    assert "text" in arriero("config", "explain", "data.sources[0].path").stdout
+    assert "builds on" in arriero("config", "explain", "extends").stdout
 
 
 def test_models_lists_every_preset_with_its_size(arriero):

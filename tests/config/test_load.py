@@ -3,7 +3,7 @@ import tomllib
 import pytest
 
 from arriero.config.load import config_from_toml, load_run
-from arriero.config.problems import ConfigError
+from arriero.config.problems import ConfigError, nearest_key
 from arriero.config.toml import to_toml
 from arriero.errors import UserError
 from arriero.model.presets import expand
@@ -103,6 +103,72 @@ log_every = 3
     assert f"{run}: train.horzon" in text
     assert "--set: run.seed" in text
     assert "9 problems" in text
+
+
+@pytest.mark.parametrize(
+    ("setting", "place"),
+    [
+        ("data.sources=[{path=3}]", "--set: data.sources[0].path"),
+        ("optim.betas=[0.9, 1.5]", "--set: optim.betas[1]"),
+        ("model.preset=llama9", "--set: model.preset"),
+        ("model.head_dim=3", "--set: model"),
+        ("nonsense.key=1", "--set: nonsense"),
+        ("model.rope_scaling.factor=0.5", "--set: model.rope_scaling.factor"),
+        ("optim.lr=inf", "--set: optim.lr"),
+        ("train.horizon=1e400 tok", "--set: train.horizon"),
+        ("run.seed=99999999999999999999999", "--set: run.seed"),
+    ],
+)
+def test_a_mistake_is_blamed_on_its_own_key_and_place(tmp_path, setting, place):
+    assert refusal(write(tmp_path / "run.toml", MINIMAL), [setting]).startswith(place)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("optim.learning_rate", "optim.lr"),
+        ("train.steps", "train.horizon"),
+        ("model.hidden_size", "model.dim"),
+        ("model.kv_head", "model.kv_heads"),
+        ("schedul.kind", "schedule.kind"),
+        ("foo", None),
+    ],
+)
+def test_the_nearest_key_is_offered_or_none(key, meant):
+    assert nearest_key(key) == meant
+
+
+def test_a_typo_in_a_section_hides_nothing_else_in_it(tmp_path):
+    run = write(tmp_path / "run.toml", MINIMAL + '[run]\nnmae = "x"\n')
+    text = refusal(run, ["model.preset=lama3", "model.headz=3", "data.seq_len=100"])
+    for words in ("run.nmae", "model.preset", "model.headz", "train.batch"):
+        assert words in text
+
+
+def test_a_part_of_the_presets_scaling_may_be_changed(tmp_path):
+    sets = ["model.preset=llama3.2-1b", "model.rope_scaling.original_max_seq_len=4096"]
+    loaded = load_run(write(tmp_path / "run.toml", MINIMAL), sets, expand)
+    scaling = loaded.config.model.rope_scaling
+    assert (scaling.factor, scaling.original_max_seq_len) == (32.0, 4096)
+    assert loaded.origin("model.rope_scaling") == "--set"
+    off = load_run(tmp_path / "run.toml", ["model.preset=llama3.2-1b", "model.rope_scaling=false"], expand)
+    assert off.config.model.rope_scaling is False
+
+
+def test_a_derived_dimension_is_not_blamed_on_the_preset(tmp_path):
+    loaded = load_run(write(tmp_path / "run.toml", MINIMAL), ["model.heads=8"], expand)
+    assert loaded.origin("model.head_dim") == "derived"
+    assert loaded.origin("model.ffn") == "preset llama-test"
+
+
+def test_what_is_optional_can_be_switched_off():
+    sets = ["optim.clip=false", "eval.every=false", "eval.heldout=false", "observe.sample=false"]
+    config = load_run(None, sets, expand).config
+    assert (config.optim.clip, config.eval.heldout, config.observe.sample) == (False, False, False)
+
+
+def test_a_set_cannot_smuggle_in_a_second_key(tmp_path):
+    assert "run.name" in refusal(write(tmp_path / "run.toml", MINIMAL), ["run.name='a'\nseed=3"])
 
 
 def test_a_key_in_the_wrong_section_is_found(tmp_path):

@@ -1,13 +1,16 @@
 """The verbs of `arriero config` that only need the run file."""
 
 import json
-from typing import Annotated
+import re
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from arriero.config.problems import nearest_key
 from arriero.config.schema import RunConfig
+from arriero.config.toml import toml_value
 from arriero.config.walk import field_at, section_of, type_name
 from arriero.errors import UserError
 
@@ -17,9 +20,27 @@ def schema() -> None:
 
     Example: arriero config schema > run.schema.json
     """
-    document = RunConfig.model_json_schema()
-    document["properties"]["extends"] = {"type": "string", "description": "A run file this one builds on."}
+    document = _for_editors(RunConfig.model_json_schema())
+    document["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    document["properties"]["extends"] = _EXTENDS
     typer.echo(json.dumps(document, indent=2))
+
+
+_EXTENDS = {"type": "string", "description": "A run file this one builds on."}
+
+
+def _for_editors(node: Any) -> Any:
+    """TOML has no null, and what a file lacks may stand in the one it extends."""
+    if isinstance(node, list):
+        return [_for_editors(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {key: value for key, value in node.items() if key != "required"}
+    if "anyOf" in kept:
+        kept["anyOf"] = [branch for branch in kept["anyOf"] if branch != {"type": "null"}]
+    if kept.get("default", "") is None:
+        del kept["default"]
+    return {key: _for_editors(value) for key, value in kept.items()}
 
 
 def explain(key: Annotated[str, typer.Argument(help="A section or key, like train.batch.")]) -> None:
@@ -27,6 +48,10 @@ def explain(key: Annotated[str, typer.Argument(help="A section or key, like trai
 
     Example: arriero config explain train.batch
     """
+    console = Console(highlight=False)
+    if key == "extends":
+        console.print(f"[bold]extends[/]  {_EXTENDS['description']}")
+        return
     field = field_at(RunConfig, key)
     if field is None:
         close = nearest_key(key)
@@ -34,23 +59,20 @@ def explain(key: Annotated[str, typer.Argument(help="A section or key, like trai
             f"'{key}' is not a key of the run file",
             f"did you mean '{close}'?" if close else "see `arriero config schema`",
         )
-    console = Console(highlight=False)
-    console.print(f"[bold]{key}[/]  {field.description}")
+    console.print(f"[bold]{escape(key)}[/]  {field.description}")
     if section := section_of(field.annotation):
         for name, inner in section.model_fields.items():
             console.print(f"  [cyan]{key}.{name}[/]  {inner.description}")
         return
     console.print(f"  type     {type_name(field.annotation)}", markup=False)
-    default = "none: it must be given" if field.is_required() else _default_text(field.get_default())
+    default = "none: it must be given" if field.is_required() else toml_value(_plain(field.get_default()))
     console.print(f"  default  {default}", markup=False)
     if allowed := _allowed(key):
         console.print(f"  allowed  {allowed}", markup=False)
 
 
-def _default_text(value: object) -> str:
-    if value is None:
-        return "nothing"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 _LIMITS = {
@@ -66,7 +88,7 @@ def _allowed(key: str) -> str:
     """The limits and examples the JSON Schema knows of a key."""
     document = RunConfig.model_json_schema()
     node = document
-    for part in key.split("."):
+    for part in re.sub(r"\[\d+\]", "", key).split("."):
         while "properties" not in node:
             node = document["$defs"][_reference(node)]
         node = node["properties"][part]

@@ -110,15 +110,14 @@ def build(config: RunConfig, progress: Counting, extra_hooks: Sequence[Hook] = (
     device = choose_device(config.run.device)
     compute, compute_reason = choose_compute(config.precision.compute, device)
     spec = ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
+    sequences = config.train.batch.amount // config.data.seq_len
+    fits = micro_batch_that_fits(spec, config.data.seq_len, sequences, compute.itemsize, device.memory)
+    micro_batch = config.train.micro_batch or fits.sequences
     streams = build_streams(config, progress)
     _refuse_small_vocabulary(spec, streams.stores)
     refuse_over_repetition(streams, _total_steps(config))
     refuse_changed_since(run_directory(config), streams.train)
     tokenizer = tokenizer_of(streams.stores[0])
-    fits = micro_batch_that_fits(
-        spec, config.data.seq_len, streams.batch_sequences, compute.itemsize, device.memory
-    )
-    micro_batch = config.train.micro_batch or fits.sequences
 
     model = _initial_model(config, spec, device)
     optimizer = Optimizer(model, config.optim, compute)
@@ -141,7 +140,7 @@ def build(config: RunConfig, progress: Counting, extra_hooks: Sequence[Hook] = (
         schedule=make_shape(config.schedule, config.train),
         stream=streams.train,
         outlooks=forecast(streams, _total_steps(config)),
-        loader=Loader(streams.train, streams.batch_sequences, pin=device.is_gpu, documents=masked),
+        loader=Loader(streams.train, sequences, pin=device.is_gpu, documents=masked),
         evaluator=Evaluator(streams.heldout, micro_batch, device, masked) if streams.heldout else None,
         evaluation=Cadence(config.eval.every, config.train.batch.amount),
         tokenizer=tokenizer,
@@ -154,7 +153,7 @@ def build(config: RunConfig, progress: Counting, extra_hooks: Sequence[Hook] = (
             ),
             Decision("compute", str(compute).removeprefix("torch."), compute_reason),
             Decision("compile", str(bool(compiled)).lower(), _origin(config.precision.compile, "GPUs only")),
-            _micro_batch_decision(config, fits, streams.batch_sequences),
+            _micro_batch_decision(config, fits, sequences),
         ],
     )
 

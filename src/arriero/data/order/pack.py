@@ -68,7 +68,7 @@ class Windows:
         if len(span) < seq_len + 1:
             raise UserError(
                 f"{source.name} gives {len(span)} tokens, one sequence of {seq_len} needs {seq_len + 1}",
-                "use a shorter sequence, a smaller held-out part or more text",
+                "use a shorter sequence or more text; of held-out text, hold out more",
             )
         self._first, self._seq_len = span.start, seq_len
         self.count = (len(span) - 1) // seq_len

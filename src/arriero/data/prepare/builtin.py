@@ -52,7 +52,13 @@ def prepare_builtin(name: str, cache_dir: Path, progress: Progress = silent) -> 
     target = Path(cache_dir) / f"{name.removeprefix('builtin:')}-py{python}-v{VOCAB_SIZE}"
     if _usable(target):
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the built-in dataset cannot be kept in {cache_dir} ({error.strerror})",
+            "set data.cache to a directory you may write",
+        ) from None
     _sweep(target)
     making = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".making", dir=target.parent))
     try:

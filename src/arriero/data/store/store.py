@@ -101,6 +101,8 @@ class TokenStore:
             manifest, columns = parse_manifest(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{path} does not exist", "give the directory of a prepared dataset") from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror})", "make it readable") from None
         except json.JSONDecodeError as error:
             raise UserError(f"{path} is not valid JSON ({error})", _REMAKE) from None
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -292,6 +294,8 @@ def _open_sized(path: Path, size: int) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise UserError(f"{path} is missing", _REMAKE) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})", "make it readable") from None
     if (found := os.fstat(fd).st_size) != size:
         os.close(fd)
         raise UserError(f"{path} has {found} bytes, the manifest says {size}", _REMAKE)
