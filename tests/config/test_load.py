@@ -190,6 +190,8 @@ def test_a_key_in_the_wrong_section_is_found(tmp_path):
         (["run.name=../elsewhere"], "run.name"),
         (["train.batch=2h"], "wrong unit"),
         (["run.seed"], "not an assignment"),
+        (["data.sources=[{path='a', weight=0.9}, {path='b', weight=0.2}]"], "sum to 1.1"),
+        (["data.phases=[{at='2k steps', sources=[{path='a'}]}]"], "not before train.horizon"),
         (["data=3"], "data"),
     ],
 )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from arriero.config.load import load_run
+from arriero.config.toml import toml_value
 from arriero.data.commands.look import show
 from arriero.data.order.audit import Audit
 from arriero.data.order.ledger import read_ledger
@@ -170,7 +171,12 @@ def test_tampering_is_found(arriero, run_file, tmp_path, dataset_writer):
     assert arriero("data", "audit", run.run_dir).returncode == 0
     flipped = arriero("data", "audit", run.run_dir, "--checksums")
     assert flipped.returncode == 1
-    assert "sums/00000.bin has changed since it was prepared" in flipped.stdout
+    assert "sums/00000.bin: its checksum differs" in flipped.stdout
+    shard.rename(shard.with_suffix(".gone"))
+    for more in ([], ["--checksums"]):
+        missing = arriero("data", "audit", run.run_dir, *more)
+        assert missing.returncode == 1
+        assert "sums/00000.bin: No such file" in missing.stdout
 
     dataset_writer(
         tmp_path / "sums", [[range(1, 9)] * 90], 320, (tmp_path / "sums/tokenizer.json").read_text()
@@ -180,6 +186,18 @@ def test_tampering_is_found(arriero, run_file, tmp_path, dataset_writer):
     assert "sums has changed since the run began (fingerprint" in other.stdout
     with pytest.raises(UserError, match="sums has changed since the run began"):
         session(run_file)
+
+
+def test_data_that_was_moved_can_be_pointed_out(arriero, run_file, tmp_path):
+    run = session(run_file)
+    train(run)
+    (tmp_path / "sums").rename(tmp_path / "moved")
+    lost = arriero("data", "audit", run.run_dir)
+    assert lost.returncode == 2
+    data = json.loads(run.config.data.model_dump_json(exclude_none=True).replace("/sums", "/moved"))
+    sets = [f"data.{key}={toml_value(data[key])}" for key in ("sources", "phases")]
+    found = arriero("data", "audit", run.run_dir, *(word for each in sets for word in ("--set", each)))
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_too_much_repetition_is_refused_before_the_run_with_its_step(run_file, tmp_path):

@@ -113,6 +113,13 @@ def test_documents_known_to_lack_their_end_are_only_remarked_on(tmp_path):
     assert [remark.file for remark in found.remarks] == ["00000.bin"]
 
 
+def test_a_dataset_made_without_ends_is_sound(tmp_path):
+    store = make_dataset(tmp_path / "set", [[[5, 6], [7]]])
+    assert len(verify_dataset(store).problems) == 1
+    store.about["separators"] = {"bos": None, "eos": None}
+    assert verify_dataset(store).problems == []
+
+
 def test_a_separator_after_an_empty_document_is_not_a_doubled_one(tmp_path):
     assert problems(make_dataset(tmp_path / "a", [[[5, EOS], [EOS], [6, EOS], [7, EOS]]])) == []
 

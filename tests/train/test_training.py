@@ -51,7 +51,7 @@ def losses(run):
 
 
 def test_training_starts_at_a_uniform_guess_and_learns(session):
-    run = session("model.tied=true", "train.horizon=60 steps", "optim.lr=1e-2", "observe.log_every=10")
+    run = session("model.tied=true", "train.horizon=120 steps", "optim.lr=1e-2", "observe.log_every=10")
     outcome = train(run)
     assert outcome.first_eval_loss == pytest.approx(math.log(4096), rel=0.02)
     assert outcome.last_eval_loss < 0.8 * outcome.first_eval_loss
@@ -296,3 +296,12 @@ def test_where_a_run_lies_and_what_is_watched_may_change(session, corpus_cache, 
     moved = tmp_path / "elsewhere"
     moved.symlink_to(corpus_cache)
     train(session(f"data.cache='{moved}'", "observe.log_every=2", "observe.sample='x'"))
+
+
+def test_a_wall_time_run_ends_well_where_its_data_may_not_be_read_again(session):
+    sets = ["train.horizon=1h", "schedule.kind=constant", "eval.every=1h"]
+    run = session(*sets, "data.sources=[{path='builtin:stdlib', max_epochs=0.002}]")
+    outcome = train(run)
+    assert outcome.steps == run.most_steps
+    assert 5 < outcome.steps < 20
+    assert lines(run.run_dir / "events.jsonl")[-1]["event"] == "end"

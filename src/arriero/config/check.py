@@ -60,6 +60,33 @@ def _prompts_meet_whole_documents(data) -> list[Problem]:
     ]
 
 
+def _shares_sum_to_one(data) -> list[Problem]:
+    """Weights that are all below 1 read as shares; a mistyped one would quietly change the others."""
+    later = [(f"data.phases[{i}].sources", phase.sources) for i, phase in enumerate(data.phases)]
+    problems = []
+    for key, sources in [("data.sources", data.sources), *later]:
+        weights = [source.weight for source in sources]
+        if max(weights) < 1 and abs(sum(weights) - 1) > 1e-6:
+            what = f"the weights are shares and sum to {sum(weights):g}"
+            problems.append(Problem(key, what, "let them sum to 1, or give proportions like 9 and 1"))
+    return problems
+
+
+def _phases_begin_within_the_run(data, train) -> list[Problem]:
+    if train.horizon.unit == "s":
+        return []
+    end = train.horizon.in_tokens(train.batch.amount)
+    return [
+        Problem(
+            f"data.phases[{i}].at",
+            f"'{phase.at}' is not before train.horizon ('{train.horizon}')",
+            "bring it forward",
+        )
+        for i, phase in enumerate(data.phases)
+        if phase.at.in_tokens(train.batch.amount) >= end
+    ]
+
+
 def _phases_follow_each_other(data, train) -> list[Problem]:
     problems, before = [], 0
     for i, phase in enumerate(data.phases):
@@ -105,7 +132,9 @@ _RULES = [
     (("data", "train"), _batch_is_whole_sequences),
     (("data", "train"), _micro_batch_divides),
     (("data",), _prompts_meet_whole_documents),
+    (("data",), _shares_sum_to_one),
     (("data", "train"), _phases_follow_each_other),
+    (("data", "train"), _phases_begin_within_the_run),
     (("train", "schedule"), _schedule_has_an_end),
     (("schedule",), _decay_is_wsd),
     (("eval",), _eval_has_data),

@@ -14,7 +14,13 @@ from arriero.data.order.bestfit import Counting
 from arriero.data.order.ledger import refuse_changed_since
 from arriero.data.order.loader import Batch, Loader
 from arriero.data.order.order import Stream
-from arriero.data.order.streams import Outlook, build_streams, forecast, refuse_over_repetition
+from arriero.data.order.streams import (
+    Outlook,
+    build_streams,
+    forecast,
+    refuse_over_repetition,
+    steps_within_caps,
+)
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import Tokenizer, tokenizer_of
 from arriero.errors import UserError
@@ -58,6 +64,7 @@ class Session:
     evaluation: Cadence
     tokenizer: Tokenizer
     micro_batch: int
+    most_steps: int | None
     run_dir: Path
     hooks: Hooks
     decisions: Sequence[Decision]
@@ -72,9 +79,11 @@ class Session:
         return _total_steps(self.config)
 
     def finished(self, tokens: int, seconds: float) -> bool:
-        if self.total_steps is None:
-            return seconds >= self.config.train.horizon.amount
-        return tokens >= self.total_steps * self.tokens_per_step
+        """At the horizon; a run by wall time also where its data may not be read further."""
+        if self.total_steps is not None:
+            return tokens >= self.total_steps * self.tokens_per_step
+        exhausted = self.most_steps is not None and tokens >= self.most_steps * self.tokens_per_step
+        return exhausted or seconds >= self.config.train.horizon.amount
 
     @property
     def peak_flops(self) -> float | None:
@@ -117,6 +126,7 @@ def build(config: RunConfig, progress: Counting, extra_hooks: Sequence[Hook] = (
     _refuse_small_vocabulary(spec, streams.stores)
     refuse_over_repetition(streams, _total_steps(config))
     refuse_changed_since(run_directory(config), streams.train)
+    most_steps = steps_within_caps(streams)
     tokenizer = tokenizer_of(streams.stores[0])
 
     model = _initial_model(config, spec, device)
@@ -145,6 +155,7 @@ def build(config: RunConfig, progress: Counting, extra_hooks: Sequence[Hook] = (
         evaluation=Cadence(config.eval.every, config.train.batch.amount),
         tokenizer=tokenizer,
         micro_batch=micro_batch,
+        most_steps=most_steps,
         run_dir=run_dir,
         hooks=Hooks([*written, *boards, *extra_hooks]),
         decisions=[
@@ -154,6 +165,11 @@ def build(config: RunConfig, progress: Counting, extra_hooks: Sequence[Hook] = (
             Decision("compute", str(compute).removeprefix("torch."), compute_reason),
             Decision("compile", str(bool(compiled)).lower(), _origin(config.precision.compile, "GPUs only")),
             _micro_batch_decision(config, fits, sequences),
+            *(
+                [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
+                if most_steps is not None
+                else []
+            ),
         ],
     )
 

@@ -33,7 +33,7 @@ class PreparationBar:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if not self._stages:
-            self._bar.console.print("preparing the built-in corpus, once")
+            self._bar.console.print("preparing data, once")
             self._bar.start()
         if stage not in self._stages:
             self._stages[stage] = self._bar.add_task(stage, total=total)

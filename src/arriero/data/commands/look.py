@@ -1,5 +1,6 @@
 """`arriero data show` and `arriero data audit`: what a run was or will be trained on, and the proof of it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
+from arriero.config.options import Sets
 from arriero.errors import UserError
 from arriero.units import human_count
 
@@ -28,10 +30,12 @@ def show(
     run: Run,
     step: Annotated[int, typer.Option(help="A step of the run, from 1.", min=1)] = 1,
     sample: Annotated[int, typer.Option(help="Which sequence of the step's batch, from 0.", min=0)] = 0,
+    sets: Sets = [],
 ) -> None:
     """Print exactly what was or will be trained on at a step, decoded.
 
-    Documents are set apart by a rule. Text in double brackets is read but not learnt.
+    Documents are set apart by a rule. Text in double brackets is read but not learnt. Where the data lies
+    elsewhere than the run knew it, say so: --set data.sources=[{path='...'}].
 
     Example: arriero data show runs/demo --step 81234 --sample 3
     """
@@ -39,7 +43,7 @@ def show(
     from arriero.data.tokens.tokenizer import tokenizer_of
 
     console = Console(highlight=False)
-    config = _config(run)
+    config = _config(run, sets)
     streams = _streams(config, console)
     per_step = streams.batch_sequences
     if sample >= per_step:
@@ -49,6 +53,11 @@ def show(
         f"step {step}: samples {first:,} to {first + per_step - 1:,}, "
         f"{per_step} sequences of {config.data.seq_len} tokens, packing {config.data.packing}"
     )
+    horizon = config.train.horizon
+    if horizon.unit != "s" and (step - 1) * config.train.batch.amount >= horizon.in_tokens(
+        config.train.batch.amount
+    ):
+        console.print(f"[yellow]the run ends before this step, after {horizon}")
     console.print(_listing(streams.train, first, per_step, sample))
     with Loader(streams.train, 1, first + sample, documents=config.data.document_mask) as loader:
         batch = next(loader)
@@ -63,6 +72,7 @@ def audit(
     checksums: Annotated[
         bool, typer.Option("--checksums", help="Also hash every shard that was read; reads all of it.")
     ] = False,
+    sets: Sets = [],
 ) -> None:
     """Prove a run's ledger: what was seen, how often, nothing twice within an epoch, nothing skipped.
 
@@ -76,21 +86,21 @@ def audit(
     console = Console(highlight=False)
     directory = _directory(run)
     ledger = read_ledger(directory)
-    streams = _streams(_config(run), console)
+    streams = _streams(_config(run, sets), console)
     proof = Audit(ledger, streams.train)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("replaying the order", total=None)
         proof.run(lambda done, total: bar.update(task, completed=done, total=total))
-        if checksums and not proof.problems:
-            proof.problems += _changed_files(streams.train, bar)
+        if not proof.problems:
+            proof.problems += _changed_files(streams.train, checksums, bar)
     if proof.problems:
         for problem in proof.problems:
             console.print(f"[bold red]does not hold:[/] {escape(problem)}", soft_wrap=True)
         raise typer.Exit(1)
-    _print_proof(console, proof)
+    _print_proof(console, proof, checksums)
 
 
-def _print_proof(console: Console, proof: "Audit") -> None:
+def _print_proof(console: Console, proof: "Audit", read_all: bool) -> None:
     ledger, stream = proof.ledger, proof.stream
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("source", "samples seen", "of", "epochs", "each sample was seen"):
@@ -101,36 +111,31 @@ def _print_proof(console: Console, proof: "Audit") -> None:
         table.add_row(escape(source.name), f"{drawn:,}", f"{cut.count:,}", f"{drawn / cut.count:.4g}", times)
     console.print(table)
     steps = ledger.samples // ledger.batch_sequences
+    bytes_proved = "every byte was compared" if read_all else "their bytes were not read (--checksums does)"
     console.print(
         f"holds: {ledger.samples:,} samples in {steps:,} steps, "
         f"{human_count(ledger.samples * stream.seq_len)} slots; none twice within an epoch, none skipped; "
-        "the datasets are the ones the run began with",
+        f"the datasets' manifests are the ones the run began with, {bytes_proved}",
         soft_wrap=True,
     )
     if proof.discarded:
         console.print(
-            f"{proof.discarded:,} samples were read again after restarts, by weights from before them",
+            f"{proof.discarded:,} samples were read more than once because the run began again before them",
             soft_wrap=True,
         )
 
 
-def _changed_files(stream: "Stream", bar: Progress) -> list[str]:
-    """Files whose bytes are not those of the dataset's checksums."""
-    import hashlib
+def _changed_files(stream: "Stream", read_all: bool, bar: Progress) -> Iterator[str]:
+    """Shards that are missing or of another size; with `read_all` whatever `verify` finds."""
+    from arriero.data.store.verify import verify_dataset
 
-    from arriero.data.store.store import CHECKSUMS
-
-    problems = []
     for source in stream.sources:
-        directory = source.store.directory
-        lines = (directory / CHECKSUMS).read_text().splitlines()
-        for line in bar.track(lines, description=f"hashing {directory}"):
-            digest, name = line.split("  ", 1)
-            with (directory / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != digest:
-                problems.append(f"{directory / name} has changed since it was prepared (sha256 {found[:12]})")
-    return problems
+        store = source.store
+        yield from store.resized_shards()
+        if read_all:
+            task = bar.add_task(f"reading {store.directory}", total=store.tokens * store.dtype.itemsize)
+            found = verify_dataset(store, advance=lambda done, task=task: bar.advance(task, done))
+            yield from (f"{store.directory / problem.file}: {problem.what}" for problem in found.problems)
 
 
 def _listing(stream: "Stream", first: int, per_step: int, chosen: int) -> Table:
@@ -188,16 +193,16 @@ def _directory(run: Path) -> Path:
     return run
 
 
-def _config(run: Path) -> "RunConfig":
-    from arriero.config.load import config_from_toml, load_run
+def _config(run: Path, sets: list[str]) -> "RunConfig":
+    from arriero.config.load import load_run
     from arriero.model.presets import expand
 
     directory = _directory(run)
     if directory.is_dir():
         if not (directory / "run.toml").exists():
             raise UserError(f"{directory} holds no run.toml", "give the directory of a run")
-        return config_from_toml(directory / "run.toml")
-    return load_run(directory, [], expand).config
+        directory = directory / "run.toml"
+    return load_run(directory, sets, expand).config
 
 
 def _streams(config: "RunConfig", console: Console):

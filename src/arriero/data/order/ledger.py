@@ -1,4 +1,4 @@
-"""What data a run has consumed, in `ledger.json`. `data/audit.py` proves it.
+"""What data a run has consumed, in `ledger.json`. `audit.py` proves it.
 
 Each process that trains appends one stretch of samples with a checksum over what its loader really handed
 out. A stretch that begins before the one before it ended took back what lay beyond: those samples were read

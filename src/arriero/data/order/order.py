@@ -1,6 +1,6 @@
 """Which sample of which source is sample g of a run: a pure function of (seed, sources, weights, packing).
 
-`data/pack.py` cuts each source into the samples of one epoch. Sources are mixed in blocks of 8,192 samples
+`pack.py` cuts each source into the samples of one epoch. Sources are mixed in blocks of 8,192 samples
 that hold a fixed quota of each. Weights are shares of tokens: where samples differ in length, a source's
 quota is its weight divided by the mean tokens of its samples, so that its share of tokens is right over its
 epochs. A source is drawn in its own order, so that it finishes one epoch before it begins the next. A later

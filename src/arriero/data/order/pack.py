@@ -11,7 +11,7 @@ its batch. In both a document longer than a row is split, truncated or dropped; 
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -42,19 +42,6 @@ class Source:
     def identity(self) -> dict[str, Any]:
         identity = {"dataset": self.store.fingerprint, "start": self.tokens.start, "stop": self.tokens.stop}
         return {**identity, "prompt": list(self.prompt)} if self.prompt else identity
-
-
-class Samples(Protocol):
-    """One epoch of a source, cut into samples. `slots` is what its rows offer, `tokens` what they hold."""
-
-    count: int
-    tokens: int
-    slots: int
-
-    @property
-    def remarks(self) -> list[str]:
-        """What a person should know about how the source was cut."""
-        ...
 
 
 class Windows:

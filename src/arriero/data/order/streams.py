@@ -55,6 +55,12 @@ def build_streams(config: RunConfig, progress: Counting) -> Streams:
     return Streams(stream, evaluation, list(opened.values()), sequences)
 
 
+def steps_within_caps(streams: Streams) -> int | None:
+    """The whole steps that every source's max_epochs allows; None when none is capped."""
+    beyond = streams.train.first_beyond_cap(BLOCK * 2**32)
+    return None if beyond is None else beyond[0] // streams.batch_sequences
+
+
 def refuse_over_repetition(streams: Streams, steps: int | None) -> None:
     """A run that would read a source more often than its max_epochs allows ends before it begins."""
     if steps is None:

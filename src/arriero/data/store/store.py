@@ -171,6 +171,19 @@ class TokenStore:
     def shard_path(self, shard: int, suffix: str = "") -> Path:
         return self.directory / f"{self._name(shard)}{suffix}"
 
+    def resized_shards(self) -> Iterator[str]:
+        """What is wrong with shards that are missing or not as long as the manifest says."""
+        for shard in range(self.shards):
+            path = self.shard_path(shard, ".bin")
+            expected = self.shard_tokens(shard) * self.dtype.itemsize
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                yield f"{path}: {error.strerror}"
+                continue
+            if size != expected:
+                yield f"{path} has {size} bytes, the manifest says {expected}"
+
     def close(self) -> None:
         self._shard.cache_clear()
 

@@ -47,13 +47,18 @@ def verify_dataset(store: TokenStore, workers: int = 1, advance: Advance = unsee
     found.problems += _tokenizer_problems(store)
     checks = _check_all(store, manifest["dtype"], sums, workers, advance)
     unended = [_add(found, store.shard_path(k, ".bin").name, check) for k, check in enumerate(checks)]
-    if found.without_eos == int(store.about.get("documents_without_eos", 0)):
+    if found.without_eos == int(store.about.get("documents_without_eos", 0)) or not _ends_documents(store):
         found.remarks += [problem for problem in unended if problem]
     else:
         found.problems += [problem for problem in unended if problem]
     found.problems += _companion_problems(store, sums)
     found.remarks += _strays(store)
     return found
+
+
+def _ends_documents(store: TokenStore) -> bool:
+    """Whether the dataset was made with a token after each document."""
+    return store.about.get("separators", {}).get("eos", "unknown") is not None
 
 
 class _ShardCheck(NamedTuple):
@@ -169,7 +174,7 @@ def _tokenizer_problems(store: TokenStore) -> list[Problem]:
         tokenizer = tokenizer_of(store)
     except UserError as error:
         return [Problem(path.name, error.what)]
-    if tokenizer.vocab_size > store.vocab_size:
+    if tokenizer.vocab_size != store.vocab_size:
         words = f"has {tokenizer.vocab_size} ids, the manifest says {store.vocab_size}"
         return [Problem(path.name, words)]
     return []
