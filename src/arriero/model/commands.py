@@ -52,7 +52,8 @@ def models() -> None:
             f"{spec.bf16_bytes / 1e9:.3f} GB",
             about(name),
         )
-    Console().print(table)
+    console = Console()
+    console.print(table, width=None if console.is_terminal else 160)
 
 
 def _count(parameters: int) -> str:
