@@ -74,7 +74,8 @@ class ModelSection(Section):
 class SourceSection(Section):
     path: str = Field(description="A prepared dataset directory, or 'builtin:stdlib'.")
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        1.0, description="Share of this source among the tokens seen; the weights need not sum to 1."
+        1.0,
+        description="Share of the tokens seen; numbers all below 1 must sum to 1, others are proportions.",
     )
     prompt: str | None = Field(
         None,

@@ -1,5 +1,7 @@
 """`arriero config models` and `arriero config show`: the verbs that know the presets."""
 
+import sys
+
 import typer
 from rich.console import Console
 from rich.syntax import Syntax
@@ -52,8 +54,7 @@ def models() -> None:
             f"{spec.bf16_bytes / 1e9:.3f} GB",
             about(name),
         )
-    console = Console()
-    console.print(table, width=None if console.is_terminal else 160)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def _count(parameters: int) -> str:
