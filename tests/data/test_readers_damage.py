@@ -31,12 +31,12 @@ def read(*sources, skip=False, shard_bytes=10**9):
     return texts, bad
 
 
-def packed(name):
+def packed(name, content=CONTENT):
     if name.endswith(".gz"):
-        return gzip.compress(CONTENT)
+        return gzip.compress(content)
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, "zstd") as file:
-        file.write(CONTENT)
+        file.write(content)
     return sink.getvalue().to_pybytes()
 
 
@@ -64,6 +64,16 @@ def test_no_whole_line_before_the_cut_is_lost(tmp_path):
         (tmp_path / "a.jsonl.gz").write_bytes(raw[: begun + cut])
         texts, bad = read(tmp_path / "a.jsonl.gz", skip=True)
         assert (len(texts), bad.count) == (1000, 1)
+
+
+@pytest.mark.parametrize("name", ["a.json.gz", "a.json.zst"])
+def test_a_bad_line_before_the_damage_is_named_by_its_line(tmp_path, name):
+    whole = packed(name, CONTENT[: CONTENT.index(b"\n") + 1] + b"{}\n" + CONTENT)
+    (tmp_path / name).write_bytes(whole[: int(0.3 * len(whole))])
+    texts, bad = read(tmp_path / name, skip=True)
+    assert len(texts) > 1000
+    assert bad.count == 2
+    assert "line 2: no column 'text'" in bad.examples[0]
 
 
 def test_a_wrong_checksum_at_the_end_costs_no_document(tmp_path):

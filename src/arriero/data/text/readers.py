@@ -78,10 +78,13 @@ def refuse_changed(source: Input) -> None:
 def open_input(source: Input) -> IO[bytes]:
     if not source.compression:
         return Path(source.path).open("rb", buffering=2**20)
-    return io.BufferedReader(_unpacking(source), 2**20)
+    return io.BufferedReader(_unbuffered(source), 2**20)
 
 
-def _unpacking(source: Input) -> Any:
+def _unbuffered(source: Input) -> Any:
+    """Reads no further than asked, so that nothing before a damaged place is out of reach."""
+    if not source.compression:
+        return Path(source.path).open("rb", buffering=0)
     if source.compression == "gzip":
         return _Gunzip(Path(source.path))
     import pyarrow as pa
@@ -90,7 +93,7 @@ def _unpacking(source: Input) -> Any:
 
 
 class _Gunzip(io.RawIOBase):
-    """Members one after another, with zeros allowed after each; what one failing call would have read is lost."""
+    """Members one after another, zeros allowed after each. A call that fails loses only what it asked for."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=2**18)
@@ -162,7 +165,7 @@ def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecord
 def _lines_before_damage(source: Input, at: int) -> list[bytes]:
     """The whole lines from `at` on, read in blocks too small to lose one with the block that fails."""
     found = bytearray()
-    with _unpacking(source) as file:
+    with _unbuffered(source) as file:
         try:
             while at > 0 and (skipped := file.read(min(at, 2**20))):
                 at -= len(skipped)
@@ -227,13 +230,13 @@ def _line_problem(source: Input, at: int, line: bytes, column: str, error: Excep
 def _is_json_array(source: Input) -> bool:
     if ".json" not in Path(source.path).suffixes[-2:]:
         return False
-    with open_input(source) as file:
-        return file.read(64).lstrip().startswith(b"[")
+    with _unbuffered(source) as file:
+        return file.read(1) == b"["
 
 
 def _line_number(source: Input, at: int) -> int:
     newlines = 0
-    with open_input(source) as file:
+    with _unbuffered(source) as file:
         while at > 0 and (block := file.read(min(at, 2**20))):
             newlines += block.count(b"\n")
             at -= len(block)
