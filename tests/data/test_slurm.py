@@ -9,16 +9,17 @@ from arriero.data.prepare.prepare import Watcher, prepare
 from arriero.data.store.store import TokenStore
 from slurm import needs_slurm, slurm_cluster, wait_for_job
 
+REPEATS = 8
 SOURCE = Path(__file__).parents[2] / "src"
 
 
 def corpus_and_command(folder, tokenizer_file, real_texts):
-    lines = [json.dumps({"text": f"{i} {text[:2000]}"}) for i, text in enumerate(real_texts * 4)]
+    lines = [json.dumps({"text": f"{i} {text}"}) for i, text in enumerate(real_texts * REPEATS)]
     (folder / "corpus").mkdir()
     for i in range(2):
         (folder / "corpus" / f"{i}.jsonl").write_text("\n".join(lines[i::2]) + "\n")
     command = ["data", "prepare", "corpus/*.jsonl", "-o", "set", "--tokenizer", str(tokenizer_file)]
-    return [*command, "--shard-size", "60kB", "--slurm", "--tasks", "3", "--time", "10"]
+    return [*command, "--shard-size", "1MB", "--slurm", "--tasks", "3", "--time", "10"]
 
 
 @needs_slurm
@@ -40,7 +41,7 @@ def test_an_array_of_jobs_prepares_the_same_bytes_as_one_process(tmp_path, token
         assert state == "COMPLETED", logs
         assert wait_for_job(array, environment) == "COMPLETED"
     asked = Request(
-        (str(tmp_path / "corpus/*.jsonl"),), tmp_path / "alone", tokenizer_file, shard_bytes=60_000
+        (str(tmp_path / "corpus/*.jsonl"),), tmp_path / "alone", tokenizer_file, shard_bytes=10**6
     )
     alone = prepare(asked, 1, Watcher())
     assert alone.shards >= 4
@@ -64,7 +65,7 @@ def test_parts_share_the_work_and_the_plain_command_finishes_it(
     tmp_path, tokenizer_file, real_texts, arriero
 ):
     arguments = corpus_and_command(tmp_path, tokenizer_file, real_texts)[:-5]
-    asked = Request((str(tmp_path / "corpus/*.jsonl"),), tmp_path / "set", tokenizer_file, shard_bytes=60_000)
+    asked = Request((str(tmp_path / "corpus/*.jsonl"),), tmp_path / "set", tokenizer_file, shard_bytes=10**6)
     early = arriero(*arguments, "--part", "0/2")
     assert early.returncode == 2
     assert "begin the prepare without --part first" in early.stderr
@@ -75,4 +76,4 @@ def test_parts_share_the_work_and_the_plain_command_finishes_it(
     assert arriero(*arguments, "--part", "1/2").returncode == 0
     assert planned.unfinished() == list(range(0, len(planned.shards), 2))
     assert arriero(*arguments).returncode == 0
-    assert TokenStore.open(tmp_path / "set").documents == 4 * len(real_texts)
+    assert TokenStore.open(tmp_path / "set").documents == REPEATS * len(real_texts)

@@ -200,7 +200,7 @@ def test_bad_parquet_is_named(tmp_path):
     with pytest.raises(UserError, match="not a Parquet file"):
         read(path)
     pq.write_table(pa.table({"text": ["a", None, "b"]}), path)
-    with pytest.raises(UserError, match="row 1 of the piece: null"):
+    with pytest.raises(UserError, match="row 1: null"):
         read(path)
     bad = BadRecords(skip=True)
     assert (read(path, bad=bad), bad.count) == (["a", "b"], 1)

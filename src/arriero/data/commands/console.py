@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +19,10 @@ from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN
 from arriero.data.tokens.tokenizer import added_by_template
 from arriero.data.tokens.training import sample_texts, train_tokenizer
 from arriero.units import human_bytes, human_count, human_time
+
+
+def counted(count: int, word: str) -> str:
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
 class PrepareBar(Watcher):
@@ -74,17 +79,20 @@ class PrepareBar(Watcher):
         per_token = f"{store.text_bytes / max(1, store.tokens):.2f} bytes a token"
         rows = [
             ("tokens", human_count(store.tokens), per_token),
-            ("documents", f"{store.documents:,}", f"{about['empty_documents']:,} empty ones left out"),
+            (
+                "documents",
+                f"{store.documents:,}",
+                f"{counted(about['empty_documents'], 'empty one')} left out",
+            ),
             (
                 "shards",
                 f"{store.shards:,}",
                 f"{human_bytes(store.tokens * store.dtype.itemsize)} of {store.dtype}",
             ),
         ]
-        if about["skipped_records"]:
-            rows.append(
-                ("skipped", f"{about['skipped_records']:,} bad records", about["skipped_examples"][0])
-            )
+        if skipped := about["skipped_records"]:
+            rows.append(("skipped", counted(skipped, "bad record"), about["skipped_examples"][0]))
+        rows += _spelled_out_warnings(about)
         rows.append(("dataset", str(store.directory), f"fingerprint {store.fingerprint[:12]}"))
         for name, value, remark in rows:
             table.add_row(f"[bold]{name}", escape(value), f"[dim]{escape(remark)}")
@@ -96,6 +104,15 @@ class PrepareBar(Watcher):
         left = human_time(seconds * (1 - share) / share) if share else "?"
         rate = f"{self._read / seconds / 1e6:.1f} MB/s"
         return f"{rate}  {human_count(self._tokens)} tokens  {left} left"
+
+
+def _spelled_out_warnings(about: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for mark, does in (("bos", "begin"), ("eos", "end")):
+        if count := about.get("spelled_out", {}).get(mark, 0):
+            token = about["separators"][mark]["token"]
+            does = f"{does}s" if count == 1 else does
+            value = f"{counted(count, 'document')} {does} with the text {token}"
+            yield "warning", value, "kept as plain text beside the token of the same name"
 
 
 def _decisions(preparation: Preparation, todo: Sequence[int]) -> Table:
@@ -110,7 +127,7 @@ def _decisions(preparation: Preparation, todo: Sequence[int]) -> Table:
     reasons = [f"{each['name']}: {each['outcome']}" for each in backend.tried] or ["no other is faster"]
     total = sum(each.size for each in preparation.inputs)
     rows = [
-        ("inputs", f"{len(preparation.inputs):,} files, {human_bytes(total)}", ""),
+        ("inputs", f"{counted(len(preparation.inputs), 'file')}, {human_bytes(total)}", ""),
         ("shards", f"{len(todo):,} to make", f"{done:,} finished earlier or for others" if done else ""),
         ("encoder", f"{backend.used} {backend.version}", "; ".join(reasons) + ", on the first MB"),
         ("separators", ", ".join(marks) or "none", _template_note(preparation)),
@@ -132,9 +149,8 @@ def _template_note(preparation: Preparation) -> str:
 
 def show_submission(preparation: Preparation, tasks: int, jobs: tuple[str, str]) -> None:
     console = Console(highlight=False)
-    console.print(
-        f"[bold]array[/]   job {jobs[0]}: {tasks} tasks, {len(preparation.unfinished())} shards to make"
-    )
+    shards = counted(len(preparation.unfinished()), "shard")
+    console.print(f"[bold]array[/]   job {jobs[0]}: {counted(tasks, 'task')}, {shards} to make")
     console.print(f"[bold]finish[/]  job {jobs[1]}: runs after them, writes the manifest")
     console.print(f"[bold]logs[/]    {preparation.work}", soft_wrap=True)
 
@@ -153,7 +169,7 @@ def train_tokenizer_with_bar(
     bad = BadRecords(skip_bad)
     taken = documents = 0
 
-    def counted(texts: Iterator[str]) -> Iterator[str]:
+    def watched(texts: Iterator[str]) -> Iterator[str]:
         nonlocal taken, documents
         for text in texts:
             taken, documents = taken + len(text), documents + 1
@@ -162,12 +178,15 @@ def train_tokenizer_with_bar(
             yield text
 
     with console.status(f"learning {vocab_size:,} tokens") as status:
-        texts = counted(sample_texts(sources, column, limit_bytes, bad, seed))
+        texts = watched(sample_texts(sources, column, limit_bytes, bad, seed))
         tokenizer = train_tokenizer(texts, vocab_size, output, split=LLAMA3_PATTERN, end=end)
     console.print(
-        f"[bold]tokenizer[/]  {escape(str(output))}: {tokenizer.vocab_size:,} tokens from {documents:,} "
-        f"documents, {human_bytes(taken)}; a document ends with {escape(end)} (id {tokenizer.eos_id})",
+        f"[bold]tokenizer[/]  {escape(str(output))}: {tokenizer.vocab_size:,} tokens from "
+        f"{counted(documents, 'document')}, {human_bytes(taken)}; a document ends with {escape(end)} "
+        f"(id {tokenizer.eos_id})",
         soft_wrap=True,
     )
     if bad.count:
-        console.print(f"[bold]skipped[/]  {bad.count:,} bad records, the first: {escape(bad.examples[0])}")
+        console.print(
+            f"[bold]skipped[/]  {counted(bad.count, 'bad record')}, the first: {escape(bad.examples[0])}"
+        )

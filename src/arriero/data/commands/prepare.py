@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from arriero.data.prepare.preparation import Request
     from arriero.data.prepare.slurm import Cluster
 
+SMALLEST = 10**6
+
 Sources = Annotated[
     list[str],
     typer.Argument(
@@ -62,16 +64,9 @@ def prepare(
     """
     from arriero.data.prepare.preparation import Request
     from arriero.data.prepare.slurm import Cluster
-    from arriero.data.text.hub import stay_offline
-    from arriero.data.text.sources import HUB
-    from arriero.units import parse_bytes
 
-    if not any(source.startswith(HUB) for source in sources):
-        stay_offline()
-    try:
-        shard_bytes = parse_bytes(shard_size)
-    except ValueError as error:
-        raise UserError(f"--shard-size: {error}") from None
+    _stay_offline_unless_asked(sources)
+    shard_bytes = _size("--shard-size", shard_size)
     request = Request(
         tuple(sources), directory, tokenizer, column, bos, eos, seed, shard_bytes, skip_bad, literal_eos
     )
@@ -102,17 +97,30 @@ def train_tokenizer(
     Example: arriero data train-tokenizer corpus/*.jsonl -o tokenizer.json --vocab-size 32000
     """
     from arriero.data.commands.console import train_tokenizer_with_bar
+
+    _stay_offline_unless_asked(sources)
+    limit = _size("--sample", sample)
+    train_tokenizer_with_bar(sources, column or "text", limit, vocab_size, output, end, skip_bad, seed)
+
+
+def _stay_offline_unless_asked(sources: list[str]) -> None:
     from arriero.data.text.hub import stay_offline
     from arriero.data.text.sources import HUB
-    from arriero.units import parse_bytes
 
     if not any(source.startswith(HUB) for source in sources):
         stay_offline()
+
+
+def _size(option: str, text: str) -> int:
+    from arriero.units import parse_bytes
+
     try:
-        limit = parse_bytes(sample)
+        size = parse_bytes(text)
     except ValueError as error:
-        raise UserError(f"--sample: {error}") from None
-    train_tokenizer_with_bar(sources, column or "text", limit, vocab_size, output, end, skip_bad, seed)
+        raise UserError(f"{option}: {error}") from None
+    if size < SMALLEST:
+        raise UserError(f"{option} {text} is too small", "give 1MB or more")
+    return size
 
 
 def _prepare_here(request: "Request", workers: int) -> None:

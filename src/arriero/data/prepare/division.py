@@ -11,12 +11,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from arriero.data.text.readers import NO_FILE
-from arriero.data.text.sources import Input
+from arriero.data.text.sources import DANGLING, Input
 from arriero.data.text.synthetic import markov_text
 from arriero.errors import UserError
 
 PIECES_PER_SHARD = 8
 LARGEST_PIECE = 64_000_000
+ONE_DOCUMENT = ("text", DANGLING)
 UNPACKED = 4  # compressed text grows by about this much
 
 
@@ -49,7 +50,7 @@ def divide(inputs: Sequence[Input], shard_bytes: int, seed: int) -> list[list[Pi
 def _pieces(inputs: Sequence[Input], size: int) -> list[Piece]:
     pieces: list[Piece] = []
     for number, source in enumerate(inputs):
-        if source.kind == "text":
+        if source.kind in ONE_DOCUMENT:
             _add_text(pieces, inputs, number, size)
         elif source.kind == "parquet":
             pieces += _row_groups(source, number, size)
@@ -78,7 +79,7 @@ def _add_text(pieces: list[Piece], inputs: Sequence[Input], number: int, size: i
     amount = _text_bytes(inputs[number])
     if pieces:
         last = pieces[-1]
-        adjoins = last.first + last.files == number and inputs[last.first].kind == "text"
+        adjoins = last.first + last.files == number and inputs[last.first].kind in ONE_DOCUMENT
         if adjoins and last.bytes + amount <= size:
             pieces[-1] = last._replace(files=last.files + 1, bytes=last.bytes + amount)
             return

@@ -71,7 +71,7 @@ class Preparation:
         return (self.work / TOKENIZER).read_text()
 
     def shard_name(self, number: int) -> str:
-        return f"{number:05d}"
+        return f"{number:0{max(5, len(str(len(self.shards) - 1)))}d}"
 
     def shard_bytes(self, number: int) -> int:
         return sum(piece.bytes for piece in self.shards[number])
@@ -124,7 +124,7 @@ def refuse_other_settings(request: Request, known: dict[str, Any]) -> None:
 
 
 def refuse_other_inputs(request: Request, known: str) -> None:
-    if inputs_digest(find_inputs(request.sources)) != known:
+    if inputs_digest(find_inputs(request.sources, request.skip_bad)) != known:
         raise UserError(
             f"{request.directory} was begun with other input files, or they have changed since",
             "restore the files, or prepare into another directory",
@@ -138,10 +138,13 @@ def inputs_digest(inputs: Sequence[Input]) -> str:
 def draft(request: Request) -> Preparation:
     """Everything that can be decided or refused before a file is written."""
     directory = request.directory
-    if directory.exists() and any(path.name != WORK for path in directory.iterdir()):
-        raise UserError(f"{directory} is not empty", "prepare into a new directory")
+    try:
+        if directory.exists() and any(path.name != WORK for path in directory.iterdir()):
+            raise UserError(f"{directory} is not empty", "prepare into a new directory")
+    except NotADirectoryError:
+        raise UserError(f"{directory} is a file", "prepare into a new directory") from None
     definition, separators = _tokenizer_of(request)
-    inputs = find_inputs(request.sources)
+    inputs = find_inputs(request.sources, request.skip_bad)
     shards = divide(inputs, request.shard_bytes, request.seed)
     sample = _first_texts(inputs, shards, request)
     if not request.literal_eos:
@@ -163,10 +166,15 @@ def draft(request: Request) -> Preparation:
 def _begin(request: Request) -> Preparation:
     preparation = draft(request)
     definition, _ = _tokenizer_of(request)
-    preparation.work.mkdir(parents=True, exist_ok=True)
-    write_durably(preparation.work / TOKENIZER, definition.encode())
     plan = {name: getattr(preparation, name) for name in _PLANNED}
-    write_durably(preparation.work / PLAN, json.dumps(plan).encode())
+    try:
+        preparation.work.mkdir(parents=True, exist_ok=True)
+        write_durably(preparation.work / TOKENIZER, definition.encode())
+        write_durably(preparation.work / PLAN, json.dumps(plan).encode())
+    except OSError as error:
+        raise UserError(
+            f"cannot write into {request.directory} ({error.strerror})", "prepare into another directory"
+        ) from None
     return preparation
 
 

@@ -147,6 +147,9 @@ def _make_in_worker(number: int) -> None:
 def _finish(request: Request, preparation: Preparation) -> None:
     records = [_record(preparation, number) for number in range(len(preparation.shards))]
     directory = preparation.directory
+    if not any(record["shard"]["tokens"] for record in records):
+        _remove(preparation)
+        raise UserError(*_nothing(records))
     write_durably(directory / TOKENIZER, preparation.definition.encode())
     lines = [
         json.dumps({"path": path, "bytes": size, "mtime_ns": mtime})
@@ -162,6 +165,23 @@ def _finish(request: Request, preparation: Preparation) -> None:
         dtype=dtype_for(preparation.vocab_size),
         about=_about(request, preparation, records),
     )
+
+
+def _nothing(records: list[dict[str, Any]]) -> tuple[str, str]:
+    empty, skipped = (sum(record[name] for record in records) for name in ("empty", "skipped"))
+    example = next((each for record in records for each in record["skipped_examples"]), "")
+    return (
+        f"the sources hold no text: documents that are empty: {empty}, skipped as bad: {skipped}",
+        f"the first bad one: {example}" if example else "check the sources and --column",
+    )
+
+
+def _remove(preparation: Preparation) -> None:
+    for number in range(len(preparation.shards)):
+        for suffix in (".idx", ".bin"):
+            (preparation.directory / f"{preparation.shard_name(number)}{suffix}").unlink(missing_ok=True)
+    shutil.rmtree(preparation.work)
+    preparation.directory.rmdir()
 
 
 def _about(request: Request, preparation: Preparation, records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -182,6 +202,9 @@ def _about(request: Request, preparation: Preparation, records: list[dict[str, A
             "shards": {name: used.count(name) for name in sorted(set(used))}
             if (used := [record["backend"] for record in records])
             else {},
+        },
+        "spelled_out": {
+            mark: sum(record["spelled_out"][mark] for record in records) for mark in ("bos", "eos")
         },
         "empty_documents": sum(record["empty"] for record in records),
         "skipped_records": sum(record["skipped"] for record in records),

@@ -45,6 +45,7 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
         "shard": shard._replace(text_bytes=gathering.text_bytes)._asdict(),
         "backend": used,
         "empty": gathering.empty,
+        "spelled_out": gathering.spelled_out,
         "skipped": gathering.bad.count,
         "skipped_examples": gathering.bad.examples,
     }
@@ -64,6 +65,7 @@ class _Gathering:
         self.text_bytes = 0
         self.read_bytes = 0
         self.empty = 0
+        self.spelled_out = {"bos": 0, "eos": 0}
         self.bad = BadRecords(preparation.skip_bad)
 
     def encode_shard(self, number: int, file: IO[bytes]) -> None:
@@ -73,6 +75,8 @@ class _Gathering:
             column = preparation.settings["column"]
             for batch in read_piece(files, piece.begin, piece.end, column, self.bad):
                 encoded = self._encode([text for text in batch.texts if text])
+                for mark, count in preparation.separators.spelled_out(batch.texts).items():
+                    self.spelled_out[mark] += count
                 self.empty += len(batch.texts) - len(encoded.lengths)
                 self.text_bytes += batch.text_bytes
                 self.read_bytes += batch.read_bytes

@@ -2,12 +2,13 @@
 
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from arriero.data.text.sources import Input
+from arriero.data.text.sources import DANGLING, Input
 from arriero.data.text.synthetic import markov_text
 from arriero.errors import UserError
 
@@ -18,6 +19,7 @@ except ImportError:  # it only saves time: json decides whenever it stumbles
 
 BATCH_BYTES = 2**21
 EXAMPLES = 5
+SMALL_BLOCK = 8
 NO_FILE = 2**62
 
 _SKIP = "mend it, or pass --skip-bad to leave such records out and count them"
@@ -34,14 +36,14 @@ class BadRecords:
     """What to do with a record that cannot be used: refuse, or leave out and count."""
 
     def __init__(self, skip: bool) -> None:
-        self._skip = skip
+        self.skip = skip
         self.count = 0
         self.examples: list[str] = []
 
     def add(self, what: str | Callable[[], str]) -> None:
-        if not self._skip or len(self.examples) < EXAMPLES:
+        if not self.skip or len(self.examples) < EXAMPLES:
             what = what() if callable(what) else what
-            if not self._skip:
+            if not self.skip:
                 raise UserError(what, _SKIP)
             self.examples.append(what)
         self.count += 1
@@ -53,7 +55,8 @@ def read_piece(inputs: list[Input], begin: int, end: int, column: str, bad: BadR
     if first.kind == "synthetic":
         return _in_batches((text, len(text)) for text in markov_text().documents(begin, end))
     for each in inputs:
-        refuse_changed(each)
+        if each.kind != DANGLING:
+            refuse_changed(each)
     if first.kind == "jsonl":
         return _read_jsonl(first, begin, end, column, bad)
     if first.kind == "parquet":
@@ -75,30 +78,102 @@ def refuse_changed(source: Input) -> None:
 def open_input(source: Input) -> IO[bytes]:
     if not source.compression:
         return Path(source.path).open("rb", buffering=2**20)
+    return io.BufferedReader(_unbuffered(source), 2**20)
+
+
+def _unbuffered(source: Input) -> Any:
+    """Reads no further than asked, so that nothing before a damaged place is out of reach."""
+    if not source.compression:
+        return Path(source.path).open("rb", buffering=0)
+    if source.compression == "gzip":
+        return _Gunzip(Path(source.path))
     import pyarrow as pa
 
-    return io.BufferedReader(pa.input_stream(source.path, compression=source.compression), 2**20)  # type: ignore[arg-type]
+    return pa.input_stream(source.path, compression=source.compression)
+
+
+class _Gunzip(io.RawIOBase):
+    """Members one after another, zeros allowed after each. A call that fails loses only what it asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=2**18)
+        self._member = zlib.decompressobj(wbits=31)
+        self._packed = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            if self._member.eof and not self._next_member():
+                return 0
+            packed = self._packed or self._file.read(min(2**18, 8 * len(buffer)))
+            try:
+                unpacked = self._member.decompress(packed, len(buffer))
+            except zlib.error as error:
+                raise OSError(str(error)) from None
+            self._packed = self._member.unconsumed_tail
+            if unpacked:
+                buffer[: len(unpacked)] = unpacked
+                return len(unpacked)
+            if not packed and not self._member.eof:
+                raise OSError("truncated")
+
+    def _next_member(self) -> bool:
+        packed = self._member.unused_data.lstrip(b"\0")
+        while not packed and (more := self._file.read(2**18)):
+            packed = more.lstrip(b"\0")
+        if packed:
+            self._packed, self._member = packed, zlib.decompressobj(wbits=31)
+        return bool(packed)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecords) -> Iterator[Batch]:
     """A line belongs to the piece in which it begins."""
+    kept = 0
     with open_input(source) as file:
         at = begin
         if begin and not source.compression:
             file.seek(begin - 1)
             at += len(file.readline()) - 1
         while at < end:
+            damage = None
             try:
                 lines = _lines(file, min(BATCH_BYTES, end - at))
             except OSError as error:
-                bad.add(f"{source.path} cannot be unpacked to its end ({error})")
+                damage = error
+                lines = _lines_before_damage(source, at) if bad.skip and source.compression else []
+            if lines:
+                texts, text_bytes = _texts_of(lines, source, at, column, bad)
+                read = sum(map(len, lines))
+                at += read
+                kept += len(texts)
+                yield Batch(texts, text_bytes, read)
+            if damage is not None:
+                what = f"{source.path} cannot be unpacked to its end ({damage})"
+                documents = "1 document" if kept == 1 else f"{kept} documents"
+                lost = f": {documents} before the damage kept, the rest of the file is lost"
+                bad.add(what + (lost if bad.skip else ""))
+            if damage is not None or not lines:
                 return
-            if not lines:
-                return
-            texts, text_bytes = _texts_of(lines, source, at, column, bad)
-            read = sum(map(len, lines))
-            at += read
-            yield Batch(texts, text_bytes, read)
+
+
+def _lines_before_damage(source: Input, at: int) -> list[bytes]:
+    """The whole lines from `at` on, read in blocks too small to lose one with the block that fails."""
+    found = bytearray()
+    with _unbuffered(source) as file:
+        try:
+            while at > 0 and (skipped := file.read(min(at, 2**20))):
+                at -= len(skipped)
+            while block := file.read(SMALL_BLOCK):
+                found += block
+        except OSError:
+            del found[found.rfind(b"\n") + 1 :]
+    return io.BytesIO(found).readlines()
 
 
 def _lines(file: IO[bytes], size: int) -> list[bytes]:
@@ -132,6 +207,8 @@ def _texts_of(
 
 
 def _line_problem(source: Input, at: int, line: bytes, column: str, error: Exception) -> str:
+    if _is_json_array(source):
+        return f"{source.path}: a JSON array, not one object per line"
     where = f"{source.path}, line {_line_number(source, at)}"
     if isinstance(error, UnicodeDecodeError):
         return f"{where}: not UTF-8 text"
@@ -150,9 +227,16 @@ def _line_problem(source: Input, at: int, line: bytes, column: str, error: Excep
     return f"{where}: '{column}' is {_json_type(record[column])}, not a string"
 
 
+def _is_json_array(source: Input) -> bool:
+    if ".json" not in Path(source.path).suffixes[-2:]:
+        return False
+    with _unbuffered(source) as file:
+        return file.read(1) == b"["
+
+
 def _line_number(source: Input, at: int) -> int:
     newlines = 0
-    with open_input(source) as file:
+    with _unbuffered(source) as file:
         while at > 0 and (block := file.read(min(at, 2**20))):
             newlines += block.count(b"\n")
             at -= len(block)
@@ -164,17 +248,20 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _parquet_columns(source: Input, begin: int, end: int, column: str) -> Iterator[Any]:
+def _parquet_columns(source: Input, begin: int, end: int, column: str) -> Iterator[tuple[int, Any]]:
+    """Each with the row of the file at which it begins."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(source.path) as file:
         _check_column(source, file.schema_arrow, column)
         groups = range(begin, min(end, file.num_row_groups))
+        row = sum(file.metadata.row_group(group).num_rows for group in range(begin))
         for batch in file.iter_batches(batch_size=256, row_groups=list(groups), columns=[column]):
-            yield batch.column(0)
+            yield row, batch.column(0)
+            row += batch.num_rows
 
 
-def _arrow_columns(source: Input, column: str) -> Iterator[Any]:
+def _arrow_columns(source: Input, column: str) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
 
     with pa.memory_map(source.path) as file:
@@ -185,10 +272,12 @@ def _arrow_columns(source: Input, column: str) -> Iterator[Any]:
             file.seek(0)
             batches = reader = pa.ipc.open_stream(file)
         _check_column(source, reader.schema, column)
+        row = 0
         for batch in batches:
             whole = batch.column(reader.schema.get_field_index(column))
             for begin in range(0, len(whole), 256):
-                yield whole[begin : begin + 256]
+                yield row + begin, whole[begin : begin + 256]
+            row += len(whole)
 
 
 def _check_column(source: Input, schema: Any, column: str) -> None:
@@ -200,22 +289,22 @@ def _check_column(source: Input, schema: Any, column: str) -> None:
             f"{source.path} has no column '{column}'; there are {there}", "choose one with --column"
         )
     kind = schema.field(column).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         raise UserError(
             f"{source.path}: column '{column}' holds {kind}, not strings", "choose another with --column"
         )
 
 
-def _read_columns(source: Input, columns: Iterator[Any], bad: BadRecords) -> Iterator[Batch]:
+def _read_columns(source: Input, columns: Iterator[tuple[int, Any]], bad: BadRecords) -> Iterator[Batch]:
     import pyarrow as pa
 
     def rows() -> Iterator[tuple[str, int]]:
-        row = 0
         try:
-            for values in columns:
-                for value in values:
+            for begin, values in columns:
+                decoded = values.dictionary_decode() if isinstance(values, pa.DictionaryArray) else values
+                for row, value in enumerate(decoded, begin):
                     text = _row_text(source, row, value, bad)
-                    row += 1
                     if text is not None:
                         yield text, len(text)
         except (OSError, pa.ArrowException) as error:
@@ -228,18 +317,21 @@ def _row_text(source: Input, row: int, value: Any, bad: BadRecords) -> str | Non
     try:
         text = value.as_py()
     except UnicodeDecodeError:
-        bad.add(f"{source.path}, row {row} of the piece: not UTF-8 text")
+        bad.add(f"{source.path}, row {row}: not UTF-8 text")
         return None
     if text is None:
-        bad.add(f"{source.path}, row {row} of the piece: null, not a string")
+        bad.add(f"{source.path}, row {row}: null, not a string")
     return text
 
 
 def _text_files(inputs: list[Input], bad: BadRecords) -> Iterator[tuple[str, int]]:
     for source in inputs:
+        if source.kind == DANGLING:
+            bad.add(f"{source.path} is a link to nothing")
+            continue
         try:
             with open_input(source) as file:
-                text = file.read().decode()
+                text = file.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             bad.add(f"{source.path}, byte {error.start}: not UTF-8 text")
         except OSError as error:

@@ -15,6 +15,7 @@ from arriero.units import parse_bytes
 STDLIB = "builtin:stdlib"
 SYNTHETIC = "builtin:synthetic"
 HUB = "hf://"
+DANGLING = "dangling"
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -33,7 +34,8 @@ class Document(NamedTuple):
 
 
 class Input(NamedTuple):
-    """One file. `kind`: jsonl, parquet, arrow, text (one document a file) or synthetic (size in bytes)."""
+    """One file. `kind`: jsonl, parquet, arrow, text (one document a file), synthetic (size in bytes) or
+    dangling (a link to nothing, left out by --skip-bad)."""
 
     kind: str
     compression: str
@@ -42,19 +44,45 @@ class Input(NamedTuple):
     mtime_ns: int
 
 
-def find_inputs(sources: Sequence[str]) -> list[Input]:
-    """Sources in the order given; the files of a folder or a pattern in the order of their paths."""
+class _Found(NamedTuple):
+    """`file` is the same for all names of one file."""
+
+    input: Input
+    file: tuple[int, int] | str
+
+
+def find_inputs(sources: Sequence[str], skip_bad: bool = False) -> list[Input]:
+    """Sources in the order given; the files of a folder or a pattern in the order of their paths.
+
+    A file with several names in one folder or pattern is read once, by the first of them.
+    """
     inputs: list[Input] = []
+    seen: dict[tuple[int, int] | str, str] = {}
     for source in sources:
-        inputs += _inputs_of(source)
-    seen: set[str] = set()
-    for found in inputs:
-        if found.path in seen:
-            raise UserError(
-                f"{found.path} is named twice", "its documents would be trained on twice; name it once"
-            )
-        seen.add(found.path)
+        once: dict[tuple[int, int] | str, Input] = {}
+        for found in _inputs_of(source):
+            once.setdefault(found.file, found.input)
+        for file, found in once.items():
+            if file in seen:
+                raise UserError(*_twice(seen[file], found))
+            if found.kind == DANGLING and not skip_bad:
+                raise UserError(
+                    f"{found.path} is a link to nothing",
+                    "restore the file it names, or pass --skip-bad to leave it out and count it",
+                )
+            seen[file] = found.path
+        inputs += once.values()
     return inputs
+
+
+def _twice(first: str, second: Input) -> tuple[str, str]:
+    if second.kind == "synthetic":
+        return (
+            f"{first} and {second.path} begin with the same documents",
+            f"name {SYNTHETIC} once, with the whole size",
+        )
+    names = second.path if first == second.path else f"{first} and {second.path} are one file: it"
+    return f"{names} is named twice", "its documents would be trained on twice; name it once"
 
 
 def absolute(source: str) -> str:
@@ -62,12 +90,12 @@ def absolute(source: str) -> str:
     return source if source.startswith(("builtin:", HUB)) else str(Path(source).absolute())
 
 
-def _inputs_of(source: str) -> list[Input]:
+def _inputs_of(source: str) -> list[_Found]:
     if source == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
         return [_input(folder / document.name, "text") for document in stdlib_documents(folder)]
     if source.startswith(SYNTHETIC):
-        return [_synthetic(source)]
+        return [_Found(_synthetic(source), SYNTHETIC)]
     if source.startswith("builtin:"):
         raise UserError(f"'{source}' is not a built-in source", f"choose {STDLIB} or {SYNTHETIC}")
     if source.startswith(HUB):
@@ -89,7 +117,7 @@ def _inputs_of(source: str) -> list[Input]:
     return found
 
 
-def _folder(folder: Path) -> list[Input]:
+def _folder(folder: Path) -> list[_Found]:
     if (folder / "dataset_dict.json").is_file():
         splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
         if len(splits) > 1:
@@ -98,8 +126,14 @@ def _folder(folder: Path) -> list[Input]:
         return _folder(folder / splits[0])
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return _saved_dataset(folder)
-    found = []
-    for parent, folders, files in os.walk(folder):
+    found: list[Path] = []
+    visited: set[tuple[int, int]] = set()
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        about = Path(parent).stat()
+        if (about.st_dev, about.st_ino) in visited:
+            folders.clear()
+            continue
+        visited.add((about.st_dev, about.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [Path(parent, name) for name in files if not name.startswith(".")]
     if not found:
@@ -107,7 +141,7 @@ def _folder(folder: Path) -> list[Input]:
     return [_input(path) for path in sorted(found, key=lambda path: path.relative_to(folder).as_posix())]
 
 
-def _saved_dataset(folder: Path) -> list[Input]:
+def _saved_dataset(folder: Path) -> list[_Found]:
     """A Hugging Face `save_to_disk` directory: its state file says which Arrow files hold it."""
     try:
         state = json.loads((folder / "state.json").read_bytes())
@@ -116,7 +150,7 @@ def _saved_dataset(folder: Path) -> list[Input]:
         raise UserError(f"{folder / 'state.json'} is damaged ({error!r})", "save the dataset again") from None
 
 
-def _input(path: Path, kind: str | None = None) -> Input:
+def _input(path: Path, kind: str | None = None) -> _Found:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = _COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
     if compression:
@@ -127,10 +161,13 @@ def _input(path: Path, kind: str | None = None) -> Input:
     try:
         about = path.stat()
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and path.is_symlink():
+            return _Found(Input(DANGLING, "", str(path.absolute()), 0, 0), str(path.absolute()))
         raise UserError(
             f"cannot read {path} ({error.strerror})", "check the path and its permissions"
         ) from None
-    return Input(kind, compression, str(path.absolute()), about.st_size, about.st_mtime_ns)
+    found = Input(kind, compression, str(path.absolute()), about.st_size, about.st_mtime_ns)
+    return _Found(found, (about.st_dev, about.st_ino))
 
 
 def _synthetic(source: str) -> Input:

@@ -117,7 +117,7 @@ def _parse_sentencepiece(raw: bytes) -> _SentencePiece:
         trainer = dict(field for number, body in fields if number == 2 for field in _fields(body))
         normalizer = dict(field for number, body in fields if number == 3 for field in _fields(body))
         pieces = [_piece(dict(_fields(body))) for number, body in fields if number == 1]
-    except (IndexError, struct.error, TypeError, UnicodeDecodeError, ValueError):
+    except (AttributeError, LookupError, struct.error, TypeError, ValueError):
         raise ValueError("neither base64 ranks (Llama 3) nor a sentencepiece model (Llama 2)") from None
     if not pieces:
         raise ValueError("neither base64 ranks (Llama 3) nor a sentencepiece model (Llama 2)")

@@ -41,6 +41,14 @@ class Separators(NamedTuple):
         ids[text] = encoded.ids
         return Encoded(ids, lengths)
 
+    def spelled_out(self, texts: Sequence[str]) -> dict[str, int]:
+        """How many texts begin and end with the marks' own spelling."""
+        bos, eos = self.bos, self.eos
+        return {
+            "bos": sum(text.lstrip().startswith(bos.token) for text in texts) if bos else 0,
+            "eos": sum(text.rstrip().endswith(eos.token) for text in texts) if eos else 0,
+        }
+
     def refuse_doubled(self, encoded: Encoded) -> None:
         """The ids of a document must not already carry the mark that is about to be added."""
         full = encoded.lengths > 0
@@ -88,8 +96,8 @@ def refuse_spelled_out(separators: Separators, texts: Sequence[str]) -> None:
     """Texts that spell the end token at their own end: the sign of a corpus that was already separated."""
     if separators.eos is None or not texts:
         return
-    spelled = sum(text.rstrip().endswith(separators.eos.token) for text in texts)
-    if spelled > MANY * len(texts):
+    spelled = separators.spelled_out(texts)["eos"]
+    if spelled >= MANY * len(texts):
         raise UserError(
             f"{spelled} of the first {len(texts)} documents end with the text {separators.eos.token}, "
             "and prepare adds that token after each document",

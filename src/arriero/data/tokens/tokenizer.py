@@ -64,7 +64,7 @@ def read_definition(path: Path) -> str:
         raw = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read tokenizer {path} ({error.strerror})", _GIVE) from None
-    if path.suffix == ".json":
+    if path.suffix == ".json" or raw.startswith(b"{"):
         try:
             definition = raw.decode()
             parsed(definition)

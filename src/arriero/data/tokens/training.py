@@ -1,5 +1,7 @@
 """A new tokenizer out of some text."""
 
+import errno
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,6 +30,7 @@ def train_tokenizer(
             f"a vocabulary of {vocab_size} is too small",
             f"{SMALLEST_VOCAB} holds every byte and the end token",
         )
+    _refuse_unwritable(path)
     inner = tokenizers.Tokenizer(models.BPE(ignore_merges=split is not None))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if split is not None:
@@ -42,16 +45,36 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator(texts, trainer)
+    some = False
+
+    def seen() -> Iterator[str]:
+        nonlocal some
+        for text in texts:
+            some = some or bool(text)
+            yield text
+
+    inner.train_from_iterator(seen(), trainer)
+    if not some:
+        raise UserError("there is no text to learn a tokenizer from", "check the sources and --column")
     write_durably(path, inner.to_str(pretty=True).encode())
     return load_tokenizer(path, end)
+
+
+def _refuse_unwritable(path: Path) -> None:
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a directory")
+        with tempfile.TemporaryFile(dir=path.parent):
+            return
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror})", "choose another place") from None
 
 
 def sample_texts(
     sources: Sequence[str], column: str, limit_bytes: int, bad: BadRecords, seed: int = 1
 ) -> Iterator[str]:
     """Documents from all over the sources until `limit_bytes` of text."""
-    inputs = find_inputs(sources)
+    inputs = find_inputs(sources, bad.skip)
     pieces = [piece for shard in divide(inputs, limit_bytes, seed) for piece in shard]
     taken = 0
     for piece in pieces:
