@@ -56,7 +56,7 @@ class PrepareBar(Watcher):
         self._tokens += tokens
         if self._task is not None:
             self._progress.update(self._task, completed=self._read, numbers=self._numbers())
-        tenth = 10 * self._read // self._total
+        tenth = min(10, 10 * self._read // self._total)  # the size of compressed text is a guess
         if not self._console.is_terminal and tenth > self._tenth:
             self._tenth = tenth
             self._console.print(f"{10 * tenth:3d}%  {self._numbers()}")

@@ -2,7 +2,6 @@
 
 import io
 import json
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import IO, Any, NamedTuple
 
 from arriero.data.text.sources import DANGLING, Input
 from arriero.data.text.synthetic import markov_text
+from arriero.data.text.unpacking import open_input, unbuffered
 from arriero.errors import UserError
 
 try:
@@ -75,63 +75,6 @@ def refuse_changed(source: Input) -> None:
         raise UserError(f"{source.path} has changed since this prepare began", _CHANGED)
 
 
-def open_input(source: Input) -> IO[bytes]:
-    if not source.compression:
-        return Path(source.path).open("rb", buffering=2**20)
-    return io.BufferedReader(_unbuffered(source), 2**20)
-
-
-def _unbuffered(source: Input) -> Any:
-    """Reads no further than asked, so that nothing before a damaged place is out of reach."""
-    if not source.compression:
-        return Path(source.path).open("rb", buffering=0)
-    if source.compression == "gzip":
-        return _Gunzip(Path(source.path))
-    import pyarrow as pa
-
-    return pa.input_stream(source.path, compression=source.compression)
-
-
-class _Gunzip(io.RawIOBase):
-    """Members one after another, zeros allowed after each. A call that fails loses only what it asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=2**18)
-        self._member = zlib.decompressobj(wbits=31)
-        self._packed = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while True:
-            if self._member.eof and not self._next_member():
-                return 0
-            packed = self._packed or self._file.read(min(2**18, 8 * len(buffer)))
-            try:
-                unpacked = self._member.decompress(packed, len(buffer))
-            except zlib.error as error:
-                raise OSError(str(error)) from None
-            self._packed = self._member.unconsumed_tail
-            if unpacked:
-                buffer[: len(unpacked)] = unpacked
-                return len(unpacked)
-            if not packed and not self._member.eof:
-                raise OSError("truncated")
-
-    def _next_member(self) -> bool:
-        packed = self._member.unused_data.lstrip(b"\0")
-        while not packed and (more := self._file.read(2**18)):
-            packed = more.lstrip(b"\0")
-        if packed:
-            self._packed, self._member = packed, zlib.decompressobj(wbits=31)
-        return bool(packed)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
 def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecords) -> Iterator[Batch]:
     """A line belongs to the piece in which it begins."""
     kept = 0
@@ -165,7 +108,7 @@ def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecord
 def _lines_before_damage(source: Input, at: int) -> list[bytes]:
     """The whole lines from `at` on, read in blocks too small to lose one with the block that fails."""
     found = bytearray()
-    with _unbuffered(source) as file:
+    with unbuffered(source) as file:
         try:
             while at > 0 and (skipped := file.read(min(at, 2**20))):
                 at -= len(skipped)
@@ -230,13 +173,13 @@ def _line_problem(source: Input, at: int, line: bytes, column: str, error: Excep
 def _is_json_array(source: Input) -> bool:
     if ".json" not in Path(source.path).suffixes[-2:]:
         return False
-    with _unbuffered(source) as file:
+    with unbuffered(source) as file:
         return file.read(1) == b"["
 
 
 def _line_number(source: Input, at: int) -> int:
     newlines = 0
-    with _unbuffered(source) as file:
+    with unbuffered(source) as file:
         while at > 0 and (block := file.read(min(at, 2**20))):
             newlines += block.count(b"\n")
             at -= len(block)
