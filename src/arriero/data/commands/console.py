@@ -18,11 +18,7 @@ from arriero.data.text.readers import BadRecords
 from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN
 from arriero.data.tokens.tokenizer import added_by_template
 from arriero.data.tokens.training import sample_texts, train_tokenizer
-from arriero.units import human_bytes, human_count, human_time
-
-
-def counted(count: int, word: str) -> str:
-    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+from arriero.units import counted, human_bytes, human_count, human_time
 
 
 class PrepareBar(Watcher):

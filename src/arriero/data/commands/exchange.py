@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from arriero.units import human_bytes, human_count
+from arriero.units import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
     from arriero.data.exchange.importing import Imported
@@ -38,9 +38,7 @@ _SAMPLE_TOKENS = 120
 
 def import_tokens(
     format: Annotated[Format, typer.Argument(help="Whose files they are.")],
-    sources: Annotated[
-        list[Path], typer.Argument(metavar="SRC...", help="Token files, or their directories.")
-    ],
+    sources: Annotated[list[Path], typer.Argument(metavar="SRC", help="Token files, or their directories.")],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="The dataset to make.")],
     tokenizer: Annotated[Path, typer.Option(help="The tokenizer the tokens were made with.")],
     eos: Annotated[
@@ -299,9 +297,13 @@ def _show_verified(console: Console, directory: Path, found: "Verified") -> None
     for remark in found.remarks:
         console.print(f"[yellow]note[/] {_line(remark)}", soft_wrap=True)
     files = len({problem.file for problem in found.problems})
-    verdict = f"[bold red]{len(found.problems)} problems in {files} files" if files else "[bold green]sound"
+    verdict = (
+        f"[bold red]{counted(len(found.problems), 'problem')} in {counted(files, 'file')}"
+        if files
+        else "[bold green]sound"
+    )
     console.print(
-        f"{escape(str(directory))}: {verdict}[/]; {found.shards} shards, {found.tokens:,} tokens, "
+        f"{escape(str(directory))}: {verdict}[/]; {counted(found.shards, 'shard')}, {found.tokens:,} tokens, "
         f"{found.documents:,} documents, {found.empty} empty and {found.only_eos} with the end token alone",
         soft_wrap=True,
     )

@@ -17,7 +17,7 @@ SMALLEST = 10**6
 Sources = Annotated[
     list[str],
     typer.Argument(
-        metavar="SOURCE...",
+        metavar="SOURCE",
         help="Files, folders or patterns (JSONL, .gz, .zst, Parquet, save_to_disk, text), "
         "builtin:stdlib, builtin:synthetic[:SIZE] or hf://NAME.",
         show_default=False,
