@@ -81,13 +81,13 @@ def _overlay_sets(tree: Table, origins: dict[str, str], sets: Iterable[str]) -> 
         parts = key.strip().split(".")
         if not equals or not all(parts):
             raise UserError(f"--set {item} is not an assignment", "write it like --set train.batch='4M tok'")
-        table: Table = {parts[-1]: _toml_value(text.strip())}
+        table: Table = {parts[-1]: _parse_value(text.strip())}
         for part in reversed(parts[:-1]):
             table = {part: table}
         _overlay(tree, table, "--set", origins)
 
 
-def _toml_value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """A TOML value, or plain text where quotes were left to the shell."""
     try:
         table = tomllib.loads(f"value = {text}")

@@ -30,7 +30,7 @@ class Batch:
     checksum: int = 0
 
     def split(self, sequences: int) -> "Iterator[Batch]":
-        """Parts of at most so many sequences, in order."""
+        """Parts of at most so many sequences, in order; the counts stay those of the whole batch."""
         for begin in range(0, len(self.tokens_BT), sequences):
             rows = slice(begin, begin + sequences)
             yield self._map(lambda tensor, rows=rows: tensor[rows])

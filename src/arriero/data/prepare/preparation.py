@@ -68,7 +68,7 @@ class Preparation:
 
     @cached_property
     def definition(self) -> str:
-        return (self.work / TOKENIZER).read_text()
+        return (self.work / TOKENIZER).read_text(encoding="utf-8")
 
     def shard_name(self, number: int) -> str:
         return f"{number:0{max(5, len(str(len(self.shards) - 1)))}d}"

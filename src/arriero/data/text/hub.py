@@ -18,7 +18,7 @@ class Recipe(NamedTuple):
 
 
 def recipes() -> dict[str, Recipe]:
-    raw = tomllib.loads(resources.files("arriero.data.text").joinpath("recipes.toml").read_text())
+    raw = tomllib.loads(resources.files("arriero.data.text").joinpath("recipes.toml").read_text("utf-8"))
     return {
         name: Recipe(
             about["dataset"], about.get("config"), about["split"], about["column"], about.get("revision")
