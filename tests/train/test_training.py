@@ -305,3 +305,13 @@ def test_a_wall_time_run_ends_well_where_its_data_may_not_be_read_again(session)
     assert outcome.steps == run.most_steps
     assert 5 < outcome.steps < 20
     assert lines(run.run_dir / "events.jsonl")[-1]["event"] == "end"
+
+
+def test_a_wall_time_run_that_may_not_take_one_step_is_refused(session, tmp_path):
+    with pytest.raises(UserError, match="from step 1 on; raise its max_epochs"):
+        session(
+            "train.horizon=1h",
+            "schedule.kind=constant",
+            "data.sources=[{path='builtin:stdlib', max_epochs=0.00001}]",
+        )
+    assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,6 @@ import torch
 
 from arriero import __version__
 from arriero.config.schema import RunConfig
-from arriero.data.order.bestfit import Counting
 from arriero.data.order.ledger import refuse_changed_since
 from arriero.data.order.loader import Batch, Loader
 from arriero.data.order.order import Stream
@@ -21,6 +20,7 @@ from arriero.data.order.streams import (
     refuse_over_repetition,
     steps_within_caps,
 )
+from arriero.data.progress import Progress
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import Tokenizer, tokenizer_of
 from arriero.errors import UserError
@@ -112,7 +112,7 @@ class Session:
         }
 
 
-def build(config: RunConfig, progress: Counting, extra_hooks: Sequence[Hook] = ()) -> Session:
+def build(config: RunConfig, progress: Progress, extra_hooks: Sequence[Hook] = ()) -> Session:
     """Everything that can be refused is refused before the run directory is touched."""
     refuse_foreign(config)
     _refuse_more_ranks(config)

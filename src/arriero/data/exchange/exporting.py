@@ -1,8 +1,6 @@
 """A prepared dataset in other systems' layouts; where those are raw tokens too, as links."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +39,7 @@ def export_dataset(
         raise UserError(f"'{format}' is not a format of token files", f"choose one of {', '.join(FORMATS)}")
     made = Exported()
     counts = ["dataset/filename,documents,tokens"]
-    with _new_directory(target) as making:
+    with staged_directory(target) as making:
         folder = making / _fms_folder(store.directory) if format == "fms-arrow" else making
         folder.mkdir(exist_ok=True)
         for number in range(store.shards):
@@ -63,16 +61,6 @@ def export_dataset(
             (making / "meta").mkdir()
             (making / "meta" / f"{folder.name}_counts.csv").write_text("\n".join(counts) + "\n")
     return made
-
-
-@contextmanager
-def _new_directory(target: Path) -> Iterator[Path]:
-    with ExitStack() as stack:
-        try:
-            making = stack.enter_context(staged_directory(target))
-        except OSError as error:
-            raise UserError(f"cannot write {target} ({error.strerror})", "choose another place") from None
-        yield making
 
 
 def _fms_folder(directory: Path) -> str:

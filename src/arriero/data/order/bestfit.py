@@ -13,10 +13,11 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from arriero.data.progress import Progress
 from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
 
@@ -26,12 +27,6 @@ PIECE = np.dtype([("start", "<i8"), ("slots", "<i4"), ("flags", "<i4")])
 BEGINS, GOES_ON = 1, 2
 _TAIL = struct.Struct("<Q8s")
 _MAGIC = b"arrpack1"
-
-
-class Counting(Protocol):
-    """Called with a stage in words and how much of it is done."""
-
-    def __call__(self, stage: str, done: int, total: int) -> None: ...
 
 
 class Plan:
@@ -57,7 +52,7 @@ class Plan:
 
 
 def open_plan(
-    cache: Path, store: TokenStore, span: range, request: dict[str, Any], progress: Counting
+    cache: Path, store: TokenStore, span: range, request: dict[str, Any], progress: Progress
 ) -> Plan:
     """`request` says how to pack; a plan for the same tokens and request is used again."""
     identity = {
@@ -85,7 +80,7 @@ def open_plan(
     return Plan(path)
 
 
-def _build(path: Path, store: TokenStore, span: range, request: dict[str, Any], progress: Counting) -> None:
+def _build(path: Path, store: TokenStore, span: range, request: dict[str, Any], progress: Progress) -> None:
     seq_len, prompt = request["seq_len"], request["prompt"]
     counts: dict[str, Any] = defaultdict(int)
     fd, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
@@ -125,7 +120,7 @@ def _grouped(
     seq_len: int,
     long_docs: str,
     counts: dict[str, Any],
-    progress: Counting,
+    progress: Progress,
 ) -> Iterator[np.ndarray]:
     """The pieces of all documents, in groups of equal size that bound the memory a plan needs."""
     held: list[np.ndarray] = []

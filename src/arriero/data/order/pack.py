@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from arriero.data.order.bestfit import Counting, Plan, open_plan
+from arriero.data.order.bestfit import Plan, open_plan
+from arriero.data.progress import Progress, silent
 from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
 
@@ -99,10 +100,6 @@ class PlannedRows:
         return [f"{long:,} of {counts['documents']:,} documents are longer than a row: {done}{cost}"]
 
 
-def _silent(stage: str, done: int, total: int) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Packing:
     """How to cut every source of a stream. `cache` is where plans are kept."""
@@ -110,7 +107,7 @@ class Packing:
     kind: str = "concat"
     long_docs: str = "split"
     cache: Path = Path("data")
-    progress: Counting = field(default=_silent, compare=False)
+    progress: Progress = field(default=silent, compare=False)
 
     @property
     def identity(self) -> dict[str, Any]:

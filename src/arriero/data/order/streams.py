@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from arriero.config.schema import RunConfig, SourceSection
-from arriero.data.order.bestfit import Counting
 from arriero.data.order.mixture import BLOCK
 from arriero.data.order.order import Change, EvalStream, Stream, split_heldout
 from arriero.data.order.pack import Packing, Source
 from arriero.data.prepare.builtin import prepare_builtin
+from arriero.data.progress import Progress
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import tokenizer_of
 from arriero.errors import UserError
@@ -25,7 +25,7 @@ class Streams:
     batch_sequences: int
 
 
-def build_streams(config: RunConfig, progress: Counting) -> Streams:
+def build_streams(config: RunConfig, progress: Progress) -> Streams:
     """Opens the datasets, preparing built-in ones that are not there yet, and plans their packing."""
     data, tokens_per_step = config.data, config.train.batch.amount
     sequences = tokens_per_step // data.seq_len
@@ -62,16 +62,14 @@ def steps_within_caps(streams: Streams) -> int | None:
 
 
 def refuse_over_repetition(streams: Streams, steps: int | None) -> None:
-    """A run that would read a source more often than its max_epochs allows ends before it begins."""
-    if steps is None:
-        return
-    beyond = streams.train.first_beyond_cap(steps * streams.batch_sequences)
+    """Ends a run before it begins where a max_epochs forbids a step of it: by wall time, the first one."""
+    beyond = streams.train.first_beyond_cap((steps or 1) * streams.batch_sequences)
     if beyond is not None:
         sample, number = beyond
         source = streams.train.sources[number]
         raise UserError(
             f"{source.name} would be read more than {source.max_epochs:g} times, its max_epochs, from step "
-            f"{sample // streams.batch_sequences + 1} of {steps} on",
+            f"{sample // streams.batch_sequences + 1}{f' of {steps}' if steps else ''} on",
             "raise its max_epochs, lower its weight, add a phase without it, or shorten train.horizon",
         )
 
@@ -121,7 +119,7 @@ def forecast(streams: Streams, steps: int | None) -> list[Outlook]:
     return outlooks
 
 
-def _open(path: str, cache: Path, progress: Counting) -> TokenStore:
+def _open(path: str, cache: Path, progress: Progress) -> TokenStore:
     builtin = path.startswith("builtin:")
     return TokenStore.open(prepare_builtin(path, cache, progress) if builtin else Path(path))
 

@@ -3,15 +3,15 @@
 import platform
 import random
 import shutil
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from arriero.data.store.shards import Shard, ShardWriter, dtype_for, sync_directory
+from arriero.data.progress import Progress, silent
+from arriero.data.store.shards import Shard, ShardWriter, dtype_for
+from arriero.data.store.staging import staged_directory
 from arriero.data.store.store import TokenStore, write_manifest
 from arriero.data.text.sources import STDLIB, SYNTHETIC, Document, stdlib_documents
 from arriero.data.text.synthetic import DEFAULT_BYTES, markov_text
@@ -31,17 +31,6 @@ VOCAB_SIZE = 4096
 TRAINING_CHARS = 4_000_000
 SHUFFLE_SEED = 1
 DOCUMENTS_PER_CALL = 32
-ABANDONED_S = 3600
-
-
-class Progress(Protocol):
-    """Called with a stage in words and how much of it is done; the caller draws it."""
-
-    def __call__(self, stage: str, done: int, total: int) -> None: ...
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    pass
 
 
 def prepare_builtin(name: str, cache_dir: Path, progress: Progress = silent) -> Path:
@@ -52,24 +41,18 @@ def prepare_builtin(name: str, cache_dir: Path, progress: Progress = silent) -> 
     target = Path(cache_dir) / f"{name.removeprefix('builtin:')}-py{python}-v{VOCAB_SIZE}"
     if _usable(target):
         return target
+    shutil.rmtree(target, ignore_errors=True)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"the built-in dataset cannot be kept in {cache_dir} ({error.strerror})",
-            "set data.cache to a directory you may write",
-        ) from None
-    _sweep(target)
-    making = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".making", dir=target.parent))
-    try:
-        progress("reading", 0, 1)
-        documents = BUILTINS[name]()
-        progress("reading", 1, 1)
-        about = {"source": name, "python": platform.python_version(), "shuffle_seed": SHUFFLE_SEED}
-        _write_dataset(making, documents, about, progress)
-        _put_in_place(making, target)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
+        with staged_directory(target, "set data.cache to a directory you may write") as making:
+            progress("reading", 0, 1)
+            documents = BUILTINS[name]()
+            progress("reading", 1, 1)
+            about = {"source": name, "python": platform.python_version(), "shuffle_seed": SHUFFLE_SEED}
+            _write_dataset(making, documents, about, progress)
+    except (UserError, OSError):
+        # another process may have finished the same dataset meanwhile
+        if not _usable(target):
+            raise
     return target
 
 
@@ -122,26 +105,3 @@ def _usable(directory: Path) -> bool:
         return store.tokens > 0 and store.tokenizer_path.is_file()
     except UserError:
         return False
-
-
-def _put_in_place(making: Path, target: Path) -> None:
-    if target.exists() and not _usable(target):
-        damaged = making.with_suffix(".damaged.making")
-        target.rename(damaged)
-        shutil.rmtree(damaged, ignore_errors=True)
-    try:
-        making.chmod(0o755)
-        making.rename(target)
-    except OSError:
-        if not _usable(target):
-            raise
-    sync_directory(target.parent)
-
-
-def _sweep(target: Path) -> None:
-    for left in target.parent.glob(f".{target.name}.*.making"):
-        try:
-            if time.time() - left.stat().st_mtime > ABANDONED_S:
-                shutil.rmtree(left, ignore_errors=True)
-        except FileNotFoundError:
-            continue

@@ -17,14 +17,20 @@ ABANDONED_S = 3600
 
 
 @contextmanager
-def staged_directory(target: Path) -> Iterator[Path]:
-    """Work in the directory given; when the block ends without an error it becomes `target`."""
+def staged_directory(target: Path, elsewhere: str = "choose another place") -> Iterator[Path]:
+    """Work in the directory given; when the block ends without an error it becomes `target`.
+
+    `elsewhere` tells a user how to name a place that can be written.
+    """
     target = Path(target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target} exists already", "choose another place, or remove it first")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target)
-    making = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".making", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target)
+        making = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".making", dir=target.parent))
+    except OSError as error:
+        raise UserError(f"cannot write {target} ({error.strerror})", elsewhere) from None
     lock = os.open(making, os.O_RDONLY)
     try:
         _lock(lock)
