@@ -11,6 +11,7 @@ from arriero.data.text.sources import DANGLING, Input
 from arriero.data.text.synthetic import markov_text
 from arriero.data.text.unpacking import open_input, unbuffered
 from arriero.errors import UserError
+from arriero.units import counted
 
 try:
     from orjson import loads as fast_loads
@@ -98,8 +99,7 @@ def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecord
                 yield Batch(texts, text_bytes, read)
             if damage is not None:
                 what = f"{source.path} cannot be unpacked to its end ({damage})"
-                documents = "1 document" if kept == 1 else f"{kept} documents"
-                lost = f": {documents} before the damage kept, the rest of the file is lost"
+                lost = f": {counted(kept, 'document')} before the damage kept, the rest of the file is lost"
                 bad.add(what + (lost if bad.skip else ""))
             if damage is not None or not lines:
                 return
