@@ -52,7 +52,7 @@ def test_what_lies_before_the_damage_is_kept_and_the_damage_counted_once(tmp_pat
     assert texts == TEXTS[: len(texts)]
     assert len(texts) > (share - 0.15) * len(TEXTS)
     assert bad.count == 1
-    assert f"{len(texts)} documents before the damage kept, the rest of the file is lost" in bad.examples[0]
+    assert f"{len(texts):,} documents before the damage kept, the rest of the file is lost" in bad.examples[0]
 
 
 def test_no_whole_line_before_the_cut_is_lost(tmp_path):
