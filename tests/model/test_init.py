@@ -97,7 +97,7 @@ def test_gpt2_spreads():
 def test_wrapped_blocks_get_the_same_weights():
     plain = weights(load_preset("llama-test"))
     model = build_model(load_preset("llama-test"))
-    for index, block in enumerate(model.blocks):
+    for index, block in model.blocks.items():
         model.blocks[index] = checkpoint_wrapper(block)
     model.init_weights(1)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.values(), strict=True))

@@ -13,13 +13,19 @@ class GPT2(LanguageModel):
         super().__init__(
             spec, [_block(spec) for _ in range(spec.layers)], nn.LayerNorm(spec.dim, eps=spec.norm_eps)
         )
-        self.positions = nn.Embedding(spec.max_seq_len, spec.dim)
+        self.positions: nn.Embedding | None = nn.Embedding(spec.max_seq_len, spec.dim)
+
+    def keep(self, blocks: range) -> None:
+        super().keep(blocks)
+        if self.embedding is None:
+            self.positions = None
 
     def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
         if tokens_BT.shape[1] > self.spec.max_seq_len:
             raise ValueError(
                 f"{tokens_BT.shape[1]} tokens, but only {self.spec.max_seq_len} learned positions"
             )
+        assert self.embedding is not None and self.positions is not None
         return self.embedding(tokens_BT) + self.positions(positions)
 
     def rotation(self, positions: Tensor) -> None:

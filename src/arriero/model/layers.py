@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,10 @@ from torch import Tensor, nn
 from arriero.model.spec import RopeScaling
 
 Rotation = tuple[Tensor, Tensor]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Mask = Any
+MaskOf = Callable[[Tensor], Mask]
+Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
+HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Rope(nn.Module):
@@ -65,7 +69,7 @@ def same_document_mask(documents_BT: Tensor) -> Tensor:
     return same.tril()
 
 
-def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
+def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Mask) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
     groups = q.shape[1] // k.shape[1]
     if mask is not None and groups > 1:
@@ -90,7 +94,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(heads * head_dim, dim, bias=bias)
         self.attend: Attend = attend
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Mask) -> Tensor:
         q, k, v = (p(x_BTD).unflatten(-1, (-1, self.head_dim)) for p in (self.q, self.k, self.v))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
@@ -128,6 +132,26 @@ class Block(nn.Module):
         self.ffn_norm = ffn_norm
         self.ffn = ffn
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Mask) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation, mask)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
+
+
+def logits_loss(x_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
+    """Summed next-token loss by whole logits in fp32; labels of -100 do not count."""
+    logits_BTV = F.linear(x_BTD, weight_VD).float()
+    return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum")
+
+
+class Head(nn.Module):
+    """States to logits; given labels, straight to their summed loss, so that logits need never be whole."""
+
+    def __init__(self, dim: int, vocab_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(vocab_size, dim))
+        self.loss: HeadLoss = logits_loss
+
+    def forward(self, x_BTD: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+        if labels_BT is None:
+            return F.linear(x_BTD, self.weight)
+        return self.loss(x_BTD, self.weight, labels_BT)

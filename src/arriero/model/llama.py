@@ -17,6 +17,7 @@ class Llama(LanguageModel):
         self.rope = Rope(spec.head_dim, spec.rope_theta, spec.rope_scaling)
 
     def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
+        assert self.embedding is not None
         return self.embedding(tokens_BT)
 
     def rotation(self, positions: Tensor) -> Rotation:

@@ -133,7 +133,7 @@ def build(config: RunConfig, progress: Progress, extra_hooks: Sequence[Hook] = (
     optimizer = Optimizer(model, config.optim, compute)
     compiled = device.is_gpu if config.precision.compile == "auto" else config.precision.compile
     if compiled:
-        for block in model.blocks:
+        for block in model.blocks.values():
             block.compile()
 
     run_dir = open_run_directory(config)

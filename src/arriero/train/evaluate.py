@@ -5,7 +5,6 @@ import torch
 from arriero.data.order.loader import IGNORED, Loader
 from arriero.data.order.order import EvalStream
 from arriero.train.device import Device
-from arriero.train.loss import summed_loss
 
 
 class Evaluator:
@@ -22,6 +21,6 @@ class Evaluator:
             for batch in batches:
                 count += int((batch.labels_BT != IGNORED).sum())
                 batch = batch.to(self._device)
-                logits = model(batch.tokens_BT, batch.positions_BT, batch.documents_BT)
-                total += summed_loss(logits, batch.labels_BT).double().cpu()
+                summed = model(batch.tokens_BT, batch.positions_BT, batch.documents_BT, batch.labels_BT)
+                total += summed.double().cpu()
         return float(total) / max(count, 1)

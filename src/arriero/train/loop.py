@@ -12,7 +12,6 @@ from arriero.data.order.loader import IGNORED, Batch
 from arriero.errors import UserError
 from arriero.train.build import Session
 from arriero.train.finish import export_model
-from arriero.train.loss import summed_loss
 from arriero.train.metrics import StepMetrics, Stopwatch
 
 
@@ -98,8 +97,8 @@ def _gradients(session: Session, batch: Batch) -> torch.Tensor:
     mean = torch.zeros((), device=session.device.torch_device)
     for micro in batch.split(session.micro_batch):
         micro = micro.to(session.device.torch_device)
-        logits = session.model(micro.tokens_BT, micro.positions_BT, micro.documents_BT)
-        loss = summed_loss(logits, micro.labels_BT) / max(labels, 1)
+        summed = session.model(micro.tokens_BT, micro.positions_BT, micro.documents_BT, micro.labels_BT)
+        loss = summed / max(labels, 1)
         loss.backward()
         mean += loss.detach()
     return mean
