@@ -3,6 +3,7 @@ import torch
 
 from arriero.errors import UserError
 from arriero.model.build import build_model
+from arriero.model.layers import Head
 from arriero.model.presets import about, load_preset, preset_names, resolve
 
 CENSUS = {
@@ -43,7 +44,7 @@ def test_the_module_really_has_the_parameters_the_spec_counts(name):
     spec = load_preset(name)
     with torch.device("meta"):
         model = build_model(spec)
-    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear | Head)]
     assert sum(p.numel() for p in model.parameters()) == spec.parameters
     assert sum(m.weight.numel() for m in linears) == spec.matmul_parameters
     assert spec.bf16_bytes == 2 * spec.parameters

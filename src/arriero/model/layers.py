@@ -148,7 +148,7 @@ class Head(nn.Module):
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(vocab_size, dim))
+        self.weight: Tensor = nn.Parameter(torch.zeros(vocab_size, dim))
         self.loss: HeadLoss = logits_loss
 
     def forward(self, x_BTD: Tensor, labels_BT: Tensor | None = None) -> Tensor:
