@@ -1,0 +1,153 @@
+"""Several processes of one run on this machine: forked together, torn down together."""
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from arriero.errors import UserError
+from arriero.parallel.world import RENDEZVOUS
+
+Result = TypeVar("Result")
+
+_FAILED = 1
+_GRACE_SECONDS = 10.0
+
+
+class RankFailed(Exception):
+    """A rank crashed; the text is its own last words."""
+
+
+def run_ranks(work: Callable[[], Result], ranks: int, leader_prints: bool = True) -> Result:
+    """Run `work` in so many processes; what rank 0 returns. When one fails all end, and its error is raised.
+
+    Forked, not started anew: torch is imported once. The caller must not have used torch's threads or a GPU.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryDirectory(prefix="arriero-ranks-") as name:
+        folder = Path(name)
+        children: dict[int, int] = {}
+        for rank in range(ranks):
+            if (pid := os.fork()) == 0:
+                _be_rank(work, rank, ranks, folder, leader_prints)
+            children[pid] = rank
+        with _passing_signals_on(children):
+            killed = _wait(children, folder)
+        _raise_first_failure(folder, killed)
+        return pickle.loads((folder / "result").read_bytes())
+
+
+def _be_rank(work: Callable[[], Any], rank: int, ranks: int, folder: Path, leader_prints: bool) -> None:
+    code = _FAILED
+    try:
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
+        )
+        os.environ[RENDEZVOUS] = f"file://{folder}/meeting"
+        if rank or not leader_prints:
+            with (folder / f"output-{rank}").open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+        _share_cores(ranks)
+        result = work()
+        if rank == 0:
+            (folder / "result").write_bytes(pickle.dumps(result))
+        code = 0
+    except BaseException as error:
+        _leave_word(folder, rank, error)
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _share_cores(ranks: int) -> None:
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+
+
+def _leave_word(folder: Path, rank: int, error: BaseException) -> None:
+    """Written whole before it gets its name, so that the parent never reads half a word."""
+    try:
+        carried = pickle.dumps(error)
+        pickle.loads(carried)
+    except Exception:
+        carried = None
+    trace = "".join(traceback.format_exception(error))
+    word = pickle.dumps((time.time(), carried, trace))
+    (folder / f"word-{rank}.tmp").write_bytes(word)
+    (folder / f"word-{rank}.tmp").rename(folder / f"word-{rank}")
+
+
+def _wait(children: dict[int, int], folder: Path) -> dict[int, int]:
+    """Returns the ranks that a signal killed, of themselves."""
+    left, killed, deadline = dict(children), {}, None
+    while left:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            if deadline is not None and time.monotonic() > deadline:
+                for each in left:
+                    os.kill(each, signal.SIGKILL)
+            time.sleep(0.02)
+            continue
+        rank = left.pop(pid, None)
+        if rank is None or status == 0:
+            continue
+        if os.WIFSIGNALED(status) and deadline is None:
+            killed[rank] = os.WTERMSIG(status)
+        if deadline is None:
+            deadline = time.monotonic() + _GRACE_SECONDS
+            for each in left:
+                os.kill(each, signal.SIGTERM)
+    return killed
+
+
+def _raise_first_failure(folder: Path, killed: dict[int, int]) -> None:
+    for rank, number in killed.items():
+        name = signal.Signals(number).name
+        raise UserError(
+            f"rank {rank} was killed ({name}); the others were stopped",
+            "look for the one who killed it: the system does so when memory runs out",
+        )
+    words = {int(path.name[5:]): pickle.loads(path.read_bytes()) for path in folder.glob("word-*[0-9]")}
+    if not words:
+        return
+    rank = min(words, key=lambda r: words[r][0])
+    _, carried, trace = words[rank]
+    error = pickle.loads(carried) if carried else None
+    if error is not None and not isinstance(error, Exception | SystemExit):
+        raise error
+    if isinstance(error, UserError):
+        raise error
+    raise RankFailed(f"rank {rank} failed first:\n{trace}")
+
+
+class _passing_signals_on:
+    """What this process is told, its ranks are told; they end, and so does the wait for them."""
+
+    def __init__(self, children: dict[int, int]) -> None:
+        self._children = children
+
+    def __enter__(self) -> None:
+        def tell(number: int, _: object) -> None:
+            for pid in self._children:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+        wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        self._before = {each: signal.signal(each, tell) for each in wanted}
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,84 @@
+"""Who this process is among the processes of a run: the one place that reads a launcher's variables."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from arriero.errors import UserError
+
+RENDEZVOUS = "ARRIERO_RENDEZVOUS"
+
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """`meeting` is where the processes find each other; None for a process on its own."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    meeting: str | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes what is written once: metrics, ledger, terminal."""
+        return self.rank == 0
+
+
+def world_from(environment: Mapping[str, str] = os.environ) -> World:
+    """As `arriero train --nproc`, torchrun, srun or mpirun set it; alone where none did."""
+    for names in _LAUNCHERS:
+        if all(name in environment for name in names[:2]) and int(environment[names[1]]) > 1:
+            rank, size = (int(environment[name]) for name in names[:2])
+            return World(rank, size, int(environment.get(names[2], rank)), _meeting(environment))
+    return World()
+
+
+def _meeting(environment: Mapping[str, str]) -> str:
+    if RENDEZVOUS in environment:
+        return environment[RENDEZVOUS]
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if address is None and environment.get("SLURM_NNODES") == "1":
+        address = "127.0.0.1"
+    if address is None:
+        address = environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    if port is None and "SLURM_JOB_ID" in environment:
+        job, step = (int(environment.get(f"SLURM_{name}_ID", 0)) for name in ("JOB", "STEP"))
+        port = str(20000 + (7 * job + step) % 20000)
+    if address is None or port is None:
+        raise UserError(
+            "this is one of several processes, and nothing says where they meet",
+            "set MASTER_ADDR and MASTER_PORT, the same for all of them",
+        )
+    return f"tcp://{address}:{port}"
+
+
+@contextmanager
+def joined(world: World, device: torch.device, timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
+    """Inside, the processes of the run can talk: through the GPUs' own library where there are GPUs."""
+    if world.size == 1:
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        init_method=world.meeting,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    yield
+    # not after an error: the others are not there to say goodbye to
+    dist.barrier()
+    dist.destroy_process_group()

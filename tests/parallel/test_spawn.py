@@ -1,0 +1,76 @@
+"""Ranks on one machine begin together and end together."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from arriero.errors import UserError
+from arriero.parallel.spawn import RankFailed, run_ranks
+from arriero.parallel.world import World, joined, world_from
+
+
+def test_ranks_find_each_other_and_the_first_ones_result_comes_back():
+    def work():
+        world = world_from()
+        with joined(world, torch.device("cpu")):
+            total = torch.tensor(float(world.rank))
+            dist.all_reduce(total)
+            return total.item(), world.size
+
+    assert run_ranks(work, 3, leader_prints=False) == (3.0, 3)
+
+
+def test_the_first_failing_ranks_error_is_shown_and_not_the_others():
+    def work():
+        world = world_from()
+        with joined(world, torch.device("cpu")):
+            if world.rank == 1:
+                raise ZeroDivisionError("the first")
+            dist.barrier()
+
+    with pytest.raises(RankFailed, match="rank 1 failed first") as caught:
+        run_ranks(work, 3, leader_prints=False)
+    assert "ZeroDivisionError: the first" in str(caught.value)
+
+
+def test_a_users_mistake_stays_one_sentence():
+    def work():
+        raise UserError("the layer count is odd", "take an even one")
+
+    with pytest.raises(UserError, match="the layer count is odd"):
+        run_ranks(work, 2, leader_prints=False)
+
+
+def test_a_killed_rank_is_named():
+    def work():
+        world = world_from()
+        with joined(world, torch.device("cpu")):
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+
+    with pytest.raises(UserError, match=r"rank 1 was killed \(SIGKILL\)"):
+        run_ranks(work, 2, leader_prints=False)
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_ID": "17",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
+}
+
+
+def test_every_launchers_variables_mean_the_same():
+    assert world_from({}) == World()
+    assert world_from(TORCHRUN) == World(3, 8, 1, "tcp://n1:29500")
+    assert world_from(SLURM) == World(3, 8, 1, "tcp://10.0.0.7:20119")
+    assert world_from(SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == World()
+    with pytest.raises(UserError, match="where they meet"):
+        world_from({"RANK": "0", "WORLD_SIZE": "2"})
