@@ -1,0 +1,74 @@
+"""THE order in which a plain model becomes a rank's part of a parallel one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from arriero.model.base import LanguageModel
+from arriero.model.build import build_model
+from arriero.model.init import Piece
+from arriero.model.layers import HeadLoss
+from arriero.model.spec import ModelSpec
+from arriero.parallel.fsdp import Sharding, shard_weights
+from arriero.parallel.mesh import Mesh
+from arriero.parallel.tensor import split_layers
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is to be done to the model, all of it decided."""
+
+    sharding: Sharding
+    compiled: bool
+    loss: HeadLoss
+    seed: int
+
+
+def parallelize(
+    spec: ModelSpec, stages: Sequence[range], mesh: Mesh, recipe: Recipe, device: torch.device
+) -> list[LanguageModel]:
+    """This rank's parts, with their first weights; no rank ever holds more than its own."""
+    return [_part(spec, blocks, mesh, recipe, device) for blocks in stages]
+
+
+def _part(
+    spec: ModelSpec, blocks: range, mesh: Mesh, recipe: Recipe, device: torch.device
+) -> LanguageModel:
+    with torch.device("meta"):
+        model = build_model(spec)
+    model.keep(blocks)
+    if model.head is not None:
+        model.head.loss = recipe.loss
+    if mesh.layout.tp > 1:
+        # first, so that all that follows sees one rank's slice of each layer
+        split_layers(model, mesh.tp)
+    if recipe.compiled:
+        # outside recomputation, so that the compiler sees what is recomputed
+        for block in model.blocks.values():
+            block.compile()
+    if mesh.shards:
+        # last, so that what is gathered is what all of the above computes with
+        shard_weights(model, mesh, recipe.sharding, device.type == "cuda")
+    offloaded = mesh.shards and recipe.sharding.offload
+    model.to_empty(device="cpu" if offloaded else device)
+    model.init_weights(recipe.seed, held_here)
+    return model
+
+
+def held_here(parameter: Tensor) -> list[Piece]:
+    """The part of a parameter this rank holds, and where in the whole it begins."""
+    if not isinstance(parameter, DTensor):
+        return [(parameter, (0,) * parameter.ndim)]
+    local = parameter.to_local()
+    if local.numel() == 0:
+        return []
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return [(local, offset)]
+
+

@@ -1,0 +1,142 @@
+"""How ranks share a run: the degrees of each kind of parallelism, and which of them a model allows."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+
+from arriero.config.schema import ParallelSection
+from arriero.errors import UserError
+from arriero.model.spec import ModelSpec
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees, outermost first: neighbouring ranks are those that talk most."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return prod(asdict(self).values())
+
+    @property
+    def batch(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks one copy of the weights is sharded over: those that share a sequence shard them too."""
+        return self.dp_shard * self.cp
+
+    def __str__(self) -> str:
+        parts = [f"{axis} {degree}" for axis, degree in asdict(self).items() if degree > 1]
+        return " x ".join(parts) or "1 process"
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return place
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Ranks that differ in these axes only, one list for each combination of the others."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.ranks):
+            place = self.coordinates(rank)
+            groups.setdefault(tuple(place[a] for a in AXES if a not in axes), []).append(rank)
+        return list(groups.values())
+
+
+def resolve(section: ParallelSection, ranks: int) -> Layout:
+    """The section's degrees, the one of -1 taking what the others leave."""
+    degrees = {axis: getattr(section, axis) for axis in AXES}
+    open_axes = [axis for axis, degree in degrees.items() if degree == -1]
+    if len(open_axes) > 1:
+        raise UserError(f"parallel.{' and parallel.'.join(open_axes)} are both -1", "give all but one")
+    fixed = prod(degree for degree in degrees.values() if degree != -1)
+    if open_axes and ranks % fixed == 0:
+        degrees[open_axes[0]] = ranks // fixed
+    layout = Layout(**{axis: abs(degree) for axis, degree in degrees.items()})
+    if layout.ranks != ranks:
+        asked = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree not in (1, -1))
+        raise UserError(
+            f"[parallel] asks for {f'a multiple of {fixed}' if open_axes else fixed} ranks ({asked}) "
+            f"and this run has {ranks}",
+            "start as many with --nproc, torchrun or srun, or change the degrees",
+        )
+    return layout
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a layout is asked to divide."""
+
+    spec: ModelSpec
+    seq_len: int
+    sequences: int
+    stages: int = 1
+
+
+def refuse_illegal(layout: Layout, work: Work) -> None:
+    if reasons := list(obstacles(layout, work)):
+        more = f" (and {len(reasons) - 1} more reasons)" if len(reasons) > 1 else ""
+        what, todo = reasons[0]
+        raise UserError(f"the layout {layout} is not possible: {what}{more}", todo)
+
+
+def obstacles(layout: Layout, work: Work) -> Iterator[tuple[str, str]]:
+    """What stands against a layout: why, and what would mend it."""
+    spec, tp = work.spec, layout.tp
+    for name, count in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("ffn", spec.ffn)):
+        if count % tp:
+            yield f"model.{name} ({count}) does not divide over tp {tp}", "take a tp that divides it"
+    if spec.vocab_size % tp:
+        padded = -(-spec.vocab_size // tp) * tp
+        yield (
+            f"model.vocab_size ({spec.vocab_size}) does not divide over tp {tp}",
+            f"set model.vocab_size to {padded}: rows no token names cost little",
+        )
+    if spec.layers < work.stages:
+        yield (
+            f"{spec.layers} layers cannot fill {work.stages} pipeline stages",
+            "lower parallel.pp or parallel.stages_per_rank",
+        )
+    yield from _sequence_obstacles(layout, work)
+    if work.sequences % layout.batch:
+        yield (
+            f"a batch of {work.sequences} sequences does not divide over {layout.batch} data-parallel ranks",
+            "change train.batch, or give more ranks to cp, tp or pp",
+        )
+
+
+def _sequence_obstacles(layout: Layout, work: Work) -> Iterator[tuple[str, str]]:
+    if work.spec.heads % layout.tp or work.spec.kv_heads % layout.tp:
+        return
+    ulysses, ring = divide_heads(layout.cp, work.spec.heads // layout.tp, work.spec.kv_heads // layout.tp)
+    pieces = ulysses * (2 * ring if ring > 1 else 1)
+    for what, divisor in ((f"cp {layout.cp}", pieces), (f"cp {layout.cp} x tp {layout.tp}", layout.cp * layout.tp)):
+        if work.seq_len % divisor:
+            halves = ", in two pieces each" if ring > 1 and divisor == pieces else ""
+            yield (
+                f"data.seq_len ({work.seq_len}) does not divide over {what}{halves}",
+                f"make it a multiple of {divisor}",
+            )
+            return
+
+
+def divide_heads(cp: int, heads: int, kv_heads: int) -> tuple[int, int]:
+    """Degrees of Ulysses and of the ring that share a context: Ulysses as far as the heads allow, as it
+    moves fewer bytes; the ring takes the rest. Key/value heads that are too few are repeated."""
+    fitting = [
+        u
+        for u in range(1, cp + 1)
+        if cp % u == 0 and heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)
+    ]
+    return max(fitting), cp // max(fitting)
