@@ -13,6 +13,7 @@ class Section(BaseModel):
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Degree = Positive | Literal[-1]
 
 
 class RunSection(Section):
@@ -168,13 +169,36 @@ class EvalSection(Section):
 
 
 class ParallelSection(Section):
-    dp_replicate: Positive = Field(1, description="Copies of the sharded model.")
-    dp_shard: Annotated[int, Field(ge=-1)] = Field(
-        -1, description="Ranks a copy is sharded over; -1 takes what is left."
+    dp_replicate: Degree = Field(
+        1, description="Copies of the sharded model. One of the five degrees may be -1: it takes what is left."
     )
-    cp: Positive = Field(1, description="Ranks a sequence is split over.")
-    tp: Positive = Field(1, description="Ranks a layer is split over.")
-    pp: Positive = Field(1, description="Pipeline stages.")
+    dp_shard: Degree = Field(-1, description="Ranks a copy is sharded over.")
+    cp: Degree = Field(1, description="Ranks a sequence is split over.")
+    tp: Degree = Field(1, description="Ranks a layer is split over.")
+    pp: Degree = Field(1, description="Ranks the blocks are dealt to.")
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
+    ] = Field("1f1b", description="The order in which pipeline stages take micro-batches.")
+    stages_per_rank: Positive | None = Field(
+        None, description="Pipeline stages on each rank; what the schedule needs unless given."
+    )
+    reshard: Literal["auto", "always", "never"] | Positive = Field(
+        "auto",
+        description="Gathered weights after forward: 'always' gives them back (ZeRO-3), 'never' keeps them "
+        "until backward (ZeRO-2), a number keeps them spread over groups of so many ranks, like a node's; "
+        "'auto' is 'never' in a pipeline, else 'always'.",
+    )
+    prefetch: Annotated[int, Field(ge=0)] = Field(
+        1, description="Blocks whose weights are gathered ahead of use."
+    )
+    sync: Literal["last", "each"] = Field(
+        "last",
+        description="When gradients of accumulated micro-batches are reduced over shards: after the last, or "
+        "after each, which communicates more and keeps only a shard of them.",
+    )
+    async_tp: bool = Field(
+        False, description="Overlap tensor-parallel communication with its matmuls; GPUs, compiled."
+    )
 
 
 class PrecisionSection(Section):
@@ -183,6 +207,9 @@ class PrecisionSection(Section):
         description="Precision of activations and matmuls; 'auto' takes bf16 where the device computes it.",
     )
     master: Literal["fp32"] = Field("fp32", description="Precision of the weights the optimizer updates.")
+    reduce: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Precision in which gradients are summed over data-parallel ranks."
+    )
     compile: bool | Literal["auto"] = Field(
         "auto", description="torch.compile each block; 'auto' compiles on GPUs."
     )

@@ -72,3 +72,8 @@ def synchronize_gradients(model: nn.Module, wanted: bool, each: bool) -> None:
         model.set_requires_gradient_sync(wanted)
 
 
+def release(model: nn.Module) -> None:
+    """Give gathered weights back after a forward without backward: kept, they would go stale."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

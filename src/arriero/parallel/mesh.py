@@ -35,6 +35,11 @@ class Mesh:
         return self.coordinate("dp_replicate") * self.layout.dp_shard + self.coordinate("dp_shard")
 
     @property
+    def speaks_for_sequences(self) -> bool:
+        """True for one of the ranks in each loss view that share their sequences."""
+        return self.coordinate("cp") == 0
+
+    @property
     def ring(self) -> int:
         return self.layout.cp // self.ulysses
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -14,7 +15,7 @@ from arriero.plan.schedules import SCHEDULES, stages_of
 
 
 class Pipeline:
-    """One rank's stages and the order in which they work. Shapes are those of one micro-batch."""
+    """One rank's stages and the order in which they work; `rows` and `tokens` are a micro-batch's shape."""
 
     def __init__(
         self,
@@ -22,59 +23,92 @@ class Pipeline:
         parts: Sequence[LanguageModel],
         mesh: Mesh,
         micro_batches: int,
-        shape: tuple[int, int],
+        rows: int,
+        tokens: int,
         compute: torch.dtype,
         device: torch.device,
     ) -> None:
         refuse_untested(name, device)
-        ranks, rank = mesh.layout.pp, mesh.coordinate("pp")
-        stages = [
-            PipelineStage(
-                part,
-                index,
-                ranks * len(parts),
-                device,
-                input_args=_states(part, shape, compute, mesh) if index else _tokens(shape),
-                output_args=_loss() if part.head is not None else _states(part, shape, compute, mesh),
-                group=mesh.group("pp"),
-            )
-            for index, part in zip(stages_of(name, rank, ranks, len(parts)), parts, strict=True)
-        ]
-        self._begins = parts[0].embedding is not None
-        self._ends = any(part.head is not None for part in parts)
-        schedule = get_schedule_class(SCHEDULES[name].torch_name)
-        self._schedule = schedule(
+        self._ranks, self._rank = mesh.layout.pp, mesh.coordinate("pp")
+        self._name, self._group = name, mesh.group("pp")
+        # between stages travel the states of a rank's own tokens
+        self._between = (tokens // mesh.layout.tp, parts[0].spec.dim)
+        self._compute, self._device = compute, device
+        numbers = stages_of(name, self._rank, self._ranks, len(parts))
+        self._parts = dict(zip(numbers, parts, strict=True))
+        self._labels = torch.ones((), device=device)
+        self._kept: dict[int, Tensor] = {}
+        stages = [self._stage(number, part, rows, tokens) for number, part in self._parts.items()]
+        self._schedule = get_schedule_class(SCHEDULES[name].torch_name)(
             stages if SCHEDULES[name].stages_per_rank > 1 else stages[0],
             micro_batches,
-            loss_fn=self._share,
+            loss_fn=lambda loss, _: loss / self._labels,
             scale_grads=False,
         )
-        self._labels = torch.ones((), device=device)
+
+    def _stage(self, number: int, part: LanguageModel, rows: int, tokens: int) -> PipelineStage:
+        """Told its shapes, so that no stage need run to find them out."""
+        states = torch.empty((rows, *self._between), dtype=self._compute, device="meta", requires_grad=True)
+        first = torch.empty((rows, tokens), dtype=torch.int64, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
+        return PipelineStage(
+            part,
+            number,
+            self._ranks * len(self._parts),
+            self._device,
+            input_args=states if number else first,
+            output_args=states if part.head is None else loss,
+            group=self._group,
+        )
 
     def gradients(self, tokens: Tensor, labels: Tensor, count: Tensor, scale: float, **extra: Tensor) -> Tensor:
         """Accumulate gradients; returns this rank's share of the mean loss, zero where no stage has a head."""
         self._labels = count / scale
-        return self._run(self._schedule.step, tokens, labels, extra, return_outputs=False) / scale
-
-    @torch.no_grad()
-    def summed_loss(self, tokens: Tensor, labels: Tensor, **extra: Tensor) -> Tensor:
-        self._labels = torch.ones_like(self._labels)
-        return self._run(self._schedule.eval, tokens, labels, extra)
-
-    def _run(self, run, tokens: Tensor, labels: Tensor, extra: dict[str, Tensor], **options) -> Tensor:
-        losses: list[Tensor] = []
-        run(
-            *([tokens] if self._begins else []),
-            target=labels if self._ends else None,
-            losses=losses if self._ends else None,
+        ends = any(part.head is not None for part in self._parts.values())
+        losses: list[Tensor] | None = [] if ends else None
+        self._schedule.step(
+            *([tokens] if 0 in self._parts else []),
+            target=labels if ends else None,
+            losses=losses,
+            return_outputs=False,
             labels_BT=labels,
             **extra,
-            **options,
         )
-        return torch.stack(losses).sum().detach() if losses else torch.zeros_like(self._labels)
+        return torch.stack(losses).sum().detach() / scale if losses else torch.zeros_like(count)
 
-    def _share(self, output: Tensor, _: Tensor) -> Tensor:
-        return output.squeeze() / self._labels
+    @torch.no_grad()
+    def summed_loss(self, tokens: Tensor, labels: Tensor, rows: int, **extra: Tensor) -> Tensor:
+        """Forward only, so many rows at a time; torch's schedules cannot do this for V shapes."""
+        total = torch.zeros((), device=self._device)
+        for begin in range(0, len(tokens), rows):
+            part = slice(begin, begin + rows)
+            more = {name: tensor[part] for name, tensor in extra.items()}
+            for number, model in self._parts.items():
+                out = model(self._received(number, tokens[part]), labels_BT=labels[part], **more)
+                if model.head is None:
+                    self._send(number, out)
+                else:
+                    total += out
+        return total
+
+    def _received(self, stage: int, tokens: Tensor) -> Tensor:
+        if stage == 0:
+            return tokens
+        if stage in self._kept:
+            return self._kept.pop(stage)
+        states = torch.empty((len(tokens), *self._between), dtype=self._compute, device=self._device)
+        dist.recv(states, group=self._group, group_src=self._rank_of(stage - 1))
+        return states
+
+    def _send(self, stage: int, states: Tensor) -> None:
+        if self._rank_of(stage + 1) == self._rank:
+            self._kept[stage + 1] = states
+        else:
+            dist.send(states.contiguous(), group=self._group, group_dst=self._rank_of(stage + 1))
+
+    def _rank_of(self, stage: int) -> int:
+        held = (stages_of(self._name, r, self._ranks, len(self._parts)) for r in range(self._ranks))
+        return next(rank for rank, stages in enumerate(held) if stage in stages)
 
 
 def refuse_untested(name: str, device: torch.device) -> None:
@@ -85,17 +119,3 @@ def refuse_untested(name: str, device: torch.device) -> None:
             f"the schedule '{name}' needs torch 2.13 on a CPU, and this is {torch.__version__}",
             "set parallel.schedule to 'zero-bubble' or 'interleaved-1f1b'",
         )
-
-
-def _tokens(shape: tuple[int, int]) -> Tensor:
-    return torch.empty(shape, dtype=torch.int64, device="meta")
-
-
-def _loss() -> Tensor:
-    return torch.empty((), dtype=torch.float32, device="meta")
-
-
-def _states(part: LanguageModel, shape: tuple[int, int], compute: torch.dtype, mesh: Mesh) -> Tensor:
-    """Between stages travel the states of a rank's own tokens."""
-    rows, tokens = shape
-    return torch.empty((rows, tokens // mesh.layout.tp, part.spec.dim), dtype=compute, device="meta")

@@ -1,5 +1,6 @@
 """Several processes of one run on this machine: forked together, torn down together."""
 
+import ctypes
 import os
 import pickle
 import signal
@@ -18,6 +19,7 @@ from arriero.parallel.world import RENDEZVOUS
 Result = TypeVar("Result")
 
 _FAILED = 1
+_PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 10.0
 
 
@@ -40,7 +42,7 @@ def run_ranks(work: Callable[[], Result], ranks: int, leader_prints: bool = True
                 _be_rank(work, rank, ranks, folder, leader_prints)
             children[pid] = rank
         with _passing_signals_on(children):
-            killed = _wait(children, folder)
+            killed = _wait(children)
         _raise_first_failure(folder, killed)
         return pickle.loads((folder / "result").read_bytes())
 
@@ -48,6 +50,7 @@ def run_ranks(work: Callable[[], Result], ranks: int, leader_prints: bool = True
 def _be_rank(work: Callable[[], Any], rank: int, ranks: int, folder: Path, leader_prints: bool) -> None:
     code = _FAILED
     try:
+        _die_with_parent()
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
         )
@@ -70,6 +73,13 @@ def _be_rank(work: Callable[[], Any], rank: int, ranks: int, folder: Path, leade
         os._exit(code)
 
 
+def _die_with_parent() -> None:
+    """Also when it is killed outright; and a Ctrl-C comes once, from the parent, not from the terminal too."""
+    os.setpgrp()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _share_cores(ranks: int) -> None:
     import torch
 
@@ -90,7 +100,7 @@ def _leave_word(folder: Path, rank: int, error: BaseException) -> None:
     (folder / f"word-{rank}.tmp").rename(folder / f"word-{rank}")
 
 
-def _wait(children: dict[int, int], folder: Path) -> dict[int, int]:
+def _wait(children: dict[int, int]) -> dict[int, int]:
     """Returns the ranks that a signal killed, of themselves."""
     left, killed, deadline = dict(children), {}, None
     while left:

@@ -1,20 +1,15 @@
-"""The composition root: from a RunConfig to all a run needs, with the reason for each derived setting."""
+"""The composition root: from an arrangement to all a run needs."""
 
-import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
-from arriero import __version__
-from arriero.config.schema import RunConfig
 from arriero.data.order.ledger import refuse_changed_since
-from arriero.data.order.loader import Batch, Loader
-from arriero.data.order.order import Stream
+from arriero.data.order.loader import Loader
 from arriero.data.order.streams import (
-    Outlook,
+    Streams,
     build_streams,
     forecast,
     refuse_over_repetition,
@@ -22,180 +17,88 @@ from arriero.data.order.streams import (
 )
 from arriero.data.progress import Progress
 from arriero.data.store.store import TokenStore
-from arriero.data.tokens.tokenizer import Tokenizer, tokenizer_of
+from arriero.data.tokens.tokenizer import tokenizer_of
 from arriero.errors import UserError
 from arriero.model.base import LanguageModel
-from arriero.model.build import build_model
-from arriero.model.spec import ModelSpec, flops_per_token
-from arriero.plan.memory import MicroBatch, micro_batch_that_fits
+from arriero.model.spec import ModelSpec
+from arriero.parallel.apply import Recipe, parallelize
+from arriero.parallel.context import cut_batch
+from arriero.parallel.fsdp import Sharding
+from arriero.parallel.mesh import Mesh, make_mesh
+from arriero.parallel.pipeline import Pipeline
+from arriero.train.arrange import Arrangement
 from arriero.train.cadence import Cadence
-from arriero.train.device import Device, choose_compute, choose_device, make_deterministic
+from arriero.train.device import make_deterministic
 from arriero.train.evaluate import Evaluator
 from arriero.train.hooks import EventsFile, Hook, Hooks, LedgerFile, MetricsFile, TensorBoard
-from arriero.train.optim import Optimizer
-from arriero.train.rundir import open_run_directory, refuse_foreign, run_directory
-from arriero.train.schedule import Shape, make_shape
+from arriero.train.loss import chunked_loss
+from arriero.train.optim import Optimizer, named_parameters
+from arriero.train.passes import Passes
+from arriero.train.rundir import open_run_directory, run_directory
+from arriero.train.schedule import make_shape
+from arriero.train.session import Decision, Session, total_steps
 
 
-@dataclass(frozen=True)
-class Decision:
-    """A setting that was derived, not given."""
-
-    name: str
-    value: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Session:
-    """A run, ready to start."""
-
-    config: RunConfig
-    spec: ModelSpec
-    device: Device
-    compute: torch.dtype
-    model: LanguageModel
-    optimizer: Optimizer
-    schedule: Shape
-    stream: Stream
-    outlooks: Sequence[Outlook]
-    loader: Loader
-    evaluator: Evaluator | None
-    evaluation: Cadence
-    tokenizer: Tokenizer
-    micro_batch: int
-    most_steps: int | None
-    run_dir: Path
-    hooks: Hooks
-    decisions: Sequence[Decision]
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.config.train.batch.amount
-
-    @property
-    def total_steps(self) -> int | None:
-        """None when the end is a wall time."""
-        return _total_steps(self.config)
-
-    def finished(self, tokens: int, seconds: float) -> bool:
-        """At the horizon; a run by wall time also where its data may not be read further."""
-        if self.total_steps is not None:
-            return tokens >= self.total_steps * self.tokens_per_step
-        exhausted = self.most_steps is not None and tokens >= self.most_steps * self.tokens_per_step
-        return exhausted or seconds >= self.config.train.horizon.amount
-
-    @property
-    def peak_flops(self) -> float | None:
-        """Known for bf16 only: dividing fp32 work by it would make a false MFU."""
-        return self.device.bf16_peak_flops if self.compute == torch.bfloat16 else None
-
-    def flops(self, batch: Batch) -> float:
-        """The honest work of a batch; under a document mask a token attends to its own document alone."""
-        attended = None
-        if batch.positions_BT is not None:
-            attended = float((2 * batch.positions_BT + 1).double().mean())
-        width = batch.tokens_BT.shape[1]
-        return batch.real_tokens * flops_per_token(self.spec, width, attended=attended)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "run": self.config.run.name,
-            "device": self.device.name,
-            "parameters": self.spec.parameters,
-            "data": self.loader.state()["fingerprint"],
-            "versions": {
-                "arriero": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-        }
-
-
-def build(config: RunConfig, progress: Progress, extra_hooks: Sequence[Hook] = ()) -> Session:
-    """Everything that can be refused is refused before the run directory is touched."""
-    refuse_foreign(config)
-    _refuse_more_ranks(config)
-    device = choose_device(config.run.device)
-    compute, compute_reason = choose_compute(config.precision.compute, device)
-    spec = ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
-    sequences = config.train.batch.amount // config.data.seq_len
-    fits = micro_batch_that_fits(spec, config.data.seq_len, sequences, compute.itemsize, device.memory)
-    micro_batch = config.train.micro_batch or fits.sequences
-    streams = build_streams(config, progress)
-    _refuse_small_vocabulary(spec, streams.stores)
-    refuse_over_repetition(streams, _total_steps(config))
-    refuse_changed_since(run_directory(config), streams.train)
-    most_steps = steps_within_caps(streams)
+def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = ()) -> Session:
+    """Called by all ranks together; the run directory is touched last."""
+    config, device, layout = plan.config, plan.device, plan.layout
+    streams = _open_data(plan, progress)
     tokenizer = tokenizer_of(streams.stores[0])
-
-    model = _initial_model(config, spec, device)
-    optimizer = Optimizer(model, config.optim, compute)
-    compiled = device.is_gpu if config.precision.compile == "auto" else config.precision.compile
-    if compiled:
-        for block in model.blocks.values():
-            block.compile()
-
-    run_dir = open_run_directory(config)
-    written = [MetricsFile(), LedgerFile(), EventsFile(run_dir)]
-    boards = [TensorBoard(run_dir)] if config.observe.tensorboard else []
+    most_steps = steps_within_caps(streams)
+    if config.run.deterministic:
+        make_deterministic()
+    mesh = make_mesh(layout, plan.world, plan.ulysses, device.torch_device)
+    parts = parallelize(plan.spec, plan.stages, mesh, _recipe(plan, mesh), device.torch_device)
+    optimizer = _optimizer(plan, parts, mesh)
+    run_dir = run_directory(config)
+    if plan.world.leads:
+        open_run_directory(config)
     masked = config.data.document_mask
+    batch = plan.sequences * layout.batch
+    lasts = [] if most_steps is None else [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
+    evaluator = Evaluator(streams.heldout, plan.micro_batch, mesh, masked) if streams.heldout else None
     return Session(
         config=config,
-        spec=spec,
+        spec=plan.spec,
         device=device,
-        compute=compute,
-        model=model,
+        compute=plan.compute,
+        mesh=mesh,
+        parts=parts,
+        passes=_passes(plan, parts, mesh),
         optimizer=optimizer,
         schedule=make_shape(config.schedule, config.train),
         stream=streams.train,
-        outlooks=forecast(streams, _total_steps(config)),
-        loader=Loader(streams.train, sequences, pin=device.is_gpu, documents=masked),
-        evaluator=Evaluator(streams.heldout, micro_batch, device, masked) if streams.heldout else None,
+        outlooks=forecast(streams, total_steps(config)),
+        loader=Loader(
+            streams.train,
+            batch,
+            rank=mesh.batch_rank,
+            ranks=layout.batch,
+            pin=device.is_gpu,
+            documents=masked,
+        ),
+        evaluator=evaluator,
         evaluation=Cadence(config.eval.every, config.train.batch.amount),
         tokenizer=tokenizer,
-        micro_batch=micro_batch,
         most_steps=most_steps,
         run_dir=run_dir,
-        hooks=Hooks([*written, *boards, *extra_hooks]),
-        decisions=[
-            Decision(
-                "device", device.name, _origin(config.run.device, "a GPU" if device.is_gpu else "no GPU here")
-            ),
-            Decision("compute", str(compute).removeprefix("torch."), compute_reason),
-            Decision("compile", str(bool(compiled)).lower(), _origin(config.precision.compile, "GPUs only")),
-            _micro_batch_decision(config, fits, sequences),
-            *(
-                [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
-                if most_steps is not None
-                else []
-            ),
-        ],
+        hooks=_hooks(plan, extra_hooks),
+        decisions=[*plan.decisions, *lasts],
     )
 
 
-def _origin(setting: object, reason: str) -> str:
-    return reason if setting == "auto" else "as configured"
-
-
-def _micro_batch_decision(config: RunConfig, fits: MicroBatch, sequences: int) -> Decision:
-    given = config.train.micro_batch
-    reason = "as configured" if given else fits.reason
-    return Decision("micro-batch", f"{given or fits.sequences} of {sequences} sequences", reason)
-
-
-def _total_steps(config: RunConfig) -> int | None:
-    horizon, batch = config.train.horizon, config.train.batch.amount
-    return None if horizon.unit == "s" else -(-horizon.in_tokens(batch) // batch)
-
-
-def _refuse_more_ranks(config: RunConfig) -> None:
-    p = config.parallel
-    ranks = p.dp_replicate * abs(p.dp_shard) * p.cp * p.tp * p.pp
-    if ranks != 1:
-        raise UserError(
-            f"[parallel] asks for {ranks} ranks but this run has 1 process", "set its degrees to 1"
-        )
+def _open_data(plan: Arrangement, progress: Progress) -> Streams:
+    """The first rank makes what is not there yet; the others find it made."""
+    config = plan.config
+    if not plan.world.leads:
+        dist.barrier()
+    streams = build_streams(config, progress)
+    if plan.world.leads and plan.world.size > 1:
+        dist.barrier()
+    _refuse_small_vocabulary(plan.spec, streams.stores)
+    refuse_over_repetition(streams, total_steps(config))
+    refuse_changed_since(run_directory(config), streams.train)
+    return streams
 
 
 def _refuse_small_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> None:
@@ -207,11 +110,69 @@ def _refuse_small_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> N
             )
 
 
-def _initial_model(config: RunConfig, spec: ModelSpec, device: Device) -> LanguageModel:
-    if config.run.deterministic:
-        make_deterministic()
-    with torch.device("meta"):
-        model = build_model(spec)
-    model.to_empty(device=device.torch_device)
-    model.init_weights(config.run.seed)
-    return model
+def _recipe(plan: Arrangement, mesh: Mesh) -> Recipe:
+    config, parallel = plan.config, plan.config.parallel
+    reshard = {"auto": plan.layout.pp == 1, "always": True, "never": False}.get(parallel.reshard, parallel.reshard)
+    sharding = Sharding(
+        compute=plan.compute,
+        reduce=torch.bfloat16 if config.precision.reduce == "bf16" else torch.float32,
+        reshard=reshard,
+        prefetch=parallel.prefetch,
+        offload=config.memory.offload_state,
+    )
+    return Recipe(
+        sharding=sharding,
+        compiled=plan.compiled,
+        async_tp=parallel.async_tp,
+        remat=config.memory.remat,
+        offload_activations=config.memory.offload_activations,
+        float8=config.precision,
+        loss=chunked_loss(config.memory.loss_chunk, config.train.z_loss),
+        weights=torch.bfloat16 if config.precision.master == "bf16" else torch.float32,
+        seed=config.run.seed,
+    )
+
+
+def _optimizer(plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh) -> Optimizer:
+    """FSDP casts its fp32 shards itself; elsewhere a model that computes in fewer bits has fp32 masters."""
+    own = plan.config.precision.master == "bf16" or plan.compute == torch.float32 or mesh.shards
+    return Optimizer(
+        named_parameters(parts),
+        plan.config.optim,
+        masters_of=None if own else plan.compute,
+        scaled_loss=plan.compute == torch.float16,
+        seed=plan.config.run.seed,
+    )
+
+
+def _passes(plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh) -> Passes:
+    pipeline = None
+    if plan.layout.pp > 1:
+        pipeline = Pipeline(
+            plan.config.parallel.schedule,
+            parts,
+            mesh,
+            micro_batches=plan.sequences // plan.micro_batch,
+            rows=plan.micro_batch,
+            tokens=plan.config.data.seq_len // plan.layout.cp,
+            compute=plan.compute,
+            device=plan.device.torch_device,
+        )
+    return Passes(
+        parts,
+        mesh,
+        plan.micro_batch,
+        plan.device.torch_device,
+        cut=partial(cut_batch, mesh=mesh) if plan.layout.cp > 1 else None,
+        pipeline=pipeline,
+        sync_each=plan.config.parallel.sync == "each",
+    )
+
+
+def _hooks(plan: Arrangement, extra: Sequence[Hook]) -> Hooks:
+    """All ranks keep the ledger, as each knows only what it read; the rest is written once."""
+    if not plan.world.leads:
+        return Hooks([LedgerFile()])
+    run_dir = run_directory(plan.config)
+    boards = [TensorBoard(run_dir)] if plan.config.observe.tensorboard else []
+    return Hooks([MetricsFile(), LedgerFile(), EventsFile(run_dir), *boards, *extra])

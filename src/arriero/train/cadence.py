@@ -1,6 +1,5 @@
 """When something that happens every so often is due."""
 
-import time
 from typing import Literal
 
 from arriero.units import Span
@@ -12,17 +11,17 @@ class Cadence:
     def __init__(self, every: Span | Literal[False], tokens_per_step: int) -> None:
         self._every = every
         self._step = tokens_per_step
-        self.restart()
+        self._begun = 0.0
 
-    def restart(self) -> None:
+    def restart(self, now: float) -> None:
         """A period in seconds begins now: what is repeated does not count into the time between."""
-        self._begun = time.monotonic()
+        self._begun = now
 
-    def due(self, tokens: int) -> bool:
-        """Asked once after each step, with the tokens seen so far."""
+    def due(self, tokens: int, now: float) -> bool:
+        """Asked once after each step, with the tokens seen and the seconds gone so far."""
         if not self._every:
             return False
         if self._every.unit == "s":
-            return time.monotonic() - self._begun >= self._every.amount
+            return now - self._begun >= self._every.amount
         period = self._every.in_tokens(self._step)
         return tokens // period > (tokens - self._step) // period

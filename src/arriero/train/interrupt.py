@@ -12,6 +12,9 @@ class Interrupted(BaseException):
         self.name = signal.Signals(number).name
         super().__init__(self.name)
 
+    def __reduce__(self) -> tuple[type["Interrupted"], tuple[int]]:
+        return Interrupted, (self.number,)
+
 
 @contextmanager
 def interruptible() -> Iterator[None]:

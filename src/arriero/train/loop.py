@@ -6,13 +6,10 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
-from arriero.data.order.loader import IGNORED, Batch
 from arriero.errors import UserError
-from arriero.train.build import Session
 from arriero.train.finish import export_model
 from arriero.train.metrics import StepMetrics, Stopwatch
+from arriero.train.session import Session
 
 
 @dataclass
@@ -62,27 +59,28 @@ def train(session: Session) -> Outcome:
 
 def _train(session: Session, outcome: Outcome) -> None:
     start = time.monotonic()
-    _evaluate(session, outcome)
-    watch = Stopwatch(session.device, session.peak_flops)
+    _evaluate(session, outcome, start)
+    watch = Stopwatch(session.device, session.peak_flops, session.mesh)
     done = False
     while not done:
         with watch.waiting_for_data():
             batch = next(session.loader)
         lr = session.config.optim.lr * session.schedule.at(outcome.tokens)
-        loss = _gradients(session, batch)
+        loss = session.passes.gradients(batch, session.optimizer.loss_scale)
         grad_norm = session.optimizer.step(lr)
         outcome.steps += 1
         outcome.tokens += session.tokens_per_step
         watch.count(batch.real_tokens, session.flops(batch))
         session.hooks.on_step(session, outcome.steps, outcome.tokens)
 
-        done = session.finished(outcome.tokens, time.monotonic() - start)
-        evaluates = session.evaluation.due(outcome.tokens) or done
+        now = session.seconds_since(start)
+        done = session.finished(outcome.tokens, now)
+        evaluates = session.evaluation.due(outcome.tokens, now) or done
         if outcome.steps % session.config.observe.log_every == 0 or outcome.steps == 1 or evaluates:
             lap = watch.lap()
             with watch.paused():
                 value = _finite(loss.item(), outcome.steps)
-                eval_loss = _evaluate(session, outcome) if evaluates else None
+                eval_loss = _evaluate(session, outcome, start) if evaluates else None
             outcome.saw(value, lap["tokens_per_s"])
             metrics = StepMetrics(
                 outcome.steps, outcome.tokens, value, grad_norm.item(), lr, eval_loss=eval_loss, **lap
@@ -91,26 +89,13 @@ def _train(session: Session, outcome: Outcome) -> None:
     outcome.seconds = time.monotonic() - start
 
 
-def _gradients(session: Session, batch: Batch) -> torch.Tensor:
-    """Accumulate a batch's gradients, micro-batch by micro-batch; returns the mean loss over its tokens."""
-    labels = int((batch.labels_BT != IGNORED).sum())
-    mean = torch.zeros((), device=session.device.torch_device)
-    for micro in batch.split(session.micro_batch):
-        micro = micro.to(session.device.torch_device)
-        summed = session.model(micro.tokens_BT, micro.positions_BT, micro.documents_BT, micro.labels_BT)
-        loss = summed / max(labels, 1)
-        loss.backward()
-        mean += loss.detach()
-    return mean
-
-
-def _evaluate(session: Session, outcome: Outcome) -> float | None:
+def _evaluate(session: Session, outcome: Outcome, start: float) -> float | None:
     if session.evaluator is None:
         return None
-    loss = session.evaluator.loss(session.model)
+    loss = session.evaluator.loss(session.passes)
     outcome.first_eval_loss = loss if outcome.first_eval_loss is None else outcome.first_eval_loss
     outcome.last_eval_loss = loss
-    session.evaluation.restart()
+    session.evaluation.restart(session.seconds_since(start))
     session.hooks.on_evaluation(session, outcome.steps, outcome.tokens, loss)
     return loss
 

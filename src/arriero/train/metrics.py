@@ -6,6 +6,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from arriero.parallel.mesh import Mesh
 from arriero.train.device import Device
 
 
@@ -35,10 +38,12 @@ class StepMetrics:
 class Stopwatch:
     """Time of the steps since the last lap; evaluation and other pauses do not count.
 
-    MFU is left out where the peak for the precision in use is not known.
+    Tokens and work are those of all ranks, `peak_flops` too; MFU is left out where the peak for the
+    precision in use is not known.
     """
 
-    def __init__(self, device: Device, peak_flops: float | None) -> None:
+    def __init__(self, device: Device, peak_flops: float | None, mesh: Mesh) -> None:
+        self._mesh = mesh
         self._device = device
         self._peak_flops = peak_flops
         self._reset()
@@ -71,14 +76,23 @@ class Stopwatch:
         self._flops += flops
 
     def lap(self) -> dict[str, Any]:
+        """All ranks take their laps together."""
         self._device.synchronize()
+        tokens, flops = self._of_all_ranks()
         seconds = time.perf_counter() - self._start - self._paused
         lap = {
-            "tokens_per_s": self._tokens / seconds,
+            "tokens_per_s": tokens / seconds,
             "step_s": seconds / self._steps,
             "data_wait": self._waited / seconds,
             "peak_mem_gib": self._device.peak_memory() / 2**30,
-            "mfu": self._flops / seconds / self._peak_flops if self._peak_flops else None,
+            "mfu": flops / seconds / self._peak_flops if self._peak_flops else None,
         }
         self._reset()
         return lap
+
+    def _of_all_ranks(self) -> tuple[float, float]:
+        """Ranks that share sequences have counted the same ones: one of them speaks for all."""
+        counted = torch.tensor([self._tokens, self._flops], dtype=torch.float64)
+        if not self._mesh.speaks_for_sequences:
+            counted.zero_()
+        return tuple(self._mesh.total(counted.to(self._device.torch_device), "loss").tolist())

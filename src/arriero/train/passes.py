@@ -1,0 +1,89 @@
+"""A batch through the model and back, however the model is laid out over ranks."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from arriero.data.order.loader import IGNORED, Batch
+from arriero.model.base import LanguageModel
+from arriero.parallel.fsdp import release, synchronize_gradients
+from arriero.parallel.mesh import Mesh
+from arriero.parallel.pipeline import Pipeline
+
+
+class Passes:
+    """`cut` leaves a batch's tokens that are this rank's; `pipeline` is there where the model is in stages."""
+
+    def __init__(
+        self,
+        parts: Sequence[LanguageModel],
+        mesh: Mesh,
+        micro_batch: int,
+        device: torch.device,
+        cut: Callable[[Batch], Batch] | None = None,
+        pipeline: Pipeline | None = None,
+        sync_each: bool = False,
+    ) -> None:
+        self._parts = parts
+        self._mesh = mesh
+        self._micro_batch = micro_batch
+        self._device = device
+        self._cut = cut
+        self._pipeline = pipeline
+        self._sync_each = sync_each
+
+    def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor:
+        """Accumulate a batch's gradients, times `scale`; returns the mean loss over all ranks' tokens."""
+        batch = self._mine(batch)
+        labels = self._labels(batch).clamp(min=1.0)
+        if self._pipeline is not None:
+            mean = self._pipeline.gradients(batch.tokens_BT, batch.labels_BT, labels, scale, **_extra(batch))
+        else:
+            mean = self._accumulate(batch, labels, scale)
+        return self._mesh.total(mean, "loss", "pp")
+
+    def _accumulate(self, batch: Batch, labels: Tensor, scale: float) -> Tensor:
+        mean = torch.zeros((), device=self._device)
+        micros = list(batch.split(self._micro_batch))
+        for number, micro in enumerate(micros, 1):
+            synchronize_gradients(self._parts[0], number == len(micros), self._sync_each)
+            loss = self._loss(micro) / labels
+            (loss * scale).backward()
+            mean += loss.detach()
+        return mean
+
+    @torch.no_grad()
+    def held_out(self, batch: Batch) -> tuple[float, int]:
+        """Summed loss and number of labels, over all ranks."""
+        batch = self._mine(batch)
+        if self._pipeline is not None:
+            rows = self._micro_batch
+            total = self._pipeline.summed_loss(batch.tokens_BT, batch.labels_BT, rows, **_extra(batch))
+        else:
+            total = self._loss(batch)
+        for part in self._parts:
+            release(part)
+        summed = self._mesh.total(total.double(), "loss", "pp")
+        return summed.item(), int(self._labels(batch).item())
+
+    def _mine(self, batch: Batch) -> Batch:
+        batch = batch if self._cut is None else self._cut(batch)
+        return batch.to(self._device)
+
+    def _labels(self, batch: Batch) -> Tensor:
+        count = (batch.labels_BT != IGNORED).sum().double()
+        return self._mesh.total(count, "loss")
+
+    def _loss(self, batch: Batch) -> Tensor:
+        return self._parts[0](batch.tokens_BT, batch.positions_BT, batch.documents_BT, batch.labels_BT)
+
+
+def _extra(batch: Batch) -> dict[str, Tensor]:
+    """Every stage is told its positions: states alone do not say how long the sequence is."""
+    rows, width = batch.tokens_BT.shape
+    positions = batch.positions_BT
+    if positions is None:
+        positions = torch.arange(width, device=batch.tokens_BT.device).expand(rows, width)
+    extra = {"positions_BT": positions, "documents_BT": batch.documents_BT}
+    return {name: tensor for name, tensor in extra.items() if tensor is not None}
