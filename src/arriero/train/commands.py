@@ -1,33 +1,61 @@
 """`arriero train`."""
 
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 from rich.console import Console
 
 from arriero.config.options import RunFile, Sets
 
+if TYPE_CHECKING:
+    from arriero.config.schema import RunConfig
 
-def train(run_file: RunFile = None, sets: Sets = []) -> None:
+Nproc = Annotated[
+    int | None,
+    typer.Option("--nproc", min=1, help="Start so many ranks on this machine.", show_default=False),
+]
+
+
+def train(run_file: RunFile = None, sets: Sets = [], nproc: Nproc = None) -> None:
     """Train a model as the run file says.
 
     Without a file it needs no download, no account and no GPU: it trains a small Llama on Python's source.
+    Several ranks are started by --nproc, torchrun or srun; \\[parallel] says how they share the work.
 
-    Example: arriero train run.toml --set train.horizon='500 steps'
+    Example: arriero train run.toml --set train.horizon='500 steps' --nproc 4
     """
     from arriero.config.load import load_run
     from arriero.model.presets import expand
+    from arriero.parallel.spawn import run_ranks
+    from arriero.train.interrupt import Interrupted
+
+    config = load_run(run_file, sets, expand).config
+    try:
+        if nproc is None or nproc == 1:
+            train_as_rank(config)
+        else:
+            run_ranks(lambda: train_as_rank(config), nproc)
+    except Interrupted as stop:
+        raise typer.Exit(128 + stop.number) from None
+
+
+def train_as_rank(config: "RunConfig") -> None:
+    """One process of a run, alone or among others; the first one speaks."""
+    from arriero.parallel.world import joined, world_from
+    from arriero.train.arrange import arrange
     from arriero.train.build import build
     from arriero.train.console import ConsoleProgress, PreparationBar, show_outcome
     from arriero.train.finish import sample
-    from arriero.train.interrupt import Interrupted, interruptible
+    from arriero.train.interrupt import interruptible
     from arriero.train.loop import train as run
 
     console = Console(highlight=False)
-    config = load_run(run_file, sets, expand).config
-    try:
-        with interruptible():
+    world = world_from()
+    with interruptible():
+        plan = arrange(config, world)
+        with joined(world, plan.device.torch_device):
             with PreparationBar(console) as preparation:
-                session = build(config, preparation, [ConsoleProgress(console)])
+                session = build(plan, preparation, [ConsoleProgress(console)])
             outcome = run(session)
-    except Interrupted as stop:
-        raise typer.Exit(128 + stop.number) from None
-    show_outcome(console, session, outcome, sample(session))
+            if world.leads:
+                show_outcome(console, session, outcome, sample(session, outcome.model))

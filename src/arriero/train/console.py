@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from arriero.data.order.streams import Outlook
-    from arriero.train.build import Session
     from arriero.train.loop import Outcome
+    from arriero.train.session import Session
 
 
 class PreparationBar:

@@ -37,14 +37,20 @@ class Device:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def choose_device(wanted: str) -> Device:
+def choose_device(wanted: str, local_rank: int = 0) -> Device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device is 'cuda' but torch sees no GPU here", "set run.device = 'auto' or 'cpu'")
     if wanted == "cpu" or not torch.cuda.is_available():
         threads = torch.get_num_threads()
         name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
         return Device(torch.device("cpu"), name, _available_ram(), None)
-    device = torch.device("cuda", torch.cuda.current_device())
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"process {local_rank} of this node has no GPU of its own: there are {torch.cuda.device_count()}",
+            "start one process per GPU, or set run.device = 'cpu'",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
     peak = peak_of(properties.name)
     free, _ = torch.cuda.mem_get_info(device)

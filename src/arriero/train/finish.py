@@ -2,26 +2,69 @@
 
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
 from arriero.errors import UserError
-from arriero.model.formats.hf import save_hf
-from arriero.train.build import Session
+from arriero.model.build import build_model
+from arriero.model.formats.hf import load_hf, save_hf
 from arriero.train.sample import continue_text
+from arriero.train.session import Session
 
 
 def export_model(session: Session) -> Path:
-    """A Hugging Face directory with the fp32 weights and the tokenizer."""
+    """A Hugging Face directory with the fp32 weights and the tokenizer. All ranks give their share."""
     directory, tokenizer = session.run_dir / "model", session.tokenizer
+    weights = _whole_weights(session)
     try:
-        save_hf(directory, session.optimizer.weights(), session.spec, tokenizer.path, eos_token=tokenizer.eos)
+        if session.mesh.world.leads:
+            save_hf(directory, weights, session.spec, tokenizer.path, eos_token=tokenizer.eos)
     except OSError as error:
         raise UserError(f"the model cannot be written to {directory} ({error})", "make room there") from None
     return directory
 
 
-def sample(session: Session) -> str | None:
+def _whole_weights(session: Session) -> dict[str, Tensor]:
+    """Every weight in host memory, on the first rank; stage by stage, one tensor at a time."""
+    own = session.optimizer.weights()
+    if session.spec.tied and session.mesh.layout.pp > 1:
+        own.pop("head.weight", None)
+    if session.mesh.world.size == 1:
+        return own
+    layout, stage = session.mesh.layout, session.mesh.coordinate("pp")
+    held = [[(name, tuple(w.shape)) for name, w in own.items()]]
+    if (pipeline := session.mesh.group("pp")) is not None:
+        held = [[] for _ in range(layout.pp)]
+        dist.all_gather_object(held, [(name, tuple(w.shape)) for name, w in own.items()], group=pipeline)
+    weights = {}
+    for number, names in enumerate(held):
+        sender = number * (layout.ranks // layout.pp)
+        for name, shape in names:
+            whole = torch.empty(shape)
+            if stage == number:
+                weight = own[name]
+                whole = (weight.full_tensor() if isinstance(weight, DTensor) else weight).float().cpu()
+            if number and session.mesh.world.rank == sender:
+                dist.send(whole, dst=0)
+            elif number and session.mesh.world.leads:
+                dist.recv(whole, src=sender)
+            if session.mesh.world.leads:
+                weights[name] = whole
+    return weights
+
+
+def sample(session: Session, directory: Path) -> str | None:
+    """From the model at hand where one process holds it whole, else from the exported one."""
     config = session.config
-    if config.observe.sample is False:
+    if config.observe.sample is False or not session.mesh.world.leads:
         return None
+    model = session.parts[0]
+    if session.mesh.world.size > 1:
+        state, spec = load_hf(directory)
+        model = build_model(spec)
+        model.load_state_dict(state, strict=False)
     return continue_text(
-        session.model, session.tokenizer, config.observe.sample, config.data.seq_len, seed=config.run.seed
+        model, session.tokenizer, config.observe.sample, config.data.seq_len, seed=config.run.seed
     )

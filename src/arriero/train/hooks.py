@@ -5,16 +5,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from arriero.data.order.ledger import begin_ledger, write_ledger
+from arriero.data.order.ledger import Stretch, begin_ledger, write_ledger
 from arriero.events import EventLog
 from arriero.train.interrupt import Interrupted
 from arriero.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from arriero.train.build import Session
     from arriero.train.loop import Outcome
+    from arriero.train.session import Session
 
 
 class Hook:
@@ -75,11 +76,12 @@ class MetricsFile(Hook):
 
 
 class LedgerFile(Hook):
-    """What data the run has consumed, up to date at every logged step."""
+    """What data the run has consumed, up to date at every logged step. All ranks keep it together."""
 
     def on_start(self, session: "Session") -> None:
-        per_step = session.config.train.batch.amount // session.config.data.seq_len
-        self._begun = begin_ledger(session.run_dir, session.stream, per_step)
+        if session.mesh.world.leads:
+            per_step = session.config.train.batch.amount // session.config.data.seq_len
+            self._begun = begin_ledger(session.run_dir, session.stream, per_step)
         self._write(session)
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
@@ -89,10 +91,24 @@ class LedgerFile(Hook):
         self._write(session)
 
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
-        self._write(session)
+        if session.mesh.world.size == 1:
+            self._write(session)
 
     def _write(self, session: "Session") -> None:
-        write_ledger(session.run_dir, session.stream, self._begun.with_stretch(session.loader.read()))
+        stretch = _read_by_all(session)
+        if session.mesh.world.leads:
+            write_ledger(session.run_dir, session.stream, self._begun.with_stretch(stretch))
+
+
+def _read_by_all(session: "Session") -> Stretch:
+    """Checksums and counts add up over ranks that read different sequences."""
+    own = session.loader.read()
+    wrapped = own.checksum - (1 << 64) if own.checksum >= 1 << 63 else own.checksum
+    sums = torch.tensor([wrapped, own.real_tokens, own.slots])
+    if not session.mesh.speaks_for_sequences:
+        sums.zero_()
+    checksum, real_tokens, slots = session.mesh.total(sums, "loss").tolist()
+    return Stretch(own.first, own.end, checksum % (1 << 64), real_tokens, slots)
 
 
 class EventsFile(Hook):
