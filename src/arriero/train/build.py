@@ -32,6 +32,7 @@ from arriero.train.cadence import Cadence
 from arriero.train.device import Device, choose_compute, choose_device, make_deterministic
 from arriero.train.evaluate import Evaluator
 from arriero.train.hooks import EventsFile, Hook, Hooks, LedgerFile, MetricsFile, TensorBoard
+from arriero.train.loss import chunked_loss
 from arriero.train.optim import Optimizer
 from arriero.train.rundir import open_run_directory, refuse_foreign, run_directory
 from arriero.train.schedule import Shape, make_shape
@@ -130,6 +131,8 @@ def build(config: RunConfig, progress: Progress, extra_hooks: Sequence[Hook] = (
     tokenizer = tokenizer_of(streams.stores[0])
 
     model = _initial_model(config, spec, device)
+    assert model.head is not None
+    model.head.loss = chunked_loss(config.memory.loss_chunk, config.train.z_loss)
     optimizer = Optimizer(model, config.optim, compute)
     compiled = device.is_gpu if config.precision.compile == "auto" else config.precision.compile
     if compiled:
