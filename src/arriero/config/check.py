@@ -127,6 +127,13 @@ def _eval_has_data(evaluation) -> list[Problem]:
     ]
 
 
+def _budget_is_for_compiled_blocks(memory, precision) -> list[Problem]:
+    if memory.remat.kind != "budget" or precision.compile is not False:
+        return []
+    what = f"'{memory.remat}' is kept by the compiler, and precision.compile is false"
+    return [Problem("memory.remat", what, "set precision.compile to true, or take 'selective' or 'fraction:P'")]
+
+
 _RULES = [
     (("data", "model"), _sequence_fits_model),
     (("data", "train"), _batch_is_whole_sequences),
@@ -138,4 +145,5 @@ _RULES = [
     (("train", "schedule"), _schedule_has_an_end),
     (("schedule",), _decay_is_wsd),
     (("eval",), _eval_has_data),
+    (("memory", "precision"), _budget_is_for_compiled_blocks),
 ]

@@ -5,11 +5,12 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
+from arriero.config.remat import Remat, parse_remat
 from arriero.units import Span, parse_span
 
 
 def _write(value: Any) -> Any:
-    return str(value) if isinstance(value, Span) else value
+    return str(value) if isinstance(value, Span | Remat) else value
 
 
 def _span_type(units: tuple[str, ...], example: str, meaning: str) -> Any:
@@ -35,3 +36,15 @@ def _span_type(units: tuple[str, ...], example: str, meaning: str) -> Any:
 AnySpan = _span_type(("tok", "steps", "s"), "'4M tok', '500 steps' or '2h'", "tokens, steps or wall time")
 Progress = _span_type(("tok", "steps"), "'4M tok' or '500 steps'", "tokens or steps")
 Tokens = _span_type(("tok",), "'4M tok'", "tokens")
+
+
+def _read_remat(value: Any) -> Remat:
+    return value if isinstance(value, Remat) else parse_remat(str(value))
+
+
+RematKind = Annotated[
+    Remat,
+    BeforeValidator(_read_remat),
+    PlainSerializer(_write),
+    WithJsonSchema({"type": "string", "examples": ["none", "full", "selective", "every:2", "fraction:1/3"]}),
+]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from arriero.config.fields import AnySpan, Progress, Tokens
+from arriero.config.fields import AnySpan, Progress, RematKind, Tokens
 
 
 class Section(BaseModel):
@@ -126,6 +126,11 @@ class TrainSection(Section):
     micro_batch: Positive | None = Field(
         None, description="Sequences computed at once; derived from the device's memory unless given."
     )
+    z_loss: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="Weight of the squared log of the softmax's sum, which keeps logits small; it acts on the "
+        "gradients, and reported losses stay without it.",
+    )
 
 
 class OptimSection(Section):
@@ -215,6 +220,22 @@ class PrecisionSection(Section):
     )
 
 
+class MemorySection(Section):
+    loss_chunk: Positive | Literal[False] = Field(
+        2048, description="Tokens whose logits exist at once; false computes those of a micro-batch together."
+    )
+    remat: RematKind = Field(
+        "none",
+        validate_default=True,
+        description="Activations computed again in the backward pass instead of kept: 'none', 'full' (all "
+        "blocks), 'every:K' (each K-th), 'fraction:P' (that share, evenly spread), 'selective' (all but "
+        "attention and every second matmul), 'budget:B' (what compiled blocks keep, 0 to 1).",
+    )
+    offload_activations: bool = Field(
+        False, description="What blocks keep for the backward pass waits in the host's memory."
+    )
+
+
 class ObserveSection(Section):
     log_every: Positive = Field(10, description="Steps between lines of metrics.jsonl.")
     tensorboard: bool = Field(True, description="Write TensorBoard files.")
@@ -238,6 +259,9 @@ class RunConfig(Section):
     )
     precision: PrecisionSection = Field(
         default_factory=PrecisionSection, description="Number formats and compilation."
+    )
+    memory: MemorySection = Field(
+        default_factory=MemorySection, description="What is kept, and what is computed again."
     )
     observe: ObserveSection = Field(
         default_factory=ObserveSection, description="What is written while it trains."

@@ -55,5 +55,12 @@ def type_name(annotation: Any) -> str:
         return "list of " + ", ".join(type_name(a) for a in arguments if a is not ...)
     if section_of(annotation):
         return "table"
-    names = {"int": "integer", "float": "number", "str": "text", "bool": "true or false", "Span": "quantity"}
+    names = {
+        "int": "integer",
+        "float": "number",
+        "str": "text",
+        "bool": "true or false",
+        "Span": "quantity",
+        "Remat": "text",
+    }
     return names.get(annotation.__name__, annotation.__name__)

@@ -1,0 +1,72 @@
+"""Which blocks forget their activations and compute them again: what people write, and what it means."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, cast
+
+Kind = Literal["none", "full", "selective", "every", "fraction", "budget"]
+
+_AMOUNT = re.compile(r"-?\d{1,9}/\d{1,9}|-?\d{0,9}\.?\d{1,9}")
+_HOW = "write it like 'none', 'full', 'selective', 'every:2', 'fraction:1/3' or 'budget:0.5'"
+
+
+@dataclass(frozen=True)
+class Remat:
+    """`amount` is the K of every:K, the P of fraction:P, the B of budget:B; one for the other kinds."""
+
+    kind: Kind = "none"
+    amount: Fraction = Fraction(1)
+
+    def __str__(self) -> str:
+        if self.kind in ("none", "full", "selective"):
+            return self.kind
+        return f"{self.kind}:{float(self.amount) if self.kind == 'budget' else self.amount}"
+
+    def blocks(self, layers: int) -> frozenset[int]:
+        """Those recomputed, wholly or in part, counted from 0 over the whole model, however it is laid out."""
+        match self.kind:
+            case "full" | "selective":
+                return frozenset(range(layers))
+            case "every":
+                return frozenset(range(int(self.amount) - 1, layers, int(self.amount)))
+            case "fraction":
+                return _evenly(self.amount, layers)
+            case "none" | "budget":
+                return frozenset()
+
+
+def _evenly(share: Fraction, layers: int) -> frozenset[int]:
+    """Spread and centred: block i of 1..layers is taken when i * share reaches 1/2, 3/2, 5/2, ..."""
+    taken, next_at = set(), Fraction(1, 2)
+    for block in range(layers):
+        if (block + 1) * share >= next_at:
+            taken.add(block)
+            next_at += 1
+    return frozenset(taken)
+
+
+def parse_remat(text: str) -> Remat:
+    kind, colon, written = text.strip().partition(":")
+    if kind in ("none", "full", "selective") and not colon:
+        return Remat(cast(Kind, kind))
+    if kind not in ("every", "fraction", "budget"):
+        raise ValueError(f"'{text}' is no way to recompute; {_HOW}")
+    amount = _amount(written.strip())
+    if kind == "every" and (amount is None or amount < 1 or amount.denominator != 1):
+        raise ValueError(f"'{text}': every how many blocks is a whole number from 1 on; write it like 'every:2'")
+    if kind == "fraction" and amount is None:
+        raise ValueError(f"'{text}' names no share of the blocks; write it like 'fraction:1/3' or 'fraction:0.4'")
+    if kind == "budget" and (amount is None or not 0 <= amount <= 1):
+        raise ValueError(f"'{text}': the share of memory kept is between 0 and 1; write it like 'budget:0.5'")
+    assert amount is not None
+    return Remat(cast(Kind, kind), amount)
+
+
+def _amount(text: str) -> Fraction | None:
+    if not _AMOUNT.fullmatch(text):
+        return None
+    try:
+        return Fraction(text)
+    except ZeroDivisionError:
+        return None

@@ -1,0 +1,129 @@
+"""What a module keeps for its backward pass waits in host memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+
+class Offloaded(ActivationWrapper):
+    """Weights stay where they are, and so do all arguments but the first: others hold on to them anyway."""
+
+    # only this frame stays out of a compiled block: hooks are for running code, what is inside is compiled
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        staying = (*self.parameters(), *tree_leaves(others))
+        luggage = _Luggage({_storage(part) for tensor in staying for part in _parts(tensor)})
+        try:
+            with saved_tensors_hooks(luggage.pack, _unpack):
+                return self._checkpoint_wrapped_module(x, *others)
+        finally:
+            luggage.close()
+
+
+class _Away:
+    """A tensor in host memory; it comes back for the first of those that keep it and leaves with the last."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.keepers = 0
+        self._asked = 0
+        self._back: Tensor | None = None
+        self._device = tensor.device
+        self._copied: Any = None
+        if tensor.device.type == "cpu":
+            self._home = tensor.detach().clone()
+            return
+        self._home = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
+        beside = _stream_beside(tensor.device)
+        beside.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(beside):
+            self._home.copy_(tensor.detach(), non_blocking=True)
+            self._copied = beside.record_event()
+        tensor.record_stream(beside)
+
+    def fetch(self) -> Tensor:
+        if self._back is None:
+            if self._copied is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._back = self._home.to(self._device, non_blocking=True)
+        back = self._back
+        self._asked += 1
+        if self._asked % self.keepers == 0:
+            self._back = None
+        return back
+
+
+@dataclass(frozen=True)
+class _Wrapped:
+    """A tensor made of tensors, like a DTensor: its parts travel, and it is put together again."""
+
+    kind: Any
+    parts: dict[str, Any]
+    context: Any
+    size: Any
+    stride: Any
+
+
+class _Luggage:
+    """Of one forward pass. A tensor that several operations keep travels once."""
+
+    def __init__(self, staying: set[int]) -> None:
+        self._staying = staying
+        self._sent: dict[tuple[Any, ...], tuple[Tensor, _Away]] = {}
+
+    def pack(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.wait()
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: self.pack(getattr(tensor, name)) for name in names}
+            return _Wrapped(type(tensor), parts, context, tensor.size(), tensor.stride())
+        if _storage(tensor) in self._staying:
+            return tensor
+        view = (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (*view, tensor._version)
+        if key not in self._sent:
+            # held until the pass is over, lest another tensor take its place in memory and pass for it
+            self._sent[key] = (tensor, _Away(tensor))
+        away = self._sent[key][1]
+        away.keepers += 1
+        return away
+
+    def close(self) -> None:
+        """The graph may hold on to the hooks, and they must not hold on to the tensors."""
+        self._sent.clear()
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    if isinstance(packed, _Away):
+        return packed.fetch()
+    parts = {name: _unpack(part) for name, part in packed.parts.items()}
+    return packed.kind.__tensor_unflatten__(parts, packed.context, packed.size, packed.stride)
+
+
+def _parts(value: Any) -> Iterator[Tensor]:
+    """The plain tensors a value is made of; none if it is no tensor."""
+    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _parts(getattr(value, name))
+    elif isinstance(value, Tensor):
+        yield value
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@cache
+def _stream_beside(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,92 @@
+"""What a block keeps for its backward pass: all, some to be computed again, or all of it in host memory."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from arriero.config.remat import Remat
+from arriero.errors import UserError
+from arriero.model.base import LanguageModel
+from arriero.parallel.offload import Offloaded
+
+_MATMULS = ("mm", "addmm", "_scaled_mm")
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+_COLLECTIVES = ("reduce_scatter_tensor", "all_to_all_single")
+# float8 scales by it: a pass over the whole tensor for one number
+_REDUCTIONS = ("max",)
+
+
+def apply_remat(
+    model: LanguageModel, remat: Remat, layers: int, compiled: bool, offload: bool = False
+) -> None:
+    """Before the blocks are compiled. `layers` are those of the whole model, of which this may be a part."""
+    if remat.kind == "budget" and not compiled:
+        raise UserError(
+            f"memory.remat = '{remat}' is kept by the compiler, and blocks are not compiled here",
+            "set precision.compile to true, or take 'selective' or 'fraction:P'",
+        )
+    # of the whole process: a run after one with a budget must not inherit it
+    torch._functorch.config.activation_memory_budget = float(remat.amount) if remat.kind == "budget" else 1.0
+    chosen = remat.blocks(layers)
+    for name, block in model.blocks.items():
+        if int(name) in chosen:
+            model.blocks[name] = _checkpointed(block, remat)
+        if offload:
+            model.blocks[name] = Offloaded(model.blocks[name])
+
+
+def _checkpointed(block: nn.Module, remat: Remat) -> nn.Module:
+    # nothing in a block is drawn by lot, so there is no random state to bring back
+    options: dict[str, Any] = {"preserve_rng_state": False}
+    if remat.kind == "selective":
+        options["context_fn"] = _selective_contexts
+    return checkpoint_wrapper(block, **options)
+
+
+def _selective_contexts() -> Any:
+    """Once per forward pass of a block: its matmuls are counted from the first, there and again in backward."""
+    return create_selective_checkpoint_contexts(_Selection())
+
+
+class _Selection:
+    """Keep what is dear to compute for its size: attention, what came over the network, half of the matmuls."""
+
+    def __init__(self) -> None:
+        self._matmuls = {False: 0, True: 0}
+
+    def __call__(self, context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        keeps = operation in _KEPT
+        if operation in _COUNTED:
+            self._matmuls[context.is_recompute] += 1
+            keeps = self._matmuls[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _operations(library: Any, names: Iterable[str]) -> Iterator[Any]:
+    """Those this torch has; their sets differ between releases and builds."""
+    for name in names:
+        if packet := getattr(library, name, None):
+            yield from (getattr(packet, overload) for overload in packet.overloads() if overload == "default")
+
+
+_COUNTED = frozenset(_operations(torch.ops.aten, _MATMULS))
+_KEPT = frozenset(
+    [
+        *_operations(torch.ops.aten, (*_ATTENTION, *_REDUCTIONS)),
+        *_operations(torch.ops._c10d_functional, _COLLECTIVES),
+        *filter(None, [getattr(torch.ops.higher_order, "flex_attention", None)]),
+    ]
+)

@@ -1,0 +1,285 @@
+"""Recomputing and offloading change what is kept, never a gradient."""
+
+import copy
+import math
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from arriero.config.load import load_run
+from arriero.config.remat import Remat, parse_remat
+from arriero.errors import UserError
+from arriero.model.build import build_model
+from arriero.model.init import plain_name
+from arriero.model.layers import Block
+from arriero.model.presets import expand, resolve
+from arriero.parallel import offload
+from arriero.parallel.remat import apply_remat
+
+FAMILIES = ["llama-test", "gpt2-test"]
+KINDS = ["none", "full", "selective", "every:2", "fraction:1/3"]
+LAYERS = 4
+
+
+def model_of(name="llama-test", blocks=None):
+    model = build_model(resolve(name, {"layers": LAYERS, "dim": 32, "ffn": 48, "head_dim": 8}))
+    model.init_weights(1)
+    if blocks is not None:
+        model.keep(blocks)
+    return model
+
+
+def batch(model, masked=False):
+    generator = torch.Generator().manual_seed(4)
+    if model.embedding is None:
+        x = torch.randn(2, 10, model.spec.dim, generator=generator).requires_grad_()
+    else:
+        x = torch.randint(0, 512, (2, 10), generator=generator)
+    documents = (torch.arange(10) // 6).expand(2, 10) if masked else None
+    return {"x": x, "documents_BT": documents}
+
+
+def gradients(model, masked=False):
+    given = batch(model, masked)
+    out = model(**given)
+    out.square().mean().backward()
+    found = {plain_name(name): p.grad for name, p in model.named_parameters()}
+    if given["x"].requires_grad:
+        found["x"] = given["x"].grad
+    return found
+
+
+def assert_equal(ours, reference):
+    assert ours.keys() == reference.keys()
+    for name, gradient in reference.items():
+        assert torch.equal(ours[name], gradient), name
+
+
+def one_based(text, layers):
+    return sorted(block + 1 for block in parse_remat(text).blocks(layers))
+
+
+def test_a_share_of_the_blocks_is_spread_evenly_and_centred():
+    assert one_based("fraction:1/5", 15) == [3, 8, 13]
+    assert one_based("fraction:1/3", 15) == [2, 5, 8, 11, 14]
+    assert one_based("fraction:1/2", 15) == [1, 3, 5, 7, 9, 11, 13, 15]
+    assert one_based("fraction:3/5", 5) == [1, 3, 5]
+    assert one_based("fraction:2/3", 3) == [1, 3]
+    assert one_based("fraction:0", 15) == one_based("fraction:-1/2", 15) == []
+    assert one_based("fraction:1", 15) == one_based("fraction:1.5", 15) == list(range(1, 16))
+
+
+def test_a_share_takes_its_rounded_count_and_decimals_are_exact():
+    for layers in range(1, 40):
+        for tenths in range(11):
+            share = Fraction(tenths, 10)
+            count = math.floor(share * layers + Fraction(1, 2))
+            assert len(parse_remat(f"fraction:{tenths / 10}").blocks(layers)) == count
+            assert Remat("fraction", share) == parse_remat(f"fraction:{tenths / 10}")
+
+
+def test_every_kth_block_and_all_and_none():
+    assert one_based("every:3", 8) == [3, 6]
+    assert one_based("every:1", 3) == one_based("full", 3) == one_based("selective", 3) == [1, 2, 3]
+    assert one_based("none", 3) == one_based("budget:0.5", 3) == one_based("every:9", 3) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["none", "full", "selective", "every:2", "fraction:1/3", "fraction:2/5", "budget:0.1"]
+)
+def test_what_is_written_is_read_back(text):
+    assert str(parse_remat(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("half", "is no way to recompute"),
+        ("full:2", "is no way to recompute"),
+        ("every", "whole number from 1 on"),
+        ("every:0", "whole number from 1 on"),
+        ("every:1.5", "whole number from 1 on"),
+        ("fraction:", "no share of the blocks"),
+        ("fraction:1/0", "no share of the blocks"),
+        ("fraction:nan", "no share of the blocks"),
+        ("budget:1.1", "between 0 and 1"),
+        ("budget:-0.1", "between 0 and 1"),
+        ("budget:", "between 0 and 1"),
+    ],
+)
+def test_a_mistake_is_named_with_its_cure(text, says):
+    with pytest.raises(UserError, match=rf"memory\.remat: .*{says}.*; write it like"):
+        load_run(None, [f"memory.remat={text}"], expand)
+
+
+def test_a_budget_without_a_compiler_is_refused():
+    with pytest.raises(UserError, match="kept by the compiler, and precision.compile is false"):
+        load_run(None, ["memory.remat=budget:0.5", "precision.compile=false"], expand)
+    config = load_run(None, ["memory.remat=budget:0.5", "precision.compile=auto"], expand).config
+    with pytest.raises(UserError, match="blocks are not compiled here"):
+        apply_remat(model_of(), config.memory.remat, LAYERS, compiled=False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_the_same_to_the_bit(name, kind, offloads):
+    for masked in (False, True):
+        model = model_of(name)
+        reference = gradients(copy.deepcopy(model), masked)
+        apply_remat(model, parse_remat(kind), LAYERS, compiled=False, offload=offloads)
+        assert_equal(gradients(model, masked), reference)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective", "every:3", "fraction:1/2"])
+def test_a_part_of_a_pipeline_recomputes_the_blocks_the_whole_would(kind):
+    part = model_of(blocks=range(2, 4))
+    reference = gradients(copy.deepcopy(part))
+    apply_remat(part, parse_remat(kind), LAYERS, compiled=False)
+    wrapped = {int(name) for name, block in part.blocks.items() if not isinstance(block, Block)}
+    assert wrapped == parse_remat(kind).blocks(LAYERS) & {2, 3}
+    assert wrapped
+    assert_equal(gradients(part), reference)
+
+
+def test_names_and_attributes_are_those_of_the_bare_block():
+    model = model_of()
+    names = [name for name, _ in model.named_parameters()]
+    attention = model.blocks["1"].attention
+    apply_remat(model, parse_remat("full"), LAYERS, compiled=False, offload=True)
+    assert [plain_name(name) for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == names
+    assert model.blocks["1"].attention is attention
+
+
+@pytest.mark.parametrize("kind", ["none", "full", "every:2", "fraction:1/3"])
+def test_the_chosen_blocks_and_no_others_run_again_in_backward(kind):
+    model = model_of()
+    calls = Counter()
+    for name, block in model.blocks.items():
+        block.attention.register_forward_hook(lambda *_, name=name: calls.update([int(name)]))
+    apply_remat(model, parse_remat(kind), LAYERS, compiled=False)
+    gradients(model)
+    again = {name for name, count in calls.items() if count == 2}
+    assert again == parse_remat(kind).blocks(LAYERS)
+    assert set(calls.values()) <= {1, 2}
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_recomputed_block_keeps_its_input_alone(offloads, monkeypatch):
+    kept = kept_bytes(monkeypatch, offloads)
+    state = 2 * 10 * 32 * 4
+    assert kept("full") <= LAYERS * state + 4096 < kept("fraction:1/2") / 3 < kept("none") / 5
+
+
+def kept_bytes(monkeypatch, offloads):
+    """What blocks keep: as the hooks of autograd see it, or as it goes to host memory."""
+    sizes = []
+
+    class Weighed(offload._Away):
+        def __init__(self, tensor):
+            sizes.append(tensor.numel() * tensor.itemsize)
+            super().__init__(tensor)
+
+    def weigh(tensor):
+        if not isinstance(tensor, torch.nn.Parameter) and tensor._base is None:
+            sizes.append(tensor.numel() * tensor.itemsize)
+        return tensor
+
+    monkeypatch.setattr(offload, "_Away", Weighed)
+
+    def measure(kind):
+        sizes.clear()
+        model = model_of()
+        apply_remat(model, parse_remat(kind), LAYERS, compiled=False, offload=offloads)
+        x = torch.randn(2, 10, 32, requires_grad=True)
+        rotation = model.rotation(torch.arange(10)[None])
+        with torch.autograd.graph.saved_tensors_hooks(weigh, lambda t: t):
+            for block in model.blocks.values():
+                x = block(x, rotation, None)
+        return sum(sizes)
+
+    return measure
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "linear", "linears"), [("llama-test", "mm", 7), ("gpt2-test", "addmm", 6)])
+def test_selective_recomputes_every_second_matmul_and_no_attention(name, linear, linears):
+    def in_backward(kind):
+        model = model_of(name)
+        apply_remat(model, parse_remat(kind), LAYERS, compiled=False)
+        loss = model(**batch(model)).square().mean()
+        with Operations() as seen:
+            loss.backward()
+        return seen.counts
+
+    plain, selective, full = in_backward("none"), in_backward("selective"), in_backward("full")
+    again = selective[linear] - plain[linear]
+    # the last matmul's result is added and forgotten: recomputation stops before it
+    assert again == LAYERS * ((linears - 1) // 2)
+    assert full[linear] - plain[linear] == LAYERS * (linears - 1)
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert selective[attention] == plain[attention] == 0
+    assert full[attention] == LAYERS
+
+
+def test_offloading_moves_each_activation_once_and_no_weight(monkeypatch):
+    moved = []
+
+    class Seen(offload._Away):
+        def __init__(self, tensor):
+            moved.append(tensor.detach())
+            super().__init__(tensor)
+
+    monkeypatch.setattr(offload, "_Away", Seen)
+    model = model_of()
+    apply_remat(model, parse_remat("none"), LAYERS, compiled=False, offload=True)
+    gradients(model, masked=True)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert moved and not weights & {t.untyped_storage().data_ptr() for t in moved}
+    assert len(moved) == len({(t.data_ptr(), t.shape, t.stride()) for t in moved})
+    assert all(t.dtype == torch.float32 for t in moved), "the mask stays"
+
+
+def test_offloaded_blocks_can_run_backward_twice():
+    model = model_of()
+    reference = gradients(copy.deepcopy(model))
+    apply_remat(model, parse_remat("none"), LAYERS, compiled=False, offload=True)
+    out = model(**batch(model)).square().mean()
+    out.backward(retain_graph=True)
+    model.zero_grad()
+    out.backward()
+    assert_equal({plain_name(n): p.grad for n, p in model.named_parameters()}, reference)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("kind", "offloads"), [("full", False), ("selective", False), ("none", True), ("full", True)]
+)
+def test_compiled_after_wrapping_gives_the_eager_gradients(name, kind, offloads):
+    torch._dynamo.reset()
+    model = model_of(name)
+    reference = gradients(copy.deepcopy(model))
+    apply_remat(model, parse_remat(kind), LAYERS, compiled=True, offload=offloads)
+    for block in model.blocks.values():
+        block.compile(backend="aot_eager")
+    assert_equal(gradients(model), reference)
+
+
+def test_a_budget_is_the_compilers_and_does_not_outlive_its_run():
+    apply_remat(model_of(), parse_remat("budget:0.25"), LAYERS, compiled=True)
+    assert torch._functorch.config.activation_memory_budget == 0.25
+    apply_remat(model_of(), parse_remat("none"), LAYERS, compiled=True)
+    assert torch._functorch.config.activation_memory_budget == 1.0

@@ -1,0 +1,264 @@
+"""The chunked loss is the plain loss: same value, same gradients, without ever holding the logits."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from arriero.model.build import build_model
+from arriero.model.layers import logits_loss
+from arriero.model.presets import resolve
+from arriero.parallel.spawn import run_ranks
+from arriero.parallel.world import joined, world_from
+from arriero.train.loss import chunked_loss
+
+VOCAB, DIM = 37, 8
+
+
+def states(batch=2, length=9, dtype=torch.float32, vocab=VOCAB, dim=DIM, ignored=3):
+    """Logits several units wide, so that a softmax is far from flat."""
+    generator = torch.Generator().manual_seed(7)
+    x = (2.0 * torch.randn(batch, length, dim, generator=generator)).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, dim, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocab, (batch, length), generator=generator)
+    labels.view(-1)[:ignored] = -100
+    return x, weight, labels
+
+
+def with_gradients(loss, x, weight, labels, scale=0.25):
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    value = loss(x, weight, labels)
+    (value * scale).backward()
+    return value.detach(), x.grad, weight.grad
+
+
+def loss_with_z(z):
+    """What autograd makes of it: the cross-entropy plus z times the squared log of the softmax's sum."""
+
+    def loss(x, weight, labels):
+        log_sum = F.linear(x, weight).float().logsumexp(-1)
+        return logits_loss(x, weight, labels) + z * (log_sum.square() * (labels != -100)).sum()
+
+    return loss
+
+
+def assert_same(ours, reference, rtol=2e-5, atol=2e-6):
+    for mine, theirs in zip(ours, reference, strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 6, 18, 1000, False])
+def test_any_chunk_gives_the_plain_loss_and_its_gradients(chunk):
+    given = states()
+    assert_same(with_gradients(chunked_loss(chunk), *given), with_gradients(logits_loss, *given))
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 7), (1, 13), (5, 2)])
+def test_any_number_of_tokens_will_do(batch, length):
+    given = states(batch, length, ignored=0)
+    assert_same(with_gradients(chunked_loss(4), *given), with_gradients(logits_loss, *given))
+
+
+def test_ignored_tokens_count_for_nothing_even_where_they_fill_a_chunk():
+    x, weight, labels = states(ignored=11)
+    value, x_grad, weight_grad = with_gradients(chunked_loss(4, z_loss=0.1), x, weight, labels)
+    assert_same([value], [logits_loss(x, weight, labels).detach()])
+    assert torch.equal(x_grad.flatten(0, 1)[:11], torch.zeros(11, DIM))
+    kept = x.flatten(0, 1)[None, 11:], weight, labels.flatten()[None, 11:]
+    alone = with_gradients(chunked_loss(4, z_loss=0.1), *kept)
+    assert_same([value, weight_grad], [alone[0], alone[2]])
+
+    labels.fill_(-100)
+    for result in with_gradients(chunked_loss(4, z_loss=0.1), x, weight, labels):
+        assert torch.equal(result, torch.zeros_like(result))
+
+
+def test_bf16_is_as_near_to_the_exact_loss_as_the_plain_loss_in_bf16():
+    """Softmax and sums are in fp32, so what is lost is bf16's rounding of logits and results: 2**-8."""
+    x, weight, labels = states(4, 32, dtype=torch.bfloat16, vocab=300, dim=32)
+    ours = with_gradients(chunked_loss(24), x, weight, labels)
+    assert_same(ours, with_gradients(logits_loss, x, weight, labels), rtol=2**-7, atol=2**-7)
+    exact = with_gradients(logits_loss, x.double(), weight.double(), labels)
+    plain = with_gradients(logits_loss, x, weight, labels)
+    for mine, theirs, truth in zip(ours, plain, exact, strict=True):
+        error = (mine.double() - truth).norm() / truth.norm()
+        assert error <= 1.2 * (theirs.double() - truth).norm() / truth.norm() + 2**-9
+
+
+def test_the_weights_gradient_does_not_lose_small_chunks_in_bf16():
+    """A thousand equal chunks: summed in bf16 the later ones would vanish beside the sum."""
+    x = torch.ones(1, 1024, 4, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 4, dtype=torch.bfloat16)
+    labels = torch.zeros(1, 1024, dtype=torch.long)
+    _, _, gradient = with_gradients(chunked_loss(1), x, weight, labels, scale=1.0)
+    assert gradient[0].tolist() == [-512.0] * 4 and gradient[1].tolist() == [512.0] * 4
+
+
+@pytest.mark.parametrize("chunk", [5, False])
+def test_the_z_loss_is_in_the_gradients_and_not_in_the_reported_value(chunk):
+    given = states()
+    value, *gradients = with_gradients(chunked_loss(chunk, z_loss=0.03), *given)
+    assert_same([value], [logits_loss(*given).detach()])
+    assert_same(gradients, with_gradients(loss_with_z(0.03), *given)[1:])
+    plain = with_gradients(logits_loss, *given)
+    assert not torch.allclose(gradients[1], plain[2], rtol=1e-2)
+
+
+def test_far_away_logits_do_not_overflow():
+    x, weight, labels = states()
+    given = (x.detach() * 200, weight, labels)
+    ours = with_gradients(chunked_loss(4), *given)
+    assert all(part.isfinite().all() for part in ours)
+    assert_same(ours, with_gradients(logits_loss, *given))
+
+
+def test_what_needs_no_gradient_costs_none():
+    x, weight, labels = states()
+    frozen = chunked_loss(4)(x, weight.detach(), labels)
+    assert torch.autograd.grad(frozen, x)[0].isfinite().all()
+    with LargestMade() as without, torch.no_grad():
+        value = chunked_loss(4, z_loss=0.5)(x, weight, labels)
+    assert not value.requires_grad
+    assert value.item() == pytest.approx(logits_loss(x, weight, labels).item(), rel=1e-6)
+    assert without.matmuls == math.ceil(labels.numel() / 4)
+
+
+class LargestMade(TorchDispatchMode):
+    """The most elements of a tensor that any operation gave back, and how many operations were matmuls."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.matmuls = 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.matmuls += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        made = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *made])
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_more_than_one_chunk_of_logits_exists(dtype):
+    x, weight, labels = states(2, 64, dtype=dtype, vocab=300, dim=4)
+    with LargestMade() as chunked:
+        chunked_loss(8, z_loss=0.1)(x, weight, labels).backward()
+    assert chunked.elements == 8 * 300
+    with LargestMade() as plain:
+        logits_loss(x, weight, labels).backward()
+    assert plain.elements == 128 * 300
+
+
+def test_a_pipeline_may_ask_for_both_gradients_one_after_the_other():
+    """A schedule that splits the backward pass runs this node twice on the same graph."""
+    given = states()
+    _, x_grad, weight_grad = with_gradients(logits_loss, *given, scale=1.0)
+    x, weight, labels = given
+    value = chunked_loss(4)(x, weight, labels)
+    first = torch.autograd.grad(value, x, retain_graph=True)
+    again = torch.autograd.grad(value, x, retain_graph=True)
+    then = torch.autograd.grad(value, weight)
+    assert torch.equal(first[0], again[0])
+    assert_same([*first, *then], [x_grad, weight_grad])
+
+
+@pytest.mark.parametrize("name", ["llama-test", "gpt2-test"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_gets_the_same_gradients_from_its_head(name, tied):
+    spec = resolve(name, {"tied": tied, "vocab_size": 61})
+    tokens = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(3))
+    found = []
+    for loss in (logits_loss, chunked_loss(5)):
+        model = build_model(spec)
+        model.init_weights(1)
+        model.head.loss = loss
+        value = model(tokens, labels_BT=tokens.roll(-1, 1))
+        value.backward()
+        found.append([value.detach(), *(p.grad for p in model.parameters())])
+    assert_same(found[1], found[0], rtol=1e-4, atol=2e-6)
+
+
+def over_slices(ranks, vocab, make_loss, ignored=3):
+    """Every rank's loss and gradients put together, beside those of one process."""
+
+    def work():
+        with joined(world_from(), torch.device("cpu")):
+            x, weight, labels = states(vocab=vocab, ignored=ignored)
+            value, partial, rows = make_loss(x.detach(), weight.detach(), labels)
+            values, row_sizes = [None] * ranks, [None] * ranks
+            dist.all_gather_object(values, value.item())
+            dist.all_gather_object(row_sizes, rows)
+            dist.all_reduce(partial)
+            return values, partial, torch.cat(row_sizes)
+
+    return run_ranks(work, ranks, leader_prints=False)
+
+
+def by_dtensor(x, weight, labels):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    sharded = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+    x.requires_grad_()
+    value = chunked_loss(4, z_loss=0.02)(x, sharded, labels)
+    (value * 0.25).backward()
+    assert isinstance(sharded.grad, DTensor) and sharded.grad.placements == (Shard(0),)
+    return value.detach(), x.grad, sharded.grad.to_local()
+
+
+def by_group(x, weight, labels):
+    """Slices of sizes that no rule gives: the first rank holds one row only."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    cuts = [0, 1, *(weight.shape[0] - i for i in range(ranks - 2, 0, -1)), weight.shape[0]]
+    rows = weight[cuts[rank] : cuts[rank + 1]].clone().requires_grad_()
+    x.requires_grad_()
+    loss = chunked_loss(4, z_loss=0.02, group=dist.group.WORLD)
+    value = loss(x, rows, labels)
+    (value * 0.25).backward()
+    with torch.no_grad():
+        assert loss(x, rows, labels).item() == value.item()
+    return value.detach(), x.grad, rows.grad
+
+
+@pytest.mark.parametrize(("ranks", "vocab"), [(2, 36), (2, 37), (3, 36), (3, 37)])
+@pytest.mark.parametrize("split", [by_dtensor, by_group])
+def test_slices_of_the_vocabulary_give_the_loss_of_the_whole(ranks, vocab, split):
+    values, x_grad, weight_grad = over_slices(ranks, vocab, split)
+    assert len(set(values)) == 1
+    given = states(vocab=vocab)
+    reference = with_gradients(loss_with_z(0.02), *given)
+    assert_same([torch.tensor(values[0])], [logits_loss(*given).detach()])
+    assert_same([x_grad, weight_grad], reference[1:])
+
+
+def test_states_split_over_the_sequence_get_their_whole_gradient_back():
+    """As a DTensor sharded over the ranks of the vocabulary, which is how tensor parallelism hands them on."""
+
+    def work():
+        with joined(world_from(), torch.device("cpu")):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+            x, weight, labels = states(2, 8)
+            x = distribute_tensor(x.detach(), mesh, [Shard(1)]).requires_grad_()
+            sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+            (chunked_loss(5)(x, sharded, labels) * 0.25).backward()
+            assert x.grad.placements == (Shard(1),)
+            return x.grad.full_tensor(), sharded.grad.full_tensor()
+
+    assert_same(run_ranks(work, 2, leader_prints=False), with_gradients(logits_loss, *states(2, 8))[1:])
+
+
+def test_a_rank_without_a_row_is_refused_on_every_rank():
+    def work():
+        with joined(world_from(), torch.device("cpu")):
+            mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+            x, weight, labels = states(vocab=4)
+            with pytest.raises(ValueError, match="without any"):
+                chunked_loss(4)(x, distribute_tensor(weight.detach(), mesh, [Shard(0)]), labels)
+        return True
+
+    assert run_ranks(work, 3, leader_prints=False)
