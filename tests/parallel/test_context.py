@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from arriero.data.order.loader import IGNORED, Batch
 from arriero.model.build import build_model
@@ -123,10 +124,18 @@ def test_a_divided_sequence_has_the_loss_and_gradients_of_the_whole(case):
     assert unlike_one_process(case) == {}
 
 
-def test_recomputed_blocks_have_the_same_gradients():
+def all_but_attention():
+    kept = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+    return create_selective_checkpoint_contexts(kept)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"context_fn": all_but_attention}], ids=["whole", "all but attention"]
+)
+def test_recomputed_blocks_have_the_same_gradients(options):
     def recompute(model):
         for name, block in model.blocks.items():
-            model.blocks[name] = checkpoint_wrapper(block)
+            model.blocks[name] = checkpoint_wrapper(block, **options)
 
     assert unlike_one_process(Case(2, 2, documents=True), recompute) == {}
 
@@ -136,7 +145,7 @@ def test_compiled_blocks_have_the_same_gradients():
         for block in model.blocks.values():
             block.compile(backend="aot_eager")
 
-    assert unlike_one_process(Case(2, 2, documents=True), compile_blocks) == {}
+    assert unlike_one_process(Case(1, 2, documents=True), compile_blocks) == {}
 
 
 @pytest.mark.parametrize(
@@ -264,5 +273,5 @@ def test_merged_blocks_are_as_near_to_exact_attention_as_one_kernel_is(device, m
         return once, errors_of(attention_by_blocks(q, k, v, grad, documents, 4), true)
 
     once, blocks = work() if device == "cuda" else run_ranks(work, 1, leader_prints=False)
-    assert all(b <= 1.5 * o + 1e-6 for b, o in zip(blocks, once, strict=True)), (blocks, once)
-    assert max(blocks) < (1e-5 if dtype == torch.float32 else 2e-2)
+    limits = [1e-5] * 4 if dtype == torch.float32 else [1.5 * error for error in once]
+    assert all(b <= limit for b, limit in zip(blocks, limits, strict=True)), (blocks, limits)
