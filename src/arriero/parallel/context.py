@@ -1,0 +1,143 @@
+"""Context parallelism: the tokens of a sequence divided over `cp` ranks.
+
+Ulysses first: ranks exchange tokens for heads, so that each has all of its neighbours' tokens for some heads.
+Where heads run out, a ring of such neighbourhoods passes keys and values round.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from arriero.data.order.loader import Batch
+from arriero.model.base import LanguageModel
+from arriero.model.layers import Attention, Mask, attend, same_document_mask
+from arriero.parallel.ring import ring_attention
+
+
+def divide_heads(cp: int, heads: int, kv_heads: int) -> tuple[int, int]:
+    """(ulysses, ring): as many ranks as the heads of one rank allow trade heads, a ring makes up the rest."""
+
+    def allowed(ulysses: int) -> bool:
+        fits = kv_heads % ulysses == 0 or ulysses % kv_heads == 0
+        return cp % ulysses == 0 and heads % ulysses == 0 and fits
+
+    ulysses = max(degree for degree in range(1, cp + 1) if allowed(degree))
+    return ulysses, cp // ulysses
+
+
+def tokens_divisor(ulysses: int, ring: int) -> int:
+    """What the length of a sequence must be a multiple of."""
+    return ulysses if ring == 1 else ring * math.lcm(2, ulysses)
+
+
+def positions_held(seq_len: int, cp_rank: int, ulysses: int, ring: int) -> Tensor:
+    """Where in the sequence this rank's tokens stand. The ranks of a Ulysses group are consecutive."""
+    divisor = tokens_divisor(ulysses, ring)
+    if seq_len % divisor:
+        raise ValueError(f"{seq_len} tokens cannot be divided: not a multiple of {divisor}")
+    ring_rank, part = divmod(cp_rank, ulysses)
+    positions = torch.arange(seq_len)
+    if ring > 1:
+        chunks = positions.chunk(2 * ring)
+        positions = torch.cat((chunks[ring_rank], chunks[2 * ring - 1 - ring_rank]))
+    return positions.chunk(ulysses)[part]
+
+
+def cut_to(batch: Batch, held_t: Tensor) -> Batch:
+    """The batch's tokens at these positions; where it names no positions, these are the positions."""
+
+    def cut(whole_BT: Tensor) -> Tensor:
+        return whole_BT.index_select(1, held_t.to(whole_BT.device))
+
+    positions, documents = batch.positions_BT, batch.documents_BT
+    return replace(
+        batch,
+        tokens_BT=cut(batch.tokens_BT),
+        labels_BT=cut(batch.labels_BT),
+        positions_BT=held_t.to(batch.tokens_BT.device).expand(len(batch.tokens_BT), -1)
+        if positions is None
+        else cut(positions),
+        documents_BT=None if documents is None else cut(documents),
+    )
+
+
+def apply_context(
+    model: LanguageModel, ring: dist.ProcessGroup | None, ulysses: dist.ProcessGroup | None
+) -> None:
+    """From here on the model takes this rank's part of each sequence, with its positions."""
+    attention = ContextAttention(ring, ulysses)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = attention
+    model.mask_of = attention.mask_of
+
+
+class ContextAttention:
+    """Attention to whole sequences where each rank has a part of each; a group of one rank is no group."""
+
+    def __init__(self, ring: dist.ProcessGroup | None, ulysses: dist.ProcessGroup | None) -> None:
+        self.ring = ring if ring is not None and ring.size() > 1 else None
+        self.ulysses = ulysses if ulysses is not None and ulysses.size() > 1 else None
+
+    # its collectives cannot be traced
+    @torch.compiler.disable
+    def __call__(self, q_BtHE: Tensor, k_BtKE: Tensor, v_BtKE: Tensor, mask: Mask) -> Tensor:
+        q, k, v = q_BtHE, k_BtKE, v_BtKE
+        if self.ulysses is not None:
+            q, k, v = _tokens_for_heads(q, k, v, self.ulysses)
+        out = attend(q, k, v, mask) if self.ring is None else ring_attention(q, k, v, mask, self.ring)
+        return out if self.ulysses is None else _heads_for_tokens(out, self.ulysses)
+
+    @torch.no_grad()
+    def mask_of(self, documents_Bt: Tensor) -> Tensor:
+        """For a ring the documents of all its ranks (R, B, t), of which each block makes its own mask."""
+        documents = documents_Bt
+        if self.ulysses is not None:
+            documents = torch.cat(_gather(documents, self.ulysses), dim=1)
+        if self.ring is None:
+            return same_document_mask(documents)
+        return torch.stack(_gather(documents, self.ring))
+
+
+def _tokens_for_heads(
+    q_BtHE: Tensor, k_BtKE: Tensor, v_BtKE: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """From all heads of this rank's tokens to a share of the heads of all the group's tokens."""
+    size = group.size()
+    if (copies := size // k_BtKE.shape[2]) > 1:
+        k_BtKE, v_BtKE = (x.repeat_interleave(copies, dim=2) for x in (k_BtKE, v_BtKE))
+    shares = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in (q_BtHE, k_BtKE, v_BtKE)]
+    arrived_UBthE = _Exchange.apply(torch.cat(shares, dim=3), group)
+    whole_BThE = arrived_UBthE.transpose(0, 1).flatten(1, 2)
+    return whole_BThE.split([x.shape[3] for x in shares], dim=2)
+
+
+def _heads_for_tokens(out_BThE: Tensor, group: dist.ProcessGroup) -> Tensor:
+    arrived_UBthE = _Exchange.apply(out_BThE.unflatten(1, (group.size(), -1)).transpose(0, 1), group)
+    return arrived_UBthE.movedim(0, 2).flatten(2, 3)
+
+
+class _Exchange(torch.autograd.Function):
+    """Part i goes to rank i, and part j of the result is from rank j: an exchange that undoes itself."""
+
+    @staticmethod
+    def forward(ctx: Any, parts_U: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = parts_U.contiguous()
+        arrived = torch.empty_like(parts)
+        dist.all_to_all_single(arrived, parts, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(grads[0], ctx.group), None
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return parts
