@@ -183,6 +183,18 @@ class PrecisionSection(Section):
         description="Precision of activations and matmuls; 'auto' takes bf16 where the device computes it.",
     )
     master: Literal["fp32"] = Field("fp32", description="Precision of the weights the optimizer updates.")
+    float8: Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"] = Field(
+        "off",
+        description="Multiply in the blocks' linear layers in float8, with one scale per tensor (fastest) or "
+        "per row; 'rowwise_gw_hp' is per row with weight gradients in bf16. Needs torchao.",
+    )
+    float8_all_gather: bool = Field(
+        False, description="Gather sharded weights as float8: half the traffic; needs 'tensorwise'."
+    )
+    float8_exclude: tuple[str, ...] = Field(
+        (),
+        description="Layers that stay in the compute precision, by name: 'blocks.0.*' or '*.attention.k'.",
+    )
     compile: bool | Literal["auto"] = Field(
         "auto", description="torch.compile each block; 'auto' compiles on GPUs."
     )
