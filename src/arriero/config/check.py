@@ -131,7 +131,44 @@ def _budget_is_for_compiled_blocks(memory, precision) -> list[Problem]:
     if memory.remat.kind != "budget" or precision.compile is not False:
         return []
     what = f"'{memory.remat}' is kept by the compiler, and precision.compile is false"
-    return [Problem("memory.remat", what, "set precision.compile to true, or take 'selective' or 'fraction:P'")]
+    todo = "set precision.compile to true, or take 'selective' or 'fraction:P'"
+    return [Problem("memory.remat", what, todo)]
+
+
+def _float8_is_reached_from_bf16(precision) -> list[Problem]:
+    if precision.float8 == "off" or precision.compute != "fp32":
+        return []
+    what = f"'{precision.float8}' is float8 beside bf16, and precision.compute is 'fp32'"
+    return [Problem("precision.float8", what, "set precision.compute to 'bf16', or float8 to 'off'")]
+
+
+def _float8_gathers_with_one_scale(precision) -> list[Problem]:
+    if not precision.float8_all_gather or precision.float8 == "tensorwise":
+        return []
+    what = f"gathered weights have one scale each, and precision.float8 is '{precision.float8}'"
+    return [Problem("precision.float8_all_gather", what, "set precision.float8 to 'tensorwise'")]
+
+
+def _float8_gathers_shards(precision, parallel) -> list[Problem]:
+    if not precision.float8_all_gather or parallel.dp_shard != 1 or parallel.cp != 1:
+        return []
+    what = "no weights are sharded (parallel.dp_shard is 1), so none are gathered"
+    return [Problem("precision.float8_all_gather", what, "remove it, or raise parallel.dp_shard")]
+
+
+def _float8_multiplies_in_sixteens(precision, data, parallel) -> list[Problem]:
+    """Weight gradients are sums over the tokens of a micro-batch, and float8 sums go by sixteens."""
+    if precision.float8 == "off":
+        return []
+    if data.packing == "none":
+        what = "rows of any length do not go with precision.float8, which multiplies in sixteens"
+        return [Problem("data.packing", what, "take 'bestfit' or 'concat'")]
+    cp = max(1, parallel.cp)
+    if data.seq_len % (16 * cp) == 0:
+        return []
+    ranks = f" on each of {cp} ranks" if cp > 1 else ""
+    what = f"{data.seq_len} is not a multiple of 16{ranks}, as precision.float8 needs"
+    return [Problem("data.seq_len", what, f"take a multiple of {16 * cp}")]
 
 
 _RULES = [
@@ -146,4 +183,8 @@ _RULES = [
     (("schedule",), _decay_is_wsd),
     (("eval",), _eval_has_data),
     (("memory", "precision"), _budget_is_for_compiled_blocks),
+    (("precision",), _float8_is_reached_from_bf16),
+    (("precision",), _float8_gathers_with_one_scale),
+    (("precision", "parallel"), _float8_gathers_shards),
+    (("precision", "data", "parallel"), _float8_multiplies_in_sixteens),
 ]

@@ -128,7 +128,7 @@ class TrainSection(Section):
     )
     z_loss: Annotated[float, Field(ge=0)] = Field(
         0.0,
-        description="Weight of the squared log of the softmax's sum, which keeps logits small; it acts on the "
+        description="Weight of the squared log of the softmax's sum, which keeps logits small; it acts on "
         "gradients, and reported losses stay without it.",
     )
 
@@ -175,7 +175,7 @@ class EvalSection(Section):
 
 class ParallelSection(Section):
     dp_replicate: Degree = Field(
-        1, description="Copies of the sharded model. One of the five degrees may be -1: it takes what is left."
+        1, description="Copies of the sharded model. One of the five degrees may be -1 and takes the rest."
     )
     dp_shard: Degree = Field(-1, description="Ranks a copy is sharded over.")
     cp: Degree = Field(1, description="Ranks a sequence is split over.")
@@ -215,6 +215,18 @@ class PrecisionSection(Section):
     reduce: Literal["fp32", "bf16"] = Field(
         "fp32", description="Precision in which gradients are summed over data-parallel ranks."
     )
+    float8: Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"] = Field(
+        "off",
+        description="Multiply in the blocks' linear layers in float8, with one scale per tensor (fastest) or "
+        "per row; 'rowwise_gw_hp' is per row with weight gradients in bf16. Needs torchao.",
+    )
+    float8_all_gather: bool = Field(
+        False, description="Gather sharded weights as float8: half the traffic; needs 'tensorwise'."
+    )
+    float8_exclude: tuple[str, ...] = Field(
+        (),
+        description="Layers that stay in the compute precision, by name: 'blocks.0.*' or '*.attention.k'.",
+    )
     compile: bool | Literal["auto"] = Field(
         "auto", description="torch.compile each block; 'auto' compiles on GPUs."
     )
@@ -233,6 +245,11 @@ class MemorySection(Section):
     )
     offload_activations: bool = Field(
         False, description="What blocks keep for the backward pass waits in the host's memory."
+    )
+    offload_state: bool = Field(
+        False,
+        description="Sharded weights, gradients and optimizer state live in the host's memory, and the "
+        "optimizer works there.",
     )
 
 

@@ -8,23 +8,31 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from arriero.config.schema import MemorySection, PrecisionSection
 from arriero.model.base import LanguageModel
 from arriero.model.build import build_model
 from arriero.model.init import Piece
 from arriero.model.layers import HeadLoss
 from arriero.model.spec import ModelSpec
+from arriero.parallel.context import apply_context
 from arriero.parallel.fsdp import Sharding, shard_weights
 from arriero.parallel.mesh import Mesh
-from arriero.parallel.tensor import split_layers
+from arriero.parallel.precision import after_step, apply_float8, computes_float8
+from arriero.parallel.remat import apply_remat
+from arriero.parallel.tensor import split_layers, use_async_tensor_parallel
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is to be done to the model, all of it decided."""
+    """What is to be done to the model, all of it decided. `weights` is the type they are kept in."""
 
     sharding: Sharding
     compiled: bool
+    async_tp: bool
+    memory: MemorySection
+    precision: PrecisionSection
     loss: HeadLoss
+    weights: torch.dtype
     seed: int
 
 
@@ -39,23 +47,34 @@ def _part(
     spec: ModelSpec, blocks: range, mesh: Mesh, recipe: Recipe, device: torch.device
 ) -> LanguageModel:
     with torch.device("meta"):
-        model = build_model(spec)
+        model = build_model(spec).to(recipe.weights)
     model.keep(blocks)
     if model.head is not None:
         model.head.loss = recipe.loss
+    # makes new modules: whatever hooks into modules must come after
+    emulate = not computes_float8(device)
+    apply_float8(model, recipe.precision, emulate, mesh.layout.tp, mesh.shards)
     if mesh.layout.tp > 1:
-        # first, so that all that follows sees one rank's slice of each layer
+        # what follows sees one rank's slice of each layer
         split_layers(model, mesh.tp)
+        if recipe.async_tp:
+            use_async_tensor_parallel(mesh.tp)
+    if mesh.layout.cp > 1:
+        # attention over the heads that are left here
+        apply_context(model, mesh.group("ring"), mesh.group("ulysses"))
+    # around whole blocks, collectives inside included
+    apply_remat(model, recipe.memory.remat, spec.layers, recipe.compiled, recipe.memory.offload_activations)
     if recipe.compiled:
         # outside recomputation, so that the compiler sees what is recomputed
         for block in model.blocks.values():
             block.compile()
     if mesh.shards:
-        # last, so that what is gathered is what all of the above computes with
+        # what is gathered is what all of the above computes with
         shard_weights(model, mesh, recipe.sharding, device.type == "cuda")
     offloaded = mesh.shards and recipe.sharding.offload
     model.to_empty(device="cpu" if offloaded else device)
     model.init_weights(recipe.seed, held_here)
+    after_step(model, recipe.precision)
     return model
 
 

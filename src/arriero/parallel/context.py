@@ -4,7 +4,6 @@ Ulysses first: ranks exchange tokens for heads, so that each has all of its neig
 Where heads run out, a ring of such neighbourhoods passes keys and values round.
 """
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,22 +15,7 @@ from arriero.data.order.loader import Batch
 from arriero.model.base import LanguageModel
 from arriero.model.layers import Attention, Mask, attend, same_document_mask
 from arriero.parallel.ring import ring_attention
-
-
-def divide_heads(cp: int, heads: int, kv_heads: int) -> tuple[int, int]:
-    """(ulysses, ring): as many ranks as the heads of one rank allow trade heads, a ring makes up the rest."""
-
-    def allowed(ulysses: int) -> bool:
-        fits = kv_heads % ulysses == 0 or ulysses % kv_heads == 0
-        return cp % ulysses == 0 and heads % ulysses == 0 and fits
-
-    ulysses = max(degree for degree in range(1, cp + 1) if allowed(degree))
-    return ulysses, cp // ulysses
-
-
-def tokens_divisor(ulysses: int, ring: int) -> int:
-    """What the length of a sequence must be a multiple of."""
-    return ulysses if ring == 1 else ring * math.lcm(2, ulysses)
+from arriero.plan.layout import tokens_divisor
 
 
 def positions_held(seq_len: int, cp_rank: int, ulysses: int, ring: int) -> Tensor:

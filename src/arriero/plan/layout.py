@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from math import prod
+from math import lcm, prod
 
 from arriero.config.schema import ParallelSection
 from arriero.errors import UserError
@@ -120,7 +120,7 @@ def _sequence_obstacles(layout: Layout, work: Work) -> Iterator[tuple[str, str]]
     if work.spec.heads % layout.tp or work.spec.kv_heads % layout.tp:
         return
     ulysses, ring = divide_heads(layout.cp, work.spec.heads // layout.tp, work.spec.kv_heads // layout.tp)
-    pieces = ulysses * (2 * ring if ring > 1 else 1)
+    pieces = tokens_divisor(ulysses, ring)
     for what, divisor in ((f"cp {layout.cp}", pieces), (f"cp {layout.cp} x tp {layout.tp}", layout.cp * layout.tp)):
         if work.seq_len % divisor:
             halves = ", in two pieces each" if ring > 1 and divisor == pieces else ""
@@ -140,3 +140,8 @@ def divide_heads(cp: int, heads: int, kv_heads: int) -> tuple[int, int]:
         if cp % u == 0 and heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)
     ]
     return max(fitting), cp // max(fitting)
+
+
+def tokens_divisor(ulysses: int, ring: int) -> int:
+    """What the length of a sequence must be a multiple of: a ring's ranks hold two chunks each."""
+    return ulysses if ring == 1 else ring * lcm(2, ulysses)

@@ -22,7 +22,7 @@ from arriero.errors import UserError
 from arriero.model.base import LanguageModel
 from arriero.model.spec import ModelSpec
 from arriero.parallel.apply import Recipe, parallelize
-from arriero.parallel.context import cut_batch
+from arriero.parallel.context import cut_to, positions_held
 from arriero.parallel.fsdp import Sharding
 from arriero.parallel.mesh import Mesh, make_mesh
 from arriero.parallel.pipeline import Pipeline
@@ -124,9 +124,8 @@ def _recipe(plan: Arrangement, mesh: Mesh) -> Recipe:
         sharding=sharding,
         compiled=plan.compiled,
         async_tp=parallel.async_tp,
-        remat=config.memory.remat,
-        offload_activations=config.memory.offload_activations,
-        float8=config.precision,
+        memory=config.memory,
+        precision=config.precision,
         loss=chunked_loss(config.memory.loss_chunk, config.train.z_loss),
         weights=torch.bfloat16 if config.precision.master == "bf16" else torch.float32,
         seed=config.run.seed,
@@ -163,10 +162,14 @@ def _passes(plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh) -> Pa
         mesh,
         plan.micro_batch,
         plan.device.torch_device,
-        cut=partial(cut_batch, mesh=mesh) if plan.layout.cp > 1 else None,
+        cut=partial(cut_to, held_t=_positions(plan, mesh)) if plan.layout.cp > 1 else None,
         pipeline=pipeline,
         sync_each=plan.config.parallel.sync == "each",
     )
+
+
+def _positions(plan: Arrangement, mesh: Mesh) -> torch.Tensor:
+    return positions_held(plan.config.data.seq_len, mesh.coordinate("cp"), mesh.ulysses, mesh.ring)
 
 
 def _hooks(plan: Arrangement, extra: Sequence[Hook]) -> Hooks:

@@ -1,0 +1,139 @@
+"""Float8 matmuls in the blocks, by torchao: which layers, on which device, and when their scales are renewed."""
+
+import importlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from arriero.config.schema import PrecisionSection
+from arriero.errors import UserError, nearest
+from arriero.model.base import LanguageModel
+
+_MULTIPLE = 16
+_RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp"}
+_AMD_WITH_FLOAT8 = ("gfx94", "gfx95", "gfx120")
+
+# kernels of other precisions than these, and a remark from one part of torch's making to another
+_NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "Enum subclass"}
+
+
+@dataclass(frozen=True)
+class Float8Layers:
+    """What was decided for every linear layer of the blocks held here; `left` says why."""
+
+    converted: tuple[str, ...]
+    left: dict[str, str]
+
+    @property
+    def summary(self) -> str:
+        total = len(self.converted) + len(self.left)
+        reasons = (f"{count} left: {reason}" for reason, count in Counter(self.left.values()).items())
+        return "; ".join([f"{len(self.converted)} of {total} linear layers", *reasons])
+
+
+def computes_float8(device: torch.device) -> bool:
+    """Whether the device multiplies float8; elsewhere it is emulated: as exact, and slower than bf16."""
+    if device.type != "cuda":
+        return False
+    amd = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")
+    # AMD's capability numbers say (9, 0) for an MI250, which has no float8
+    if amd.startswith("gfx"):
+        return amd.startswith(_AMD_WITH_FLOAT8)
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def apply_float8(
+    model: LanguageModel, settings: PrecisionSection, emulate: bool, tp: int = 1, sharded: bool = False
+) -> Float8Layers:
+    """Comes first of all transformations: it makes new modules, without the hooks of the old ones.
+
+    `tp` is the number of ranks a layer will be split over, `sharded` whether FSDP will shard the weights.
+    """
+    if settings.float8 == "off":
+        return Float8Layers((), {})
+    if settings.float8_all_gather and not sharded:
+        raise UserError(
+            "precision.float8_all_gather is on, and no weights are gathered in this layout",
+            "turn it off, or shard: parallel.dp_shard",
+        )
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("blocks.")}
+    _check_patterns(settings.float8_exclude, list(linears), model.spec.layers)
+    reasons = {name: _reason_to_leave(name, linear, settings, tp) for name, linear in linears.items()}
+    chosen = tuple(name for name, reason in reasons.items() if reason is None)
+    if hooked := [n for n in chosen if linears[n]._forward_pre_hooks or linears[n]._forward_hooks]:
+        raise RuntimeError(f"float8 would lose the hooks of {hooked[0]}: it comes before tensor parallelism")
+    torchao = _torchao()
+    torchao.convert_to_float8_training(
+        model, config=_recipe(torchao, settings, emulate), module_filter_fn=lambda _, name: name in chosen
+    )
+    return Float8Layers(chosen, {name: reason for name, reason in reasons.items() if reason is not None})
+
+
+def after_step(model: nn.Module, settings: PrecisionSection) -> None:
+    """The scales of all gathered float8 weights, by one all-reduce. Also after weights are filled or loaded:
+    without it the next forward takes scales of its own, under tensor parallelism others."""
+    if settings.float8 != "off" and settings.float8_all_gather:
+        _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def _reason_to_leave(name: str, linear: nn.Linear, settings: PrecisionSection, tp: int) -> str | None:
+    if any(fnmatchcase(name, pattern) for pattern in settings.float8_exclude):
+        return "named by precision.float8_exclude"
+    # which of the two widths tensor parallelism splits is not known yet
+    multiple = _MULTIPLE * tp
+    if linear.in_features % multiple or linear.out_features % multiple:
+        wide = f"{linear.in_features} x {linear.out_features}"
+        return f"{wide} is not in multiples of {_MULTIPLE}" + (f" on each of {tp} ranks" if tp > 1 else "")
+    return None
+
+
+def _check_patterns(patterns: Sequence[str], here: list[str], layers: int) -> None:
+    """A pattern may name layers of another part of the pipeline, but must name some layer of the model."""
+    in_a_block = {name.split(".", 2)[2] for name in here}
+    everywhere = [f"blocks.{i}.{name}" for i in range(layers) for name in sorted(in_a_block)]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in everywhere):
+            meant = nearest(pattern, everywhere) or everywhere[0]
+            raise UserError(
+                f"precision.float8_exclude: '{pattern}' names no linear layer",
+                f"names look like '{meant}'; '*' stands for anything",
+            )
+
+
+def _recipe(torchao: Any, settings: PrecisionSection, emulate: bool) -> Any:
+    recipe = torchao.Float8LinearConfig.from_recipe_name(_RECIPES[settings.float8])
+    return replace(recipe, emulate=emulate, enable_fsdp_float8_all_gather=settings.float8_all_gather)
+
+
+def _torchao() -> Any:
+    """Only when float8 is on: the import takes seconds."""
+    try:
+        with _quiet():
+            return importlib.import_module("torchao.float8")
+    except ImportError as error:
+        raise UserError(
+            f"precision.float8 needs torchao, which cannot be imported ({error})",
+            "pip install 'arriero[float8]', or set precision.float8 = 'off'",
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    filters = {
+        logging.getLogger(name): lambda record, start=start: start not in record.getMessage()
+        for name, start in _NOISE.items()
+    }
+    for logger, keep in filters.items():
+        logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        for logger, keep in filters.items():
+            logger.removeFilter(keep)
