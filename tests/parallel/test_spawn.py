@@ -62,6 +62,7 @@ SLURM = {
     "SLURM_NTASKS": "8",
     "SLURM_LOCALID": "1",
     "SLURM_NNODES": "2",
+    "SLURM_NTASKS_PER_NODE": "4",
     "SLURM_JOB_ID": "17",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
 }
@@ -69,8 +70,8 @@ SLURM = {
 
 def test_every_launchers_variables_mean_the_same():
     assert world_from({}) == World()
-    assert world_from(TORCHRUN) == World(3, 8, 1, "tcp://n1:29500")
-    assert world_from(SLURM) == World(3, 8, 1, "tcp://10.0.0.7:20119")
+    assert world_from(TORCHRUN) == World(3, 8, 1, 1, "tcp://n1:29500")
+    assert world_from(SLURM) == World(3, 8, 1, 4, "tcp://10.0.0.7:20119")
     assert world_from(SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == World()
     with pytest.raises(UserError, match="where they meet"):
         world_from({"RANK": "0", "WORLD_SIZE": "2"})

@@ -1,33 +1,61 @@
+from dataclasses import replace
+
 import pytest
 
+from arriero.config.load import load_run
 from arriero.errors import UserError
-from arriero.model.presets import load_preset
-from arriero.plan.memory import activation_bytes_per_token, micro_batch_that_fits, state_bytes
+from arriero.model.presets import expand, load_preset
+from arriero.plan.layout import Layout
+from arriero.plan.memory import Need, micro_batch_that_fits, need_of, state_bytes
 
 SPEC = load_preset("llama-demo")
+NEED = Need(state=1000, per_sequence=100)
+DIVISORS = [1, 2, 3, 4, 6, 12]
 
 
-def memory_for(sequences, seq_len=128):
-    need = state_bytes(SPEC, 4) + sequences * seq_len * activation_bytes_per_token(SPEC, 4)
-    return int(need / 0.9) + 2
+def config(*sets):
+    return load_run(None, list(sets), expand).config
 
 
 @pytest.mark.parametrize(("room_for", "chosen"), [(12, 12), (11, 6), (5, 4), (1, 1)])
 def test_the_largest_divisor_that_fits_is_taken(room_for, chosen):
-    assert micro_batch_that_fits(SPEC, 128, 12, 4, memory_for(room_for)).sequences == chosen
+    memory = int((1000 + 100 * room_for) / 0.9) + 2
+    assert micro_batch_that_fits(NEED, SPEC, DIVISORS, memory).sequences == chosen
 
 
 def test_a_sequence_that_seems_not_to_fit_is_tried_with_a_warning():
-    fits = micro_batch_that_fits(SPEC, 128, 12, 4, state_bytes(SPEC, 4) + 1)
+    fits = micro_batch_that_fits(NEED, SPEC, DIVISORS, NEED.state + 1)
     assert fits.sequences == 1
-    assert "even one may not fit" in fits.reason
+    assert "even 1 may not fit" in fits.reason
 
 
 def test_a_state_that_cannot_fit_is_refused_before_anything_is_allocated():
+    spec = load_preset("llama3-8b")
+    need = need_of(config(), spec, Layout(), 4)
     with pytest.raises(UserError, match=r"8.03B parameters needs 1\d\d.\d GiB .* 24.0 GiB are free"):
-        micro_batch_that_fits(load_preset("llama3-8b"), 128, 12, 4, 24 * 2**30)
+        micro_batch_that_fits(need, spec, DIVISORS, 24 * 2**30)
 
 
 def test_bf16_compute_keeps_fp32_state_and_its_own_weights():
-    assert state_bytes(SPEC, 4) == 16 * SPEC.parameters
-    assert state_bytes(SPEC, 2) == 20 * SPEC.parameters
+    assert state_bytes(config(), SPEC, Layout(), 4) == 16 * SPEC.parameters
+    assert state_bytes(config(), SPEC, Layout(), 2) == 20 * SPEC.parameters
+    pure = config("precision.master=bf16", "optim.state=bf16")
+    assert state_bytes(pure, SPEC, Layout(), 2) == 8 * SPEC.parameters
+
+
+def test_each_kind_of_sharding_lightens_a_rank():
+    spec = load_preset("llama3-8b")
+    alone = need_of(config(), spec, Layout(), 2)
+    for layout in (Layout(dp_shard=8), Layout(tp=8), Layout(pp=8)):
+        assert need_of(config(), spec, layout, 2).state < alone.state / 4, layout
+    for layout in (Layout(cp=8), Layout(tp=8)):
+        assert need_of(config(), spec, layout, 2).per_sequence <= alone.per_sequence / 8, layout
+
+
+def test_recomputation_keeps_less():
+    kinds = ["none", "selective", "fraction:3/4", "full"]
+    sizes = [need_of(config(f"memory.remat={k}"), SPEC, Layout(), 2).per_sequence for k in kinds]
+    deep = replace(SPEC, layers=40)
+    deeper = [need_of(config(f"memory.remat={k}"), deep, Layout(), 2).per_sequence for k in kinds]
+    assert sorted(sizes, reverse=True) == sizes
+    assert sorted(deeper, reverse=True) == deeper

@@ -43,9 +43,7 @@ def parallelize(
     return [_part(spec, blocks, mesh, recipe, device) for blocks in stages]
 
 
-def _part(
-    spec: ModelSpec, blocks: range, mesh: Mesh, recipe: Recipe, device: torch.device
-) -> LanguageModel:
+def _part(spec: ModelSpec, blocks: range, mesh: Mesh, recipe: Recipe, device: torch.device) -> LanguageModel:
     with torch.device("meta"):
         model = build_model(spec).to(recipe.weights)
     model.keep(blocks)
@@ -89,5 +87,3 @@ def held_here(parameter: Tensor) -> list[Piece]:
         parameter.shape, parameter.device_mesh, parameter.placements
     )
     return [(local, offset)]
-
-

@@ -61,8 +61,10 @@ class Pipeline:
             group=self._group,
         )
 
-    def gradients(self, tokens: Tensor, labels: Tensor, count: Tensor, scale: float, **extra: Tensor) -> Tensor:
-        """Accumulate gradients; returns this rank's share of the mean loss, zero where no stage has a head."""
+    def gradients(
+        self, tokens: Tensor, labels: Tensor, count: Tensor, scale: float, **extra: Tensor
+    ) -> Tensor:
+        """Accumulate gradients; returns this rank's share of the mean loss: zero without a head."""
         self._labels = count / scale
         ends = any(part.head is not None for part in self._parts.values())
         losses: list[Tensor] | None = [] if ends else None

@@ -74,7 +74,7 @@ def _be_rank(work: Callable[[], Any], rank: int, ranks: int, folder: Path, leade
 
 
 def _die_with_parent() -> None:
-    """Also when it is killed outright; and a Ctrl-C comes once, from the parent, not from the terminal too."""
+    """Also when it is killed outright. And a Ctrl-C comes once: from it, not from the terminal too."""
     os.setpgrp()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -52,7 +52,8 @@ class _VocabularyHead(ParallelStyle):
 
 def _all_tokens(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     x_BTD, *rest = inputs
-    whole = DTensor.from_local(x_BTD, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
+    own = DTensor.from_local(x_BTD, mesh, [Shard(1)], run_check=False)
+    whole = own.redistribute(placements=[Replicate()])
     return whole.to_local(grad_placements=[Partial()]), *rest
 
 
@@ -100,11 +101,9 @@ def _times_one(_: nn.Module, __: Any, output: Tensor) -> Tensor:
 
 
 def use_async_tensor_parallel(mesh: DeviceMesh) -> None:
-    """Overlap the gathers and scatters of tensor parallelism with their matmuls: compiled code on NVLink only."""
+    """Overlap gathers and scatters with the matmuls beside them: compiled code on NVLink only."""
     import torch._inductor.config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     inductor._micro_pipeline_tp = True  # type: ignore[attr-defined]
     enable_symm_mem_for_group(mesh.get_group().group_name)
-
-

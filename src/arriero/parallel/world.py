@@ -14,9 +14,14 @@ from arriero.errors import UserError
 RENDEZVOUS = "ARRIERO_RENDEZVOUS"
 
 _LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
 )
 
 
@@ -27,6 +32,7 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1
     meeting: str | None = None
 
     @property
@@ -40,7 +46,8 @@ def world_from(environment: Mapping[str, str] = os.environ) -> World:
     for names in _LAUNCHERS:
         if all(name in environment for name in names[:2]) and int(environment[names[1]]) > 1:
             rank, size = (int(environment[name]) for name in names[:2])
-            return World(rank, size, int(environment.get(names[2], rank)), _meeting(environment))
+            local_rank, local_size = int(environment.get(names[2], rank)), int(environment.get(names[3], 1))
+            return World(rank, size, local_rank, local_size, _meeting(environment))
     return World()
 
 

@@ -121,7 +121,8 @@ def _sequence_obstacles(layout: Layout, work: Work) -> Iterator[tuple[str, str]]
         return
     ulysses, ring = divide_heads(layout.cp, work.spec.heads // layout.tp, work.spec.kv_heads // layout.tp)
     pieces = tokens_divisor(ulysses, ring)
-    for what, divisor in ((f"cp {layout.cp}", pieces), (f"cp {layout.cp} x tp {layout.tp}", layout.cp * layout.tp)):
+    cp, tp = layout.cp, layout.tp
+    for what, divisor in ((f"cp {cp}", pieces), (f"cp {cp} x tp {tp}", cp * tp)):
         if work.seq_len % divisor:
             halves = ", in two pieces each" if ring > 1 and divisor == pieces else ""
             yield (

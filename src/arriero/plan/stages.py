@@ -1,6 +1,7 @@
 """Where to cut a model into pipeline stages, by what each part costs."""
 
 from functools import cache
+from itertools import pairwise
 
 from arriero.model.spec import ModelSpec
 
@@ -38,4 +39,4 @@ def cut_stages(spec: ModelSpec, seq_len: int, stages: int) -> list[range]:
         return min(options)
 
     cuts = best(spec.layers, stages)[2]
-    return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(cuts)]

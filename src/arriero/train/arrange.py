@@ -9,7 +9,7 @@ from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 from arriero.parallel.world import World
 from arriero.plan.layout import Layout, Work, divide_heads, refuse_illegal, resolve
-from arriero.plan.memory import MicroBatch, micro_batch_that_fits
+from arriero.plan.memory import MicroBatch, micro_batch_that_fits, need_of
 from arriero.plan.schedules import SCHEDULES, micro_batch_counts, stages_of, stages_per_rank
 from arriero.plan.stages import cut_stages
 from arriero.train.device import Device, choose_compute, choose_device
@@ -37,7 +37,7 @@ class Arrangement:
 
 def arrange(config: RunConfig, world: World) -> Arrangement:
     refuse_foreign(config)
-    device = choose_device(config.run.device, world.local_rank)
+    device = choose_device(config.run.device, world.local_rank, world.local_size)
     compute, compute_reason = choose_compute(config.precision.compute, device, config.precision.master)
     spec = ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
     layout = resolve(config.parallel, world.size)
@@ -56,7 +56,7 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
         rank = layout.coordinates(world.rank)["pp"]
         held = stages_of(config.parallel.schedule, rank, layout.pp, per_rank)
     decisions = [
-        Decision("device", device.name, _origin(config.run.device, "a GPU" if device.is_gpu else "no GPU here")),
+        Decision("device", device.name, _origin(config.run.device, _kind(device))),
         Decision("compute", str(compute).removeprefix("torch."), compute_reason),
         Decision("compile", str(compiled).lower(), compile_reason),
         Decision("micro-batch", f"{micro.sequences} of {sequences} sequences", micro.reason),
@@ -76,6 +76,10 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
         compiled=compiled,
         decisions=decisions,
     )
+
+
+def _kind(device: Device) -> str:
+    return "a GPU" if device.is_gpu else "no GPU here"
 
 
 def _origin(setting: object, reason: str) -> str:
@@ -136,7 +140,8 @@ def _micro_batch(
         )
     if given is not None:
         return MicroBatch(given, "as configured")
-    fits = micro_batch_that_fits(config, spec, layout, allowed, compute.itemsize, device.memory)
+    need = need_of(config, spec, layout, compute.itemsize)
+    fits = micro_batch_that_fits(need, spec, allowed, device.memory)
     if layout.pp > 1:
         count = sequences // fits.sequences
         return MicroBatch(fits.sequences, f"{count} micro-batches keep {layout.pp} ranks busy; {fits.reason}")

@@ -48,7 +48,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     if config.run.deterministic:
         make_deterministic()
     mesh = make_mesh(layout, plan.world, plan.ulysses, device.torch_device)
-    parts = parallelize(plan.spec, plan.stages, mesh, _recipe(plan, mesh), device.torch_device)
+    parts = parallelize(plan.spec, plan.stages, mesh, _recipe(plan), device.torch_device)
     optimizer = _optimizer(plan, parts, mesh)
     run_dir = run_directory(config)
     if plan.world.leads:
@@ -110,13 +110,13 @@ def _refuse_small_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> N
             )
 
 
-def _recipe(plan: Arrangement, mesh: Mesh) -> Recipe:
+def _recipe(plan: Arrangement) -> Recipe:
     config, parallel = plan.config, plan.config.parallel
-    reshard = {"auto": plan.layout.pp == 1, "always": True, "never": False}.get(parallel.reshard, parallel.reshard)
+    words = {"auto": plan.layout.pp == 1, "always": True, "never": False}
     sharding = Sharding(
         compute=plan.compute,
         reduce=torch.bfloat16 if config.precision.reduce == "bf16" else torch.float32,
-        reshard=reshard,
+        reshard=words.get(parallel.reshard, parallel.reshard),
         prefetch=parallel.prefetch,
         offload=config.memory.offload_state,
     )

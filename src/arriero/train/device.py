@@ -37,13 +37,13 @@ class Device:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def choose_device(wanted: str, local_rank: int = 0) -> Device:
+def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> Device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device is 'cuda' but torch sees no GPU here", "set run.device = 'auto' or 'cpu'")
     if wanted == "cpu" or not torch.cuda.is_available():
         threads = torch.get_num_threads()
         name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
-        return Device(torch.device("cpu"), name, _available_ram(), None)
+        return Device(torch.device("cpu"), name, _available_ram() // local_size, None)
     if local_rank >= torch.cuda.device_count():
         raise UserError(
             f"process {local_rank} of this node has no GPU of its own: there are {torch.cuda.device_count()}",

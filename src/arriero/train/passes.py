@@ -13,7 +13,7 @@ from arriero.parallel.pipeline import Pipeline
 
 
 class Passes:
-    """`cut` leaves a batch's tokens that are this rank's; `pipeline` is there where the model is in stages."""
+    """`cut` leaves of a batch the tokens that are this rank's; `pipeline` is for a model in stages."""
 
     def __init__(
         self,
