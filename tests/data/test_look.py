@@ -15,6 +15,8 @@ from arriero.data.order.streams import build_streams, forecast
 from arriero.data.tokens.training import train_tokenizer
 from arriero.errors import UserError
 from arriero.model.presets import expand
+from arriero.parallel.world import World
+from arriero.train.arrange import arrange
 from arriero.train.build import build
 from arriero.train.hooks import Hook
 from arriero.train.loop import train
@@ -77,7 +79,7 @@ def run_file(prepared, tmp_path):
 
 
 def session(run_file, *sets, hooks=()):
-    return build(load_run(run_file, sets, expand).config, lambda *_: None, hooks)
+    return build(arrange(load_run(run_file, sets, expand).config, World()), lambda *_: None, hooks)
 
 
 def test_a_run_on_phases_and_prompts_is_shown_and_proved(arriero, run_file, tmp_path):

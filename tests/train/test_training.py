@@ -13,10 +13,12 @@ from arriero.errors import UserError
 from arriero.model.formats.hf import load_hf
 from arriero.model.presets import expand
 from arriero.model.spec import flops_per_token
+from arriero.parallel.world import World
+from arriero.train.arrange import arrange
 from arriero.train.build import build
 from arriero.train.hooks import Hook
 from arriero.train.interrupt import Interrupted, interruptible
-from arriero.train.loop import _gradients, train
+from arriero.train.loop import train
 
 BASE = [
     "model.preset=llama-test",
@@ -36,7 +38,8 @@ BASE = [
 def session(tmp_path, corpus_cache):
     def make(*sets, name="run", hooks=()):
         where = [f"run.name={name}", f"run.dir='{tmp_path}'", f"data.cache='{corpus_cache}'"]
-        return build(load_run(None, [*BASE, *where, *sets], expand).config, lambda *_: None, hooks)
+        config = load_run(None, [*BASE, *where, *sets], expand).config
+        return build(arrange(config, World()), lambda *_: None, hooks)
 
     return make
 
@@ -94,21 +97,21 @@ def test_every_token_weighs_the_same_however_labels_fall(session):
     labels[0, 5:] = IGNORED
     labels[3] = IGNORED
     uneven = Batch(batch.first_sample, batch.tokens_BT, labels)
-    mean = _gradients(run, uneven)
-    gradients = [p.grad.clone() for p in run.model.parameters()]
-    run.model.zero_grad()
-    logits = run.model(batch.tokens_BT).flatten(0, 1)
+    mean = run.passes.gradients(uneven)
+    gradients = [p.grad.clone() for p in run.parts[0].parameters()]
+    run.parts[0].zero_grad()
+    logits = run.parts[0](batch.tokens_BT).flatten(0, 1)
     reference = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED)
     reference.backward()
     run.loader.close()
     assert mean.item() == pytest.approx(reference.item(), rel=1e-6)
-    for ours, parameter in zip(gradients, run.model.parameters(), strict=True):
+    for ours, parameter in zip(gradients, run.parts[0].parameters(), strict=True):
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_bf16_computes_in_bf16_and_updates_fp32(session):
     run = session("precision.compute=bf16", "optim.lr=1e-3", name="bf16")
-    assert {p.dtype for p in run.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in run.parts[0].parameters()} == {torch.bfloat16}
     assert {w.dtype for w in run.optimizer.weights().values()} == {torch.float32}
     assert losses(run) == pytest.approx(losses(session("optim.lr=1e-3", name="fp32")), rel=0.01)
 
@@ -135,10 +138,10 @@ def test_norms_and_biases_are_not_decayed(session):
 def test_gradients_are_clipped_to_the_global_norm(session):
     run = session("optim.clip=0.01")
     batch = next(run.loader)
-    _gradients(run, batch)
-    norm = torch.stack([p.grad.norm() for p in run.model.parameters()]).norm()
+    run.passes.gradients(batch)
+    norm = torch.stack([p.grad.norm() for p in run.parts[0].parameters()]).norm()
     seen = []
-    run.optimizer._adamw.step = lambda: seen.extend(p.grad.clone() for p in run.model.parameters())
+    run.optimizer._adamw.step = lambda: seen.extend(p.grad.clone() for p in run.parts[0].parameters())
     reported = run.optimizer.step(1e-3)
     run.loader.close()
     assert reported.item() == pytest.approx(norm.item(), rel=1e-5)

@@ -171,6 +171,20 @@ def _float8_multiplies_in_sixteens(precision, data, parallel) -> list[Problem]:
     return [Problem("data.seq_len", what, f"take a multiple of {16 * cp}")]
 
 
+def _momentum_has_a_use(optim) -> list[Problem]:
+    if optim.momentum is None or optim.name != "adamw":
+        return []
+    what = "has no meaning for 'adamw', whose first moment decays by optim.betas[0]"
+    return [Problem("optim.momentum", what, "remove it, or set optim.name to 'muon' or 'sgd'")]
+
+
+def _bf16_masters_compute_in_bf16(precision) -> list[Problem]:
+    if precision.master != "bf16" or precision.compute in ("auto", "bf16"):
+        return []
+    what = f"weights in bf16 compute in bf16, and precision.compute is '{precision.compute}'"
+    return [Problem("precision.master", what, "set precision.compute = 'bf16', or this to 'fp32'")]
+
+
 _RULES = [
     (("data", "model"), _sequence_fits_model),
     (("data", "train"), _batch_is_whole_sequences),
@@ -187,4 +201,6 @@ _RULES = [
     (("precision",), _float8_gathers_with_one_scale),
     (("precision", "parallel"), _float8_gathers_shards),
     (("precision", "data", "parallel"), _float8_multiplies_in_sixteens),
+    (("optim",), _momentum_has_a_use),
+    (("precision",), _bf16_masters_compute_in_bf16),
 ]

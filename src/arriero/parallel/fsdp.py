@@ -1,5 +1,6 @@
 """Sharded and replicated data parallelism, by FSDP2 block by block."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -50,12 +51,12 @@ def shard_weights(model: LanguageModel, mesh: Mesh, sharding: Sharding, on_gpu: 
             # each rank's loss is already divided by the labels of all
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch(list(model.blocks.values()), sharding.prefetch)
+    _prefetch(model.blocks.values(), sharding.prefetch)
 
 
-def _prefetch(blocks: list[nn.Module], ahead: int) -> None:
+def _prefetch(modules: Iterable[nn.Module], ahead: int) -> None:
+    blocks = [module for module in modules if isinstance(module, FSDPModule)]
     for i, block in enumerate(blocks):
-        assert isinstance(block, FSDPModule)
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
         block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
 

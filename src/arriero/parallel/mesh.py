@@ -96,4 +96,5 @@ def make_mesh(layout: Layout, world: World, ulysses: int, device: torch.device) 
 
 def _own_group(lists: list[list[int]]) -> dist.ProcessGroup | None:
     """None for a rank that is in none of them."""
-    return dist.new_subgroups_by_enumeration(lists)[0]
+    group = dist.new_subgroups_by_enumeration(lists)[0]
+    return group if isinstance(group, dist.ProcessGroup) else None

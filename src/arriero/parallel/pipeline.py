@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
 
 from arriero.errors import UserError
 from arriero.model.base import LanguageModel
@@ -111,6 +112,22 @@ class Pipeline:
     def _rank_of(self, stage: int) -> int:
         held = (stages_of(self._name, r, self._ranks, len(self._parts)) for r in range(self._ranks))
         return next(rank for rank, stages in enumerate(held) if stage in stages)
+
+
+def join_tied_table(gradients: dict[str, Tensor], ends: dist.ProcessGroup | None) -> None:
+    """The embedding on the first stage and the head on the last are one table: each gets both gradients.
+
+    `ends` are the ranks of those stages; None where one rank holds both.
+    """
+    copies = [gradients[name] for name in ("embedding.weight", "head.weight") if name in gradients]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in copies]
+    if not local:
+        return
+    total = local[0] if len(local) == 1 else local[0] + local[1]
+    if ends is not None:
+        dist.all_reduce(total, group=ends)
+    for copy in local:
+        copy.copy_(total)
 
 
 def refuse_untested(name: str, device: torch.device) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from arriero.model.base import LanguageModel
+from arriero.model.layers import Head
 
 _BLOCK = {
     "blocks.*.attention_norm": "own tokens",
@@ -45,6 +46,7 @@ class _VocabularyHead(ParallelStyle):
     """Each rank holds some rows of the head, sees all tokens, and gives its part of their gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Head)
         module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
         module.register_forward_pre_hook(partial(_all_tokens, device_mesh))
         return module

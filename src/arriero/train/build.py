@@ -25,7 +25,8 @@ from arriero.parallel.apply import Recipe, parallelize
 from arriero.parallel.context import cut_to, positions_held
 from arriero.parallel.fsdp import Sharding
 from arriero.parallel.mesh import Mesh, make_mesh
-from arriero.parallel.pipeline import Pipeline
+from arriero.parallel.pipeline import Pipeline, join_tied_table
+from arriero.plan.schedules import SCHEDULES
 from arriero.train.arrange import Arrangement
 from arriero.train.cadence import Cadence
 from arriero.train.device import make_deterministic
@@ -112,7 +113,7 @@ def _refuse_small_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> N
 
 def _recipe(plan: Arrangement) -> Recipe:
     config, parallel = plan.config, plan.config.parallel
-    words = {"auto": plan.layout.pp == 1, "always": True, "never": False}
+    words: dict[str | int, bool] = {"auto": plan.layout.pp == 1, "always": True, "never": False}
     sharding = Sharding(
         compute=plan.compute,
         reduce=torch.bfloat16 if config.precision.reduce == "bf16" else torch.float32,
@@ -135,12 +136,17 @@ def _recipe(plan: Arrangement) -> Recipe:
 def _optimizer(plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh) -> Optimizer:
     """FSDP casts its fp32 shards itself; elsewhere a model that computes in fewer bits has fp32 masters."""
     own = plan.config.precision.master == "bf16" or plan.compute == torch.float32 or mesh.shards
+    stages, tied = mesh.group("pp"), plan.spec.tied and plan.layout.pp > 1
+    ends = None if SCHEDULES[plan.config.parallel.schedule].v_shaped else mesh.group("ends")
     return Optimizer(
         named_parameters(parts),
         plan.config.optim,
         masters_of=None if own else plan.compute,
         scaled_loss=plan.compute == torch.float16,
         seed=plan.config.run.seed,
+        groups=[stages] if stages is not None else [],
+        copies={"head.weight": "embedding.weight"} if tied else {},
+        join=partial(join_tied_table, ends=ends) if tied else None,
     )
 
 

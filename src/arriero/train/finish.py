@@ -29,8 +29,6 @@ def export_model(session: Session) -> Path:
 def _whole_weights(session: Session) -> dict[str, Tensor]:
     """Every weight in host memory, on the first rank; stage by stage, one tensor at a time."""
     own = session.optimizer.weights()
-    if session.spec.tied and session.mesh.layout.pp > 1:
-        own.pop("head.weight", None)
     if session.mesh.world.size == 1:
         return own
     layout, stage = session.mesh.layout, session.mesh.coordinate("pp")
@@ -55,13 +53,13 @@ def _whole_weights(session: Session) -> dict[str, Tensor]:
     return weights
 
 
-def sample(session: Session, directory: Path) -> str | None:
+def sample(session: Session, directory: Path | None) -> str | None:
     """From the model at hand where one process holds it whole, else from the exported one."""
     config = session.config
     if config.observe.sample is False or not session.mesh.world.leads:
         return None
     model = session.parts[0]
-    if session.mesh.world.size > 1:
+    if session.mesh.world.size > 1 and directory is not None:
         state, spec = load_hf(directory)
         model = build_model(spec)
         model.load_state_dict(state, strict=False)

@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from arriero.errors import UserError
@@ -23,7 +24,7 @@ class Outcome:
     last_loss: float | None = None
     first_eval_loss: float | None = None
     last_eval_loss: float | None = None
-    model: str | None = None
+    model: Path | None = None
     rates: list[float] = field(default_factory=list)
 
     def saw(self, loss: float, tokens_per_s: float) -> None:
@@ -39,7 +40,7 @@ class Outcome:
     def describe(self) -> dict[str, Any]:
         fields = asdict(self)
         del fields["rates"]
-        return fields | {"tokens_per_s": self.tokens_per_s}
+        return fields | {"tokens_per_s": self.tokens_per_s, "model": str(self.model)}
 
 
 def train(session: Session) -> Outcome:
@@ -47,7 +48,7 @@ def train(session: Session) -> Outcome:
     try:
         session.hooks.on_start(session)
         _train(session, outcome)
-        outcome.model = str(export_model(session))
+        outcome.model = export_model(session)
     except BaseException as error:
         session.hooks.on_fault(session, outcome.steps, error)
         raise
