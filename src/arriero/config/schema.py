@@ -204,6 +204,11 @@ class ParallelSection(Section):
         "until backward (ZeRO-2), a number keeps them spread over groups of so many ranks, like a node's; "
         "'auto' is 'never' in a pipeline, else 'always'.",
     )
+    context: Literal["auto", "ulysses", "ring"] = Field(
+        "auto",
+        description="How cp ranks share attention: 'ulysses' trades tokens for heads, 'ring' passes keys and "
+        "values round; 'auto' is Ulysses as far as the heads divide, and a ring of such groups beyond.",
+    )
     prefetch: Annotated[int, Field(ge=0)] = Field(
         1, description="Blocks whose weights are gathered ahead of use."
     )

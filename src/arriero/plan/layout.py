@@ -82,6 +82,7 @@ class Work:
     seq_len: int
     sequences: int
     stages: int = 1
+    context: str = "auto"
 
 
 def refuse_illegal(layout: Layout, work: Work) -> None:
@@ -119,7 +120,8 @@ def obstacles(layout: Layout, work: Work) -> Iterator[tuple[str, str]]:
 def _sequence_obstacles(layout: Layout, work: Work) -> Iterator[tuple[str, str]]:
     if work.spec.heads % layout.tp or work.spec.kv_heads % layout.tp:
         return
-    ulysses, ring = divide_heads(layout.cp, work.spec.heads // layout.tp, work.spec.kv_heads // layout.tp)
+    heads, kv_heads = work.spec.heads // layout.tp, work.spec.kv_heads // layout.tp
+    ulysses, ring = divide_context(layout.cp, heads, kv_heads, work.context)
     pieces = tokens_divisor(ulysses, ring)
     cp, tp = layout.cp, layout.tp
     for what, divisor in ((f"cp {cp}", pieces), (f"cp {cp} x tp {tp}", cp * tp)):
@@ -132,14 +134,21 @@ def _sequence_obstacles(layout: Layout, work: Work) -> Iterator[tuple[str, str]]
             return
 
 
-def divide_heads(cp: int, heads: int, kv_heads: int) -> tuple[int, int]:
+def divide_context(cp: int, heads: int, kv_heads: int, kind: str = "auto") -> tuple[int, int]:
     """Degrees of Ulysses and of the ring that share a context: Ulysses as far as the heads allow, as it
     moves fewer bytes; the ring takes the rest. Key/value heads that are too few are repeated."""
+    if kind == "ring":
+        return 1, cp
     fitting = [
         u
         for u in range(1, cp + 1)
         if cp % u == 0 and heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)
     ]
+    if kind == "ulysses" and max(fitting) < cp:
+        raise UserError(
+            f"parallel.context 'ulysses' cannot share {heads} heads and {kv_heads} kv heads over cp {cp}",
+            "set it to 'auto', which adds a ring",
+        )
     return max(fitting), cp // max(fitting)
 
 

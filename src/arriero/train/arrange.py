@@ -8,7 +8,7 @@ from arriero.config.schema import RunConfig
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 from arriero.parallel.world import World
-from arriero.plan.layout import Layout, Work, divide_heads, refuse_illegal, resolve
+from arriero.plan.layout import Layout, Work, divide_context, refuse_illegal, resolve
 from arriero.plan.memory import MicroBatch, micro_batch_that_fits, need_of
 from arriero.plan.schedules import SCHEDULES, micro_batch_counts, stages_of, stages_per_rank
 from arriero.plan.stages import cut_stages
@@ -44,9 +44,10 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
     per_rank = stages_per_rank(config.parallel.schedule, config.parallel.stages_per_rank)
     stages = layout.pp * per_rank if layout.pp > 1 else 1
     batch = config.train.batch.amount // config.data.seq_len
-    refuse_illegal(layout, Work(spec, config.data.seq_len, batch, stages))
+    refuse_illegal(layout, Work(spec, config.data.seq_len, batch, stages, config.parallel.context))
     _refuse_ragged(config, layout)
-    ulysses, ring = divide_heads(layout.cp, spec.heads // layout.tp, spec.kv_heads // layout.tp)
+    heads, kv_heads = spec.heads // layout.tp, spec.kv_heads // layout.tp
+    ulysses, ring = divide_context(layout.cp, heads, kv_heads, config.parallel.context)
     sequences = batch // layout.batch
     micro = _micro_batch(config, spec, layout, sequences, per_rank, compute, device)
     compiled, compile_reason = _compiled(config, layout, device)

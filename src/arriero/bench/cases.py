@@ -1,0 +1,189 @@
+"""The matrix of `bench parity`: every layout and every mode that must give the reference's losses."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from math import prod
+from typing import Any
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Relative: the largest of the losses' differences, the first gradient norm's, the final weights'."""
+
+    loss: float
+    norm: float
+    weights: float
+
+
+FP32 = Tolerance(1e-4, 1e-5, 1e-4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`sets` are keys of the run file beyond the reference's; `against` those the reference has too."""
+
+    group: str
+    name: str
+    sets: Mapping[str, Any]
+    against: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: Tolerance = FP32
+    quick: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return prod(int(self.sets.get(f"parallel.{axis}", 1)) for axis in AXES)
+
+
+def layout(**degrees: int) -> dict[str, Any]:
+    return {"parallel.dp_shard": 1} | {f"parallel.{axis}": degree for axis, degree in degrees.items()}
+
+
+def cases(model: str) -> list[Case]:
+    return [
+        *_axes(model),
+        *_pairs(),
+        *_deeper(),
+        *_schedules(),
+        *_recomputation(),
+        *_gradients(),
+        *_documents(),
+        *_optimizers(),
+        *_precisions(),
+    ]
+
+
+def _axes(model: str) -> list[Case]:
+    ring = {"parallel.context": "ring"}
+    alone = [Case("one axis", f"{axis} 2", layout(**{axis: 2}), quick=True) for axis in AXES]
+    four = ["dp_replicate", "dp_shard", "cp", "pp", *(["tp"] if model == "gpt2" else [])]
+    return [
+        *alone,
+        Case("one axis", "cp 2, ring", layout(cp=2) | ring, quick=True),
+        *(Case("one axis", f"{axis} 4", layout(**{axis: 4})) for axis in four),
+        Case("one axis", "cp 4, ring", layout(cp=4) | ring),
+        Case("one axis", "dp_shard 3", layout(dp_shard=3) | {"train.batch": "1152 tok"}, _BATCH_OF_18),
+        Case("one axis", "dp_shard 2, kept after forward", layout(dp_shard=2) | {"parallel.reshard": "never"}),
+        Case("one axis", "dp_shard 4, kept in pairs", layout(dp_shard=4) | {"parallel.reshard": 2}),
+        Case("one axis", "dp_shard 2, in host memory", layout(dp_shard=2) | {"memory.offload_state": True}),
+    ]
+
+
+_BATCH_OF_18 = {"train.batch": "1152 tok"}
+
+
+def _pairs() -> list[Case]:
+    quick = {("dp_shard", "tp"), ("tp", "pp"), ("cp", "tp")}
+    return [
+        Case("two axes", f"{a} 2 x {b} 2", layout(**{a: 2, b: 2}), quick=(a, b) in quick)
+        for a, b in combinations(AXES, 2)
+    ]
+
+
+def _deeper() -> list[Case]:
+    layouts = [
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+        {"pp": 2, "dp_shard": 2, "tp": 2},
+        {"dp_shard": 2, "cp": 2, "tp": 2},
+        {"pp": 2, "cp": 2, "tp": 2},
+        {"cp": 4, "tp": 2},
+        {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "pp": 2},
+        {"dp_shard": 2, "cp": 2, "tp": 2, "pp": 2},
+    ]
+    return [
+        Case("more axes", " x ".join(f"{axis} {n}" for axis, n in each.items()), layout(**each))
+        for each in layouts
+    ]
+
+
+def _schedules() -> list[Case]:
+    names = ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
+    cases = []
+    for name in names:
+        sets = {"parallel.schedule": name}
+        quick = name in ("zbv", "interleaved-1f1b")
+        cases.append(Case("schedules", f"{name}, pp 2", layout(pp=2) | sets, quick=quick))
+        cases.append(Case("schedules", f"{name}, pp 2 x dp_shard 2", layout(pp=2, dp_shard=2) | sets))
+    return cases
+
+
+def _recomputation() -> list[Case]:
+    kinds = ["full", "selective", "every:2", "fraction:1/3"]
+    spread = layout(dp_shard=2, tp=2)
+    return [
+        *(Case("recomputation", k, layout() | {"memory.remat": k}) for k in kinds),
+        *(Case("recomputation", f"{k}, dp_shard 2 x tp 2", spread | {"memory.remat": k}) for k in kinds[:2]),
+        *(Case("recomputation", f"{k}, cp 2", layout(cp=2) | {"memory.remat": k}) for k in kinds[:2]),
+        Case("recomputation", "full, pp 2", layout(pp=2) | {"memory.remat": "full"}),
+        Case("recomputation", "activations in host memory", layout() | {"memory.offload_activations": True}),
+    ]
+
+
+def _gradients() -> list[Case]:
+    one = {"train.micro_batch": 1}
+    shard, hybrid = layout(dp_shard=2), layout(dp_replicate=2, dp_shard=2)
+    return [
+        Case("accumulation", "16 micro-batches", layout() | one),
+        Case("accumulation", "8 micro-batches, dp_shard 2", shard | one, quick=True),
+        Case("accumulation", "reduced at each, dp_shard 2", shard | one | {"parallel.sync": "each"}),
+        Case("accumulation", "reduced at each, 2 copies of 2", hybrid | one | {"parallel.sync": "each"}),
+        Case("accumulation", "8 micro-batches, tp 2", layout(tp=2) | {"train.micro_batch": 2}),
+        Case("loss", "chunks of 7 tokens", layout() | {"memory.loss_chunk": 7}),
+        Case("loss", "whole logits, tp 2", layout(tp=2) | {"memory.loss_chunk": False}),
+        Case("loss", "chunks of 7 tokens, tp 2", layout(tp=2) | {"memory.loss_chunk": 7}, quick=True),
+        Case("loss", "z-loss, tp 2", layout(tp=2) | _Z_LOSS, _Z_LOSS),
+    ]
+
+
+_Z_LOSS = {"train.z_loss": 1e-2}
+_MASK = {"data.document_mask": True, "data.packing": "bestfit"}
+
+
+def _documents() -> list[Case]:
+    layouts = [layout(**{axis: 2}) for axis in AXES]
+    ring = layout(cp=2) | {"parallel.context": "ring"}
+    return [
+        *(
+            Case("document masks", f"{axis} 2", each | _MASK, _MASK, quick=axis == "pp")
+            for axis, each in zip(AXES, layouts, strict=True)
+        ),
+        Case("document masks", "cp 2, ring", ring | _MASK, _MASK, quick=True),
+        Case("document masks", "cp 4 x tp 2", layout(cp=4, tp=2) | _MASK, _MASK),
+        Case("document masks", "pp 2 x cp 2", layout(pp=2, cp=2) | _MASK, _MASK),
+    ]
+
+
+def _optimizers() -> list[Case]:
+    spread = layout(dp_shard=2, tp=2)
+    made = []
+    for name in ("muon", "sgd"):
+        sets = {"optim.name": name}
+        made.append(Case("optimizers", f"{name}, dp_shard 2 x tp 2", spread | sets, sets))
+    return made
+
+
+BF16 = Tolerance(3e-3, 2e-2, 2e-2)
+FLOAT8 = Tolerance(3e-2, 1e-1, 5e-2)
+STATES = Tolerance(1e-2, 1e-5, 2e-2)
+
+
+def _precisions() -> list[Case]:
+    bf16 = {"precision.compute": "bf16"}
+    made = [Case("bf16 beside fp32", "1 process", layout() | bf16, tolerance=BF16)]
+    for each in (layout(dp_shard=2), layout(tp=2), layout(pp=2), layout(cp=2), layout(dp_shard=2, tp=2)):
+        name = " x ".join(f"{k[9:]} {n}" for k, n in each.items() if n > 1)
+        made.append(Case("bf16 beside fp32", name, each | bf16, tolerance=BF16))
+    made.append(Case("bf16 beside fp32", "bf16 weights", layout() | {"precision.master": "bf16"}, tolerance=FLOAT8))
+    fp16 = layout(dp_shard=2) | {"precision.compute": "fp16"}
+    made.append(Case("fp16 beside fp32", "dp_shard 2", fp16, tolerance=BF16))
+    for kind in ("tensorwise", "rowwise"):
+        float8 = bf16 | {"precision.float8": kind}
+        made.append(Case("float8 beside fp32", kind, layout() | float8, tolerance=FLOAT8))
+        spread = layout(dp_shard=2, tp=2) | float8
+        made.append(Case("float8 beside fp32", f"{kind}, dp_shard 2 x tp 2", spread, tolerance=FLOAT8))
+    for state in ("bf16", "int8", "float8"):
+        sets = layout(dp_shard=2) | {"optim.state": state}
+        made.append(Case("optimizer state beside fp32", f"{state}, dp_shard 2", sets, tolerance=STATES))
+    return made
