@@ -145,7 +145,7 @@ def test_compiled_blocks_have_the_same_gradients():
         for block in model.blocks.values():
             block.compile(backend="aot_eager")
 
-    assert unlike_one_process(Case(1, 2, documents=True), compile_blocks) == {}
+    assert unlike_one_process(Case(1, 2, documents=True, shape={"layers": 1}), compile_blocks) == {}
 
 
 @pytest.mark.parametrize(

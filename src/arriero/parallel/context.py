@@ -37,14 +37,13 @@ def cut_to(batch: Batch, held_t: Tensor) -> Batch:
     def cut(whole_BT: Tensor) -> Tensor:
         return whole_BT.index_select(1, held_t.to(whole_BT.device))
 
-    positions, documents = batch.positions_BT, batch.documents_BT
+    tokens_Bt, documents = cut(batch.tokens_BT), batch.documents_BT
+    positions = held_t.to(tokens_Bt.device).expand_as(tokens_Bt)
     return replace(
         batch,
-        tokens_BT=cut(batch.tokens_BT),
+        tokens_BT=tokens_Bt,
         labels_BT=cut(batch.labels_BT),
-        positions_BT=held_t.to(batch.tokens_BT.device).expand(len(batch.tokens_BT), -1)
-        if positions is None
-        else cut(positions),
+        positions_BT=positions if batch.positions_BT is None else cut(batch.positions_BT),
         documents_BT=None if documents is None else cut(documents),
     )
 

@@ -22,7 +22,10 @@ def ring_attention(
 
 
 class Meeting(NamedTuple):
-    """Those of a rank's queries and of another's keys between which there is attention."""
+    """Those of a rank's queries and of another's keys between which there is attention.
+
+    A mask, where there is one, says causality too: not every kernel takes both.
+    """
 
     queries: slice
     keys: slice
@@ -38,7 +41,7 @@ def meeting(rank: int, source: int, tokens: int, documents_RBt: Tensor | None = 
     if documents_RBt is not None:
         seen_Bts = documents_RBt[rank, :, queries, None] == documents_RBt[source, :, None, keys]
         seen_Bts = seen_Bts.tril() if source == rank else seen_Bts
-    return Meeting(queries, keys, source == rank, seen_Bts)
+    return Meeting(queries, keys, source == rank and seen_Bts is None, seen_Bts)
 
 
 class _Ring(torch.autograd.Function):
