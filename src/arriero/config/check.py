@@ -131,7 +131,7 @@ def _budget_is_for_compiled_blocks(memory, precision) -> list[Problem]:
     if memory.remat.kind != "budget" or precision.compile is not False:
         return []
     what = f"'{memory.remat}' is kept by the compiler, and precision.compile is false"
-    return [Problem("memory.remat", what, "set precision.compile to true, or take 'selective' or 'fraction:P'")]
+    return [Problem("memory.remat", what, "set that to true, or take 'selective' or 'fraction:P'")]
 
 
 _RULES = [

@@ -127,7 +127,7 @@ class TrainSection(Section):
     )
     z_loss: Annotated[float, Field(ge=0)] = Field(
         0.0,
-        description="Weight of the squared log of the softmax's sum, which keeps logits small; it acts on the "
+        description="Weight of the squared log of the softmax's sum, which keeps logits small; it acts on "
         "gradients, and reported losses stay without it.",
     )
 
