@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arriero.config.load import load_run
+from arriero.config.load import config_from_toml, load_run
 from arriero.config.remat import Remat, parse_remat
+from arriero.config.toml import to_toml
 from arriero.errors import UserError
 from arriero.model.build import build_model
 from arriero.model.init import plain_name
@@ -98,6 +99,13 @@ def test_every_kth_block_and_all_and_none():
 )
 def test_what_is_written_is_read_back(text):
     assert str(parse_remat(text)) == text
+
+
+def test_the_run_file_keeps_it(tmp_path):
+    config = load_run(None, ["memory.remat=fraction:0.4", "memory.loss_chunk=false"], expand).config
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert 'remat = "fraction:2/5"' in (tmp_path / "run.toml").read_text()
+    assert config_from_toml(tmp_path / "run.toml") == config
 
 
 @pytest.mark.parametrize(
