@@ -271,6 +271,23 @@ def test_offloading_moves_each_activation_once_and_no_weight(monkeypatch):
     assert all(t.dtype == torch.float32 for t in moved), "the mask stays"
 
 
+def test_what_came_back_leaves_again_after_its_last_use(monkeypatch):
+    """A graph that is kept for a second pass does not keep activations on the device meanwhile."""
+    made = []
+
+    class Seen(offload._Away):
+        def __init__(self, tensor):
+            super().__init__(tensor)
+            made.append(self)
+
+    monkeypatch.setattr(offload, "_Away", Seen)
+    model = model_of()
+    apply_remat(model, parse_remat("none"), LAYERS, compiled=False, offload=True)
+    model(**batch(model)).square().mean().backward(retain_graph=True)
+    assert any(away.keepers > 1 for away in made)
+    assert [away for away in made if away._back is not None] == []
+
+
 @pytest.mark.parametrize(("kind", "offloads"), [("full", False), ("none", True), ("full", True)])
 def test_a_pipeline_may_run_the_backward_pass_in_two_halves(kind, offloads):
     part = model_of(blocks=range(2, 4))
