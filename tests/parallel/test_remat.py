@@ -7,10 +7,15 @@ from fractions import Fraction
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arriero.config.load import load_run
+from arriero.config.load import config_from_toml, load_run
 from arriero.config.remat import Remat, parse_remat
+from arriero.config.toml import to_toml
 from arriero.errors import UserError
 from arriero.model.build import build_model
 from arriero.model.init import plain_name
@@ -18,6 +23,8 @@ from arriero.model.layers import Block
 from arriero.model.presets import expand, resolve
 from arriero.parallel import offload
 from arriero.parallel.remat import apply_remat
+from arriero.parallel.spawn import run_ranks
+from arriero.parallel.world import joined, world_from
 
 FAMILIES = ["llama-test", "gpt2-test"]
 KINDS = ["none", "full", "selective", "every:2", "fraction:1/3"]
@@ -94,14 +101,21 @@ def test_what_is_written_is_read_back(text):
     assert str(parse_remat(text)) == text
 
 
+def test_the_run_file_keeps_it(tmp_path):
+    config = load_run(None, ["memory.remat=fraction:0.4", "memory.loss_chunk=false"], expand).config
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert 'remat = "fraction:2/5"' in (tmp_path / "run.toml").read_text()
+    assert config_from_toml(tmp_path / "run.toml") == config
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("half", "is no way to recompute"),
         ("full:2", "is no way to recompute"),
-        ("every", "whole number from 1 on"),
-        ("every:0", "whole number from 1 on"),
-        ("every:1.5", "whole number from 1 on"),
+        ("every", "every how many blocks"),
+        ("every:0", "every how many blocks"),
+        ("every:1.5", "every how many blocks"),
         ("fraction:", "no share of the blocks"),
         ("fraction:1/0", "no share of the blocks"),
         ("fraction:nan", "no share of the blocks"),
@@ -116,7 +130,7 @@ def test_a_mistake_is_named_with_its_cure(text, says):
 
 
 def test_a_budget_without_a_compiler_is_refused():
-    with pytest.raises(UserError, match="kept by the compiler, and precision.compile is false"):
+    with pytest.raises(UserError, match=r"kept by the compiler, and precision\.compile is false"):
         load_run(None, ["memory.remat=budget:0.5", "precision.compile=false"], expand)
     config = load_run(None, ["memory.remat=budget:0.5", "precision.compile=auto"], expand).config
     with pytest.raises(UserError, match="blocks are not compiled here"):
@@ -175,7 +189,7 @@ def test_a_recomputed_block_keeps_its_input_alone(offloads, monkeypatch):
     assert kept("full") <= LAYERS * state + 4096 < kept("fraction:1/2") / 3 < kept("none") / 5
 
 
-def kept_bytes(monkeypatch, offloads):
+def kept_bytes(monkeypatch, offloads, backend=None):
     """What blocks keep: as the hooks of autograd see it, or as it goes to host memory."""
     sizes = []
 
@@ -194,7 +208,11 @@ def kept_bytes(monkeypatch, offloads):
     def measure(kind):
         sizes.clear()
         model = model_of()
-        apply_remat(model, parse_remat(kind), LAYERS, compiled=False, offload=offloads)
+        apply_remat(model, parse_remat(kind), LAYERS, compiled=backend is not None, offload=offloads)
+        if backend is not None:
+            torch._dynamo.reset()
+            for block in model.blocks.values():
+                block.compile(backend=backend)
         x = torch.randn(2, 10, 32, requires_grad=True)
         rotation = model.rotation(torch.arange(10)[None])
         with torch.autograd.graph.saved_tensors_hooks(weigh, lambda t: t):
@@ -253,15 +271,34 @@ def test_offloading_moves_each_activation_once_and_no_weight(monkeypatch):
     assert all(t.dtype == torch.float32 for t in moved), "the mask stays"
 
 
-def test_offloaded_blocks_can_run_backward_twice():
+def test_what_came_back_leaves_again_after_its_last_use(monkeypatch):
+    """A graph that is kept for a second pass does not keep activations on the device meanwhile."""
+    made = []
+
+    class Seen(offload._Away):
+        def __init__(self, tensor):
+            super().__init__(tensor)
+            made.append(self)
+
+    monkeypatch.setattr(offload, "_Away", Seen)
     model = model_of()
-    reference = gradients(copy.deepcopy(model))
     apply_remat(model, parse_remat("none"), LAYERS, compiled=False, offload=True)
-    out = model(**batch(model)).square().mean()
-    out.backward(retain_graph=True)
-    model.zero_grad()
-    out.backward()
-    assert_equal({plain_name(n): p.grad for n, p in model.named_parameters()}, reference)
+    model(**batch(model)).square().mean().backward(retain_graph=True)
+    assert any(away.keepers > 1 for away in made)
+    assert [away for away in made if away._back is not None] == []
+
+
+@pytest.mark.parametrize(("kind", "offloads"), [("full", False), ("none", True), ("full", True)])
+def test_a_pipeline_may_run_the_backward_pass_in_two_halves(kind, offloads):
+    part = model_of(blocks=range(2, 4))
+    reference = gradients(copy.deepcopy(part))
+    apply_remat(part, parse_remat(kind), LAYERS, compiled=False, offload=offloads)
+    given = batch(part)
+    out = part(**given).square().mean()
+    (x_grad,) = torch.autograd.grad(out, given["x"], retain_graph=True)
+    names, weights = zip(*part.named_parameters(), strict=True)
+    found = dict(zip(map(plain_name, names), torch.autograd.grad(out, weights), strict=True))
+    assert_equal(found | {"x": x_grad}, reference)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -269,13 +306,67 @@ def test_offloaded_blocks_can_run_backward_twice():
     ("kind", "offloads"), [("full", False), ("selective", False), ("none", True), ("full", True)]
 )
 def test_compiled_after_wrapping_gives_the_eager_gradients(name, kind, offloads):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
     torch._dynamo.reset()
     model = model_of(name)
     reference = gradients(copy.deepcopy(model))
     apply_remat(model, parse_remat(kind), LAYERS, compiled=True, offload=offloads)
     for block in model.blocks.values():
-        block.compile(backend="aot_eager")
+        block.compile(backend=backend, fullgraph=True)
     assert_equal(gradients(model), reference)
+    assert graphs
+
+
+def test_compiled_blocks_keep_as_much_as_they_were_told(monkeypatch):
+    """A budget of nothing keeps less than a full recomputation that must not look across its blocks."""
+    kept = kept_bytes(monkeypatch, offloads=False, backend="aot_eager_decomp_partition")
+    sizes = [kept(kind) for kind in ("none", "budget:0.5", "budget:0")]
+    assert sizes[0] > 1.5 * sizes[1] > 3 * sizes[2]
+    assert sizes[0] > 2 * kept("selective") > 2 * kept("full")
+
+
+def over_heads(model, mesh):
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = {f"attention.{name}": columns for name in "qkv"} | {"attention.o": rows}
+    plan |= {"ffn.gate": columns, "ffn.up": columns, "ffn.down": rows}
+    for block in model.blocks.values():
+        parallelize_module(block, mesh, plan)
+
+
+def sharded(model, mesh):
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize(("kind", "offloads"), [("none", True), ("full", True), ("selective", False)])
+def test_split_over_ranks_it_changes_no_gradient_either(kind, offloads):
+    def work():
+        with joined(world_from(), torch.device("cpu")):
+            mesh = init_device_mesh("cpu", (2,))
+            for split in (over_heads, sharded):
+                found = []
+                for remat, offloaded in (("none", False), (kind, offloads)):
+                    model = model_of()
+                    if split is over_heads:
+                        split(model, mesh)
+                    apply_remat(model, parse_remat(remat), LAYERS, compiled=False, offload=offloaded)
+                    if split is sharded:
+                        split(model, mesh)
+                    found.append({name: whole(g) for name, g in gradients(model).items()})
+                assert_equal(found[1], found[0])
+        return True
+
+    assert run_ranks(work, 2, leader_prints=False)
+
+
+def whole(gradient):
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def test_a_budget_is_the_compilers_and_does_not_outlive_its_run():

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -185,6 +186,29 @@ def test_a_model_gets_the_same_gradients_from_its_head(name, tied):
     assert_same(found[1], found[0], rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_sharded_model_gets_the_same_gradients(tied):
+    """Weights are gathered for the head's forward pass alone; nothing of them is kept."""
+    tokens = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(3))
+
+    def gradients(loss, shards):
+        model = build_model(resolve("llama-test", {"tied": tied, "vocab_size": 61}))
+        model.init_weights(1)
+        model.head.loss = loss
+        if shards:
+            for part in (*model.blocks.values(), model):
+                fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+        model(tokens, labels_BT=tokens.roll(-1, 1)).backward()
+        return [p.grad.full_tensor() if shards else p.grad for p in model.parameters()]
+
+    def work():
+        with joined(world_from(), torch.device("cpu")):
+            assert_same(gradients(chunked_loss(5), True), gradients(logits_loss, False), rtol=1e-4)
+        return True
+
+    assert run_ranks(work, 2, leader_prints=False)
+
+
 def over_slices(ranks, vocab, make_loss, ignored=3):
     """Every rank's loss and gradients put together, beside those of one process."""
 
@@ -237,7 +261,7 @@ def test_slices_of_the_vocabulary_give_the_loss_of_the_whole(ranks, vocab, split
 
 
 def test_states_split_over_the_sequence_get_their_whole_gradient_back():
-    """As a DTensor sharded over the ranks of the vocabulary, which is how tensor parallelism hands them on."""
+    """A DTensor over the ranks of the vocabulary is how tensor parallelism hands them on."""
 
     def work():
         with joined(world_from(), torch.device("cpu")):

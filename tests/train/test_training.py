@@ -79,6 +79,13 @@ def test_a_deterministic_run_repeats_bit_by_bit(session):
     assert losses(session("run.seed=2", name="c")) != first
 
 
+def test_the_z_loss_moves_the_weights_and_stays_out_of_the_reported_losses(session):
+    plain = losses(session(name="plain"))
+    pulled = losses(session("train.z_loss=0.5", "memory.loss_chunk=100", name="pulled"))
+    assert pulled[0] == pytest.approx(plain[0], rel=1e-6)
+    assert abs(pulled[-1] - plain[-1]) > 1e-4
+
+
 @pytest.mark.parametrize("mask", ["false", "true"])
 def test_the_micro_batch_does_not_change_the_losses(session, mask):
     sets = [f"data.document_mask={mask}"]

@@ -24,7 +24,7 @@ class Remat:
         return f"{self.kind}:{float(self.amount) if self.kind == 'budget' else self.amount}"
 
     def blocks(self, layers: int) -> frozenset[int]:
-        """Those recomputed, wholly or in part, counted from 0 over the whole model."""
+        """Those recomputed, wholly or in part, counted from 0 over the whole model, whatever the layout."""
         match self.kind:
             case "full" | "selective":
                 return frozenset(range(layers))
@@ -54,12 +54,13 @@ def parse_remat(text: str) -> Remat:
         raise ValueError(f"'{text}' is no way to recompute; {_HOW}")
     amount = _amount(written.strip())
     if kind == "every" and (amount is None or amount < 1 or amount.denominator != 1):
-        raise ValueError(f"'{text}': every how many blocks is a whole number; write it like 'every:2'")
-    if kind == "fraction" and amount is None:
-        raise ValueError(f"'{text}' names no share of the blocks; write it like 'fraction:1/3'")
+        raise ValueError(f"'{text}' does not say every how many blocks; write it like 'every:2'")
     if kind == "budget" and (amount is None or not 0 <= amount <= 1):
-        raise ValueError(f"'{text}': the share kept is between 0 and 1; write it like 'budget:0.5'")
-    assert amount is not None
+        raise ValueError(f"'{text}' is no share of memory between 0 and 1; write it like 'budget:0.5'")
+    if amount is None:
+        raise ValueError(
+            f"'{text}' is no share of the blocks; write it like 'fraction:1/3' or 'fraction:0.4'"
+        )
     return Remat(cast(Kind, kind), amount)
 
 

@@ -17,8 +17,10 @@ from torch.utils._pytree import tree_leaves
 class Offloaded(ActivationWrapper):
     """Weights stay where they are, and so do all arguments but the first: others hold on to them anyway."""
 
-    # only this frame stays out of a compiled block: hooks are for running code, what is inside is compiled
-    @torch.compiler.disable(recursive=False)
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        # what is inside is compiled; hooks are for running code
+        self._checkpoint_wrapped_module.compile(*args, **kwargs)
+
     def forward(self, x: Tensor, *others: Any) -> Any:
         staying = (*self.parameters(), *tree_leaves(others))
         luggage = _Luggage({_storage(part) for tensor in staying for part in _parts(tensor)})
@@ -79,7 +81,10 @@ class _Luggage:
         self._staying = staying
         self._sent: dict[tuple[Any, ...], tuple[Tensor, _Away]] = {}
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            # a DTensor of some releases counts its mesh among its parts
+            return tensor
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.wait()
         if is_traceable_wrapper_subclass(tensor):
@@ -102,11 +107,11 @@ class _Luggage:
         self._sent.clear()
 
 
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
+def _unpack(packed: Any) -> Any:
     if isinstance(packed, _Away):
         return packed.fetch()
+    if not isinstance(packed, _Wrapped):
+        return packed
     parts = {name: _unpack(part) for name, part in packed.parts.items()}
     return packed.kind.__tensor_unflatten__(parts, packed.context, packed.size, packed.stride)
 

@@ -57,12 +57,12 @@ def _checkpointed(block: nn.Module, remat: Remat) -> nn.Module:
 
 
 def _selective_contexts() -> Any:
-    """Once per forward pass of a block: its matmuls are counted from the first, there and again in backward."""
+    """Made anew for each forward pass of a block, whose matmuls are counted from the first."""
     return create_selective_checkpoint_contexts(_Selection())
 
 
 class _Selection:
-    """Keep what is dear to compute for its size: attention, what came over the network, half of the matmuls."""
+    """Keeps what costs most to make: attention, what came over the network, every second matmul."""
 
     def __init__(self) -> None:
         self._matmuls = {False: 0, True: 0}

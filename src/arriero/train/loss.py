@@ -19,12 +19,12 @@ from arriero.model.layers import HeadLoss
 def chunked_loss(
     chunk: int | Literal[False], z_loss: float = 0.0, group: dist.ProcessGroup | None = None
 ) -> HeadLoss:
-    """For `Head.loss`. The value is the cross-entropy alone; the z-loss is in the gradients only, so that what
-    is reported means the same with and without it.
+    """For `Head.loss`. The value is the cross-entropy alone, and the z-loss is in the gradients only, so that
+    what is reported means the same with and without it.
 
     The weight may be a slice of the vocabulary: a DTensor sharded by rows, or one of the slices that `group`
-    holds in the order of its ranks. States given as a plain tensor must then be the same on all its ranks, and
-    their gradient is this slice's partial sum, for the caller to reduce; as a DTensor they take care of that.
+    holds in the order of its ranks. States given as a plain tensor are then the same on all these ranks, and
+    their gradient is this slice's partial sum, for the caller to reduce; as a DTensor they see to it.
     """
     known_starts: dict[int, int] = {}
 
@@ -59,7 +59,7 @@ class _Slice(NamedTuple):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Gradients are made on the way forward, while a chunk's logits are there, and only scaled on the way back.
+    """Gradients are made on the way forward, while a chunk's logits are there; backward only scales them.
 
     Backward may run more than once: schedules that split it ask for the states' part and the weight's apart.
     """
@@ -96,8 +96,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if saved is None else saved * gradients[0] for saved in ctx.saved_tensors)
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
+        scaled = (None if saved is None else saved * grad_outputs[0] for saved in ctx.saved_tensors)
         return (*scaled, None, None, None, None)
 
 
@@ -117,8 +117,8 @@ def _loss_and_slope(
 
 
 class _Softmax(NamedTuple):
-    """`scores` are exp(logit - the slice's largest); `share` makes probabilities of them, and nothing of those
-    of a token that does not count. `target` is a column of this slice where `mine` says so, else any."""
+    """`scores` are exp(logit - the slice's largest); `share` makes probabilities of them, and zeros for
+    tokens that do not count. `target` is a column of this slice where `mine` says so, else any."""
 
     loss: Tensor
     scores_CV: Tensor
