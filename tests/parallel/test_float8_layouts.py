@@ -171,6 +171,28 @@ def test_float8_gradients_are_not_the_plain_ones():
         assert 0.02 < furthest(reference_gradients(recipe, 1), reference_gradients("off", 1)) < 0.3
 
 
+def test_scales_are_per_tensor_or_per_row_and_weight_gradients_may_stay_exact():
+    """The second token is ten million times smaller than the first: beside it, with one scale, it is zero."""
+
+    def errors(recipe):
+        model, _ = made(recipe)
+        up = model.blocks["0"].ffn.up
+        x = torch.randn(2, 64, generator=torch.Generator().manual_seed(3)) * torch.tensor([[1.0], [1e-7]])
+        found, right = up(x), x @ up.weight.T
+        found.backward(x.repeat(1, 3))
+        gradient = x.repeat(1, 3).T @ x
+        small = (found[1] - right[1]).norm() / right[1].norm()
+        return small.item(), ((up.weight.grad - gradient).norm() / gradient.norm()).item()
+
+    (tensor_small, tensor_gradient), (row_small, row_gradient), (_, exact_gradient) = in_ranks(
+        1, lambda: [errors(recipe) for recipe in RECIPES]
+    )
+    assert tensor_small == 1.0
+    assert row_small < 0.1
+    assert min(tensor_gradient, row_gradient) > 0.01
+    assert exact_gradient < 1e-6
+
+
 def test_scales_of_gathered_weights_follow_the_weights():
     def work():
         model, settings, _ = laid_out("tensorwise", 2, 2, torch.float32, float8_all_gather=True)
