@@ -1,7 +1,7 @@
 """Float8 learns what bf16 learns, and every layout computes the same float8."""
 
 import warnings
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -57,9 +57,9 @@ def batch():
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def mean_loss(model, part, parts):
+def mean_loss(model, part, parts, shift=0):
     x, labels = (t.chunk(parts)[part] for t in batch())
-    return model(x, labels_BT=labels) / (labels.numel() * parts)
+    return model(x, labels_BT=labels.roll(-shift, 1)) / (labels.numel() * parts)
 
 
 def made(recipe, tp=1, **keys):
@@ -71,22 +71,24 @@ def made(recipe, tp=1, **keys):
 
 
 def split_over(model, mesh):
-    gathered = partial(PrepareModuleInput, desired_input_layouts=(Replicate(), None), use_local_output=True)
     ends = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "head": gathered(input_layouts=(Shard(1), None)),
+        "head": PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None), use_local_output=True
+        ),
     }
     parallelize_module(model, mesh, ends)
     # what leaves the embedding is not yet there; a compiled block would lose its gradient
     model.embedding.register_forward_hook(lambda _module, _inputs, x: x * 1.0)
     columns = ["attention.q", "attention.k", "attention.v", "ffn.gate", "ffn.up"]
-    whole = dict(input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None))
     plan = {
         **{name: ColwiseParallel() for name in columns},
         **{name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o", "ffn.down")},
         **{name: SequenceParallel() for name in ("attention_norm", "ffn_norm")},
-        "attention": PrepareModuleInput(**whole),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
         "ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
     }
     for block in model.blocks.values():
@@ -150,15 +152,15 @@ LAYOUT_TOLERANCE = {"tensorwise": 1.2e-6, "rowwise": 4e-3, "rowwise_gw_hp": 4e-3
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
 def test_a_layout_computes_the_same_float8_gradients(recipe, dp, tp):
-    """The reference takes each rank's part of the batch in turn: an activation's scale is its micro-batch's."""
+    """The reference takes each rank's part of the batch in turn: activations have scales by micro-batch."""
     found = in_ranks(dp * tp, lambda: gradients_in_layout(recipe, dp, tp))
     assert furthest(found, reference_gradients(recipe, dp)) < LAYOUT_TOLERANCE[recipe]
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_so_do_shards_of_split_layers_gathered_in_float8_compiled_and_recomputed(gathered, compiled):
-    keys = {"float8_all_gather": gathered, "compiled": compiled}
+@pytest.mark.parametrize(
+    "keys", [{}, {"float8_all_gather": True, "compiled": True}], ids=["eager", "compiled"]
+)
+def test_so_do_shards_of_split_layers_gathered_in_float8_compiled_and_recomputed(keys):
     found = in_ranks(4, lambda: gradients_in_layout("tensorwise", 2, 2, **keys))
     assert furthest(found, reference_gradients("tensorwise", 2)) < LAYOUT_TOLERANCE["tensorwise"]
 
@@ -169,7 +171,69 @@ def test_float8_gradients_are_not_the_plain_ones():
         assert 0.02 < furthest(reference_gradients(recipe, 1), reference_gradients("off", 1)) < 0.3
 
 
-def losses_alone(recipe, parts=1, labels_from=mean_loss):
+def test_scales_are_per_tensor_or_per_row_and_weight_gradients_may_stay_exact():
+    """The second token is ten million times smaller than the first: beside it, with one scale, it is zero."""
+
+    def errors(recipe):
+        model, _ = made(recipe)
+        up = model.blocks["0"].ffn.up
+        x = torch.randn(2, 64, generator=torch.Generator().manual_seed(3)) * torch.tensor([[1.0], [1e-7]])
+        found, right = up(x), x @ up.weight.T
+        found.backward(x.repeat(1, 3))
+        gradient = x.repeat(1, 3).T @ x
+        small = (found[1] - right[1]).norm() / right[1].norm()
+        return small.item(), ((up.weight.grad - gradient).norm() / gradient.norm()).item()
+
+    (tensor_small, tensor_gradient), (row_small, row_gradient), (_, exact_gradient) = in_ranks(
+        1, lambda: [errors(recipe) for recipe in RECIPES]
+    )
+    assert tensor_small == 1.0
+    assert row_small < 0.1
+    assert min(tensor_gradient, row_gradient) > 0.01
+    assert exact_gradient < 1e-6
+
+
+def test_scales_of_gathered_weights_follow_the_weights():
+    def work():
+        model, settings, _ = laid_out("tensorwise", 2, 2, torch.float32, float8_all_gather=True)
+        found = []
+        for _ in range(2):
+            with torch.no_grad():
+                for p in model.blocks.parameters():
+                    p.mul_(3.0)
+            after_step(model, settings)
+            for name, p in model.blocks.named_parameters():
+                if "norm" not in name:
+                    largest = p.full_tensor().abs().max()
+                    found.append((p._local_tensor._precomputed_scale * largest).item())
+        return found
+
+    found = in_ranks(4, work)
+    assert len(found) == 28
+    assert found == pytest.approx([torch.finfo(torch.float8_e4m3fn).max] * 28, rel=1e-6)
+
+
+def test_shards_gathered_in_float8_are_filled_from_meta_like_the_whole_model():
+    def rows_held(parameter):
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return [(local, (dist.get_rank() * local.shape[0], *(0,) * (local.ndim - 1)))]
+
+    def work():
+        with torch.device("meta"):
+            model = build_model(load_preset("llama-test"))
+        settings = PrecisionSection(float8="tensorwise", float8_all_gather=True)
+        apply_float8(model, settings, emulate=True, sharded=True)
+        shard_over(model, init_device_mesh("cpu", (2,)), torch.float32)
+        model.to_empty(device="cpu").init_weights(1, rows_held)
+        after_step(model, settings)
+        whole, _ = made("off")
+        full = {name: p.full_tensor() for name, p in model.named_parameters()}
+        return [name for name, p in whole.named_parameters() if not torch.equal(p, full[name])]
+
+    assert in_ranks(2, work) == []
+
+
+def losses_alone(recipe, parts=1, shift=0):
     """As a process on its own trains: bf16 weights, fp32 masters."""
     model, _ = made(recipe)
     masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
@@ -179,7 +243,7 @@ def losses_alone(recipe, parts=1, labels_from=mean_loss):
     for _ in range(STEPS):
         losses.append(0.0)
         for part in range(parts):
-            loss = labels_from(model, part, parts)
+            loss = mean_loss(model, part, parts, shift)
             loss.backward()
             losses[-1] += loss.item()
             for master, weight in zip(masters, working, strict=True):
@@ -229,6 +293,18 @@ def test_float8_learns_as_bf16_does(recipe):
     assert apart(reference_losses(recipe), reference) < BF16_TOLERANCE
 
 
+# Measured: 2.4e-7, the rounding of the sum of two losses; 0.0044 where bf16 sums are split over ranks and
+# weights are cast to float8 from fp32 instead of bf16.
+@pytest.mark.parametrize(
+    ("dp", "tp", "gathered", "tolerance"),
+    [(2, 1, False, 1e-6), (2, 2, True, 0.013)],
+    ids=["fsdp", "fsdp x tp"],
+)
+def test_a_layout_learns_as_one_process_does(dp, tp, gathered, tolerance):
+    found = in_ranks(dp * tp, lambda: losses_in_layout("tensorwise", dp, tp, float8_all_gather=gathered))
+    assert apart(found, reference_losses("tensorwise", dp)) < tolerance
+
+
 def test_a_wrong_scale_or_wrong_labels_would_be_noticed(monkeypatch):
     """A scale half as large would not: it only moves the exponents."""
     from torchao.float8 import float8_scaling_utils as scaling
@@ -239,9 +315,5 @@ def test_a_wrong_scale_or_wrong_labels_would_be_noticed(monkeypatch):
         twice = in_ranks(1, lambda: losses_alone("tensorwise"))
     assert apart(twice, reference_losses("off")) > 2 * BF16_TOLERANCE
 
-    def shifted(model, part, parts):
-        x, labels = batch()
-        return model(x, labels_BT=labels.roll(-1, 1)) / labels.numel()
-
-    wrong = in_ranks(1, lambda: losses_alone("tensorwise", labels_from=shifted))
-    assert apart(wrong, reference_losses("off")) > 2 * BF16_TOLERANCE
+    shifted = in_ranks(1, lambda: losses_alone("tensorwise", shift=1))
+    assert apart(shifted, reference_losses("off")) > 2 * BF16_TOLERANCE

@@ -1,4 +1,4 @@
-"""Float8 matmuls in the blocks, by torchao: which layers, on which device, and when their scales are renewed."""
+"""Float8 matmuls in the blocks, by torchao: which layers, on which device, with whose scales."""
 
 import importlib
 import logging
