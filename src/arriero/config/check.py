@@ -127,6 +127,20 @@ def _eval_has_data(evaluation) -> list[Problem]:
     ]
 
 
+def _momentum_has_a_use(optim) -> list[Problem]:
+    if optim.momentum is None or optim.name != "adamw":
+        return []
+    what = "has no meaning for 'adamw', whose first moment decays by optim.betas[0]"
+    return [Problem("optim.momentum", what, "remove it, or set optim.name to 'muon' or 'sgd'")]
+
+
+def _bf16_masters_compute_in_bf16(precision) -> list[Problem]:
+    if precision.master != "bf16" or precision.compute in ("auto", "bf16"):
+        return []
+    what = f"weights in bf16 compute in bf16, and precision.compute is '{precision.compute}'"
+    return [Problem("precision.master", what, "set precision.compute = 'bf16', or this to 'fp32'")]
+
+
 _RULES = [
     (("data", "model"), _sequence_fits_model),
     (("data", "train"), _batch_is_whole_sequences),
@@ -138,4 +152,6 @@ _RULES = [
     (("train", "schedule"), _schedule_has_an_end),
     (("schedule",), _decay_is_wsd),
     (("eval",), _eval_has_data),
+    (("optim",), _momentum_has_a_use),
+    (("precision",), _bf16_masters_compute_in_bf16),
 ]

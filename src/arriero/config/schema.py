@@ -128,12 +128,23 @@ class TrainSection(Section):
 
 
 class OptimSection(Section):
-    name: Literal["adamw"] = Field("adamw", description="The optimizer.")
+    name: Literal["adamw", "muon", "sgd"] = Field(
+        "adamw",
+        description="The optimizer; 'muon' takes the matrices inside blocks and leaves the rest to AdamW.",
+    )
     lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="Peak learning rate.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="Decay of the first and second moment."
     )
     eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="Added to the root of the second moment.")
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None, description="Momentum of 'muon' (0.95 unless given) and 'sgd' (0)."
+    )
+    state: Literal["fp32", "bf16", "int8", "float8"] = Field(
+        "fp32",
+        description="Precision of the moments; 8 bits with a scale for every 256 elements. Below fp32 they "
+        "are rounded by chance.",
+    )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         0.1, description="Decoupled decay of matrices; norms and biases are never decayed."
     )
@@ -178,11 +189,16 @@ class ParallelSection(Section):
 
 
 class PrecisionSection(Section):
-    compute: Literal["auto", "fp32", "bf16"] = Field(
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
-        description="Precision of activations and matmuls; 'auto' takes bf16 where the device computes it.",
+        description="Precision of activations and matmuls; 'auto' takes bf16 where the device computes it; "
+        "'fp16' scales the loss.",
     )
-    master: Literal["fp32"] = Field("fp32", description="Precision of the weights the optimizer updates.")
+    master: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="Precision of the weights the optimizer updates; 'bf16' keeps no other and rounds by "
+        "chance.",
+    )
     compile: bool | Literal["auto"] = Field(
         "auto", description="torch.compile each block; 'auto' compiles on GPUs."
     )

@@ -32,7 +32,7 @@ from arriero.train.cadence import Cadence
 from arriero.train.device import Device, choose_compute, choose_device, make_deterministic
 from arriero.train.evaluate import Evaluator
 from arriero.train.hooks import EventsFile, Hook, Hooks, LedgerFile, MetricsFile, TensorBoard
-from arriero.train.optim import Optimizer
+from arriero.train.optim import Optimizer, named_parameters
 from arriero.train.rundir import open_run_directory, refuse_foreign, run_directory
 from arriero.train.schedule import Shape, make_shape
 
@@ -117,7 +117,7 @@ def build(config: RunConfig, progress: Progress, extra_hooks: Sequence[Hook] = (
     refuse_foreign(config)
     _refuse_more_ranks(config)
     device = choose_device(config.run.device)
-    compute, compute_reason = choose_compute(config.precision.compute, device)
+    compute, compute_reason = choose_compute(config.precision.compute, device, config.precision.master)
     spec = ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
     sequences = config.train.batch.amount // config.data.seq_len
     fits = micro_batch_that_fits(spec, config.data.seq_len, sequences, compute.itemsize, device.memory)
@@ -130,7 +130,7 @@ def build(config: RunConfig, progress: Progress, extra_hooks: Sequence[Hook] = (
     tokenizer = tokenizer_of(streams.stores[0])
 
     model = _initial_model(config, spec, device)
-    optimizer = Optimizer(model, config.optim, compute)
+    optimizer = _optimizer(config, model, compute)
     compiled = device.is_gpu if config.precision.compile == "auto" else config.precision.compile
     if compiled:
         for block in model.blocks.values():
@@ -215,3 +215,17 @@ def _initial_model(config: RunConfig, spec: ModelSpec, device: Device) -> Langua
     model.to_empty(device=device.torch_device)
     model.init_weights(config.run.seed)
     return model
+
+
+def _optimizer(config: RunConfig, model: LanguageModel, compute: torch.dtype) -> Optimizer:
+    """Weights kept in bf16 are cast for good; else a model that computes in fewer bits has fp32 masters."""
+    own = config.precision.master == "bf16"
+    if own:
+        model.to(torch.bfloat16)
+    return Optimizer(
+        named_parameters([model]),
+        config.optim,
+        masters_of=None if own or compute == torch.float32 else compute,
+        scaled_loss=compute == torch.float16,
+        seed=config.run.seed,
+    )

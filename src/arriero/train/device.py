@@ -11,6 +11,8 @@ import torch
 from arriero.errors import UserError
 from arriero.plan.hardware import peak_of
 
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True)
 class Device:
@@ -64,15 +66,17 @@ def _available_ram() -> int:
     return pages
 
 
-def choose_compute(wanted: str, device: Device) -> tuple[torch.dtype, str]:
+def choose_compute(wanted: str, device: Device, master: str = "fp32") -> tuple[torch.dtype, str]:
     """The precision of activations and matmuls, and why."""
+    if wanted == "auto" and master == "bf16":
+        return choose_compute("bf16", device)[0], "precision.master is 'bf16'"
     supported = not device.is_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
     if wanted == "bf16" and not supported:
         raise UserError(
-            f"precision.compute is 'bf16' but {device.name} does not compute it", "set it to 'fp32'"
+            f"precision.compute is 'bf16' but {device.name} does not compute it", "set it to 'fp32' or 'fp16'"
         )
     if wanted != "auto":
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[wanted], "as configured"
+        return _TYPES[wanted], "as configured"
     if not device.is_gpu:
         return torch.float32, "the safe choice on a CPU"
     if not supported:

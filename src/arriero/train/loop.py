@@ -99,7 +99,7 @@ def _gradients(session: Session, batch: Batch) -> torch.Tensor:
         micro = micro.to(session.device.torch_device)
         summed = session.model(micro.tokens_BT, micro.positions_BT, micro.documents_BT, micro.labels_BT)
         loss = summed / max(labels, 1)
-        loss.backward()
+        (loss * session.optimizer.loss_scale).backward()
         mean += loss.detach()
     return mean
 

@@ -1,0 +1,3 @@
+from arriero.train.optim.optimizer import Optimizer, named_parameters
+
+__all__ = ["Optimizer", "named_parameters"]

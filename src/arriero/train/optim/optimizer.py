@@ -1,0 +1,167 @@
+"""The optimizer of a run: gradients in, weights updated, whatever the precision and the layout of either."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from arriero.config.schema import OptimSection
+from arriero.model.init import plain_name
+from arriero.train.optim.adamw import AdamW
+from arriero.train.optim.clip import factor_within, global_norm, scale
+from arriero.train.optim.masters import Masters
+from arriero.train.optim.muon import Muon
+from arriero.train.optim.rounding import Noise
+from arriero.train.optim.scaling import LossScale
+from arriero.train.optim.sgd import Sgd
+from arriero.train.optim.shards import as_placed, local_of, placed
+from arriero.train.optim.weight import Weight
+
+OWN = "optimizer"
+
+
+def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of a model, or of the parts of it that are here, as the whole model calls them."""
+    return {plain_name(name): p for part in parts for name, p in part.named_parameters()}
+
+
+class Optimizer:
+    """Parameters in fp32 are updated as they are; in bf16, with stochastic rounding.
+
+    `masters_of`: the parameters are fp32 and become this type, and the optimizer holds them in fp32.
+    `groups`: ranks that hold other parameters, over which the norm is summed too (a pipeline's stages).
+    `copies`: parameters that repeat one of another name (the head of a tied model, on the pipeline's last
+    stage): they count once in the norm, and go by that name in checkpoints.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimSection,
+        *,
+        masters_of: torch.dtype | None = None,
+        scaled_loss: bool = False,
+        seed: int = 0,
+        groups: Sequence[ProcessGroup] = (),
+        copies: Mapping[str, str] | None = None,
+    ) -> None:
+        self.clip = config.clip
+        self.steps = 0
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._groups, self._copies = groups, copies or {}
+        self._scale = LossScale() if scaled_loss else None
+        self._masters = Masters(self._parameters, masters_of) if masters_of else None
+        held = self._masters.tensors if self._masters else self._parameters
+        self._weights = {
+            name: Weight(
+                self._copies.get(name, name), tensor, config.weight_decay if tensor.ndim > 1 else 0.0
+            )
+            for name, tensor in held.items()
+        }
+        self._device = next(iter(self._weights.values())).local.device
+        self._rules = _rules(self._weights, config, Noise(seed, self._device))
+
+    @property
+    def loss_scale(self) -> float:
+        """What to multiply the loss by before going backward."""
+        return self._scale.value if self._scale else 1.0
+
+    @property
+    def skipped(self) -> int:
+        """Steps not taken because fp16 gradients overflowed."""
+        return self._scale.skipped if self._scale else 0
+
+    @torch.no_grad()
+    def step(self, lr: float) -> Tensor:
+        """Clip, update, forget the gradients. Returns the gradient norm before clipping."""
+        gradients = self._take_gradients()
+        counted = [g for name, g in gradients.items() if name not in self._copies]
+        empty = torch.empty(0, device=self._device)
+        norm = global_norm([*counted, empty], self._groups) / self.loss_scale
+        if self._scale:
+            finite = bool(norm.isfinite())
+            scale_was = self._scale.value
+            self._scale.saw(finite)
+            if not finite:
+                return norm
+        factor = factor_within(norm, self.clip) if self.clip else torch.ones_like(norm)
+        if self._scale:
+            factor = factor / scale_was
+        if self.clip or self._scale:
+            scale(gradients.values(), factor)
+        self.steps += 1
+        local = {name: local_of(gradient) for name, gradient in gradients.items()}
+        for rule in self._rules:
+            rule.step(local, lr, self.steps)
+        if self._masters:
+            self._masters.copy_back()
+        return norm
+
+    def _take_gradients(self) -> dict[str, Tensor]:
+        if self._masters:
+            found = self._masters.take_gradients()
+        else:
+            found = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            for parameter in self._parameters.values():
+                parameter.grad = None
+        return {name: as_placed(g, self._weights[name].master) for name, g in found.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's parameters as the optimizer updates them, by their name in checkpoints; not copies."""
+        return {weight.known_as: weight.master.detach() for weight in self._weights.values()}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        for weight in self._weights.values():
+            weight.master.detach().copy_(weights[weight.known_as])
+        if self._masters:
+            self._masters.copy_back()
+
+    @torch.no_grad()
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """By parameter, what is remembered about it, placed as it is; under 'optimizer' the counters.
+
+        Read back by `load_state` on any layout; on the same one a run goes on to the bit.
+        """
+        state = {
+            self._weights[name].known_as: {
+                kind: placed(moment.values(), self._weights[name].master) for kind, moment in moments.items()
+            }
+            for rule in self._rules
+            for name, moments in rule.moments.items()
+        }
+        counters = {"step": torch.tensor(self.steps)}
+        if self._scale:
+            counters["loss_scale"] = torch.tensor(self._scale.value, dtype=torch.float64)
+            counters["good_steps"] = torch.tensor(self._scale.good_steps)
+            counters["skipped"] = torch.tensor(self._scale.skipped)
+        return state | {OWN: counters}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for rule in self._rules:
+            for name, moments in rule.moments.items():
+                weight = self._weights[name]
+                for kind, moment in moments.items():
+                    moment.load(local_of(as_placed(state[weight.known_as][kind], weight.master)))
+        counters = state[OWN]
+        self.steps = int(counters["step"])
+        if self._scale:
+            self._scale.value = float(counters["loss_scale"])
+            self._scale.good_steps = int(counters["good_steps"])
+            self._scale.skipped = int(counters["skipped"])
+
+
+def _rules(weights: Mapping[str, Weight], config: OptimSection, noise: Noise) -> list[AdamW | Muon | Sgd]:
+    """Muon takes the matrices inside blocks; embeddings, head, norms and biases stay with AdamW."""
+    if config.name == "sgd":
+        return [Sgd(weights, config, noise)]
+    hidden = {
+        name: weight
+        for name, weight in weights.items()
+        if config.name == "muon" and name.startswith("blocks.") and weight.master.ndim == 2
+    }
+    others = {name: weight for name, weight in weights.items() if name not in hidden}
+    muon = [Muon(hidden, config, noise)] if hidden else []
+    return [*muon, AdamW(others, config, noise)]

@@ -1,0 +1,22 @@
+"""A loss scale that follows the gradients: fp16 loses those below 6e-8, and overflows above 65504."""
+
+from dataclasses import dataclass
+
+_FIRST = 2.0**16
+_GROWS_AFTER = 2000
+
+
+@dataclass
+class LossScale:
+    value: float = _FIRST
+    good_steps: int = 0
+    skipped: int = 0
+
+    def saw(self, finite: bool) -> None:
+        """Halved by an overflow, doubled after 2000 steps without one."""
+        if not finite:
+            self.value, self.good_steps, self.skipped = self.value / 2, 0, self.skipped + 1
+            return
+        self.good_steps += 1
+        if self.good_steps == _GROWS_AFTER:
+            self.value, self.good_steps = self.value * 2, 0
