@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,26 +101,31 @@ def _leave_word(folder: Path, rank: int, error: BaseException) -> None:
 
 
 def _wait(children: dict[int, int]) -> dict[int, int]:
-    """Returns the ranks that a signal killed, of themselves."""
-    left, killed, deadline = dict(children), {}, None
+    """Returns the ranks that were killed, not by us, and by which signal."""
+    left, killed, told, deadline = dict(children), {}, {signal.SIGTERM}, None
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             if deadline is not None and time.monotonic() > deadline:
-                for each in left:
-                    os.kill(each, signal.SIGKILL)
+                told.add(signal.SIGKILL)
+                _tell(left, signal.SIGKILL)
             time.sleep(0.02)
             continue
         rank = left.pop(pid, None)
         if rank is None or status == 0:
             continue
-        if os.WIFSIGNALED(status) and deadline is None:
+        if os.WIFSIGNALED(status) and (deadline is None or os.WTERMSIG(status) not in told):
             killed[rank] = os.WTERMSIG(status)
         if deadline is None:
             deadline = time.monotonic() + _GRACE_SECONDS
-            for each in left:
-                os.kill(each, signal.SIGTERM)
+            _tell(left, signal.SIGTERM)
     return killed
+
+
+def _tell(children: Iterable[int], number: int) -> None:
+    for pid in children:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _raise_first_failure(folder: Path, killed: dict[int, int]) -> None:
@@ -151,9 +156,7 @@ class _passing_signals_on:
 
     def __enter__(self) -> None:
         def tell(number: int, _: object) -> None:
-            for pid in self._children:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+            _tell(self._children, number)
 
         wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         self._before = {each: signal.signal(each, tell) for each in wanted}

@@ -1,0 +1,90 @@
+import pytest
+import torch
+
+from arriero.config.schema import OptimSection
+from arriero.train.optim import Optimizer, named_parameters
+
+STATES = ["fp32", "bf16", "int8", "float8"]
+
+
+def test_a_step_is_adamw_as_the_paper_writes_it():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    config = OptimSection(lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3, clip=False)
+    optimizer = Optimizer(named_parameters([model]), config)
+    expected = {name: p.detach().clone().double() for name, p in model.named_parameters()}
+    first = {name: torch.zeros_like(w) for name, w in expected.items()}
+    second = {name: torch.zeros_like(w) for name, w in expected.items()}
+    for t in (1, 2, 3):
+        loss = model(torch.full((4, 3), float(t))).square().sum()
+        loss.backward()
+        gradients = {name: p.grad.clone().double() for name, p in model.named_parameters()}
+        optimizer.step(lr=0.1 / t)
+        for name, g in gradients.items():
+            decay = 0.3 if expected[name].ndim > 1 else 0.0
+            first[name] = 0.8 * first[name] + 0.2 * g
+            second[name] = 0.95 * second[name] + 0.05 * g**2
+            update = (first[name] / (1 - 0.8**t)) / ((second[name] / (1 - 0.95**t)).sqrt() + 1e-6)
+            expected[name] -= 0.1 / t * (update + decay * expected[name])
+    for name, p in model.named_parameters():
+        assert p.detach().double() == pytest.approx(expected[name], abs=1e-5)
+        assert p.grad is None
+
+
+def test_fp32_is_torchs_adamw_to_the_bit():
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(40, 30), torch.nn.Linear(40, 30)
+    theirs.load_state_dict(ours.state_dict())
+    config = OptimSection(weight_decay=0.3, clip=False)
+    optimizer = Optimizer(named_parameters([ours]), config)
+    groups = [
+        {"params": [theirs.weight], "weight_decay": 0.3},
+        {"params": [theirs.bias], "weight_decay": 0.0},
+    ]
+    torchs = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True)
+    for t in range(1, 6):
+        x = torch.randn(8, 40)
+        for model in (ours, theirs):
+            model(x).square().sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), float("inf"))
+        for group in torchs.param_groups:
+            group["lr"] = 0.1 / t
+        torchs.step()
+        torchs.zero_grad()
+        torch.testing.assert_close(optimizer.step(0.1 / t), norm, rtol=1e-6, atol=0)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def regression(state, betas=(0.9, 0.95), master=torch.float32, steps=300):
+    """A small network learns another's outputs; gradients of its inputs differ in size a thousandfold."""
+    torch.manual_seed(0)
+    sizes = torch.logspace(-1.5, 1.5, 64)
+    teacher = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Tanh(), torch.nn.Linear(48, 24))
+    student = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Tanh(), torch.nn.Linear(48, 24)).to(
+        master
+    )
+    config = OptimSection(state=state, betas=betas, weight_decay=0.0)
+    optimizer = Optimizer(named_parameters([student]), config, seed=3)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(64, 64) * sizes
+        loss = (student(x.to(master)).float() - teacher(x).detach()).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step(3e-3 * (1 - step / steps))
+    return sum(losses[-20:]) / 20, losses[0]
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
+@pytest.mark.parametrize("state", STATES[1:])
+def test_moments_in_fewer_bits_reach_the_loss_of_fp32_within_a_twentieth(state, betas):
+    reference, first = regression("fp32", betas)
+    assert reference < first / 4
+    assert regression(state, betas)[0] == pytest.approx(reference, rel=0.05)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_weights_in_bf16_learn_nearly_as_fp32_with_every_state(state):
+    reference, _ = regression("fp32")
+    assert regression(state, master=torch.bfloat16)[0] == pytest.approx(reference, rel=0.1)

@@ -1,0 +1,208 @@
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import LAYOUTS, on_ranks, parameters, set_gradients, whole
+from torch import nn
+
+from arriero.config.schema import OptimSection
+from arriero.train.optim import Optimizer
+from arriero.train.optim.shards import local_of, piece_number, piece_of
+
+KINDS = {
+    "adamw": {},
+    "bf16": {"state": "bf16"},
+    "int8": {"state": "int8"},
+    "float8": {"state": "float8"},
+    "muon": {"name": "muon"},
+    "muon int8": {"name": "muon", "state": "int8"},
+    "sgd": {"name": "sgd", "momentum": 0.9},
+}
+
+
+def trained(layout, config, steps, dtype=torch.float32, held=None, **options):
+    """Steps from `steps` on parameters laid out so; the optimizer, its parameters and the norms it saw."""
+    held = held or parameters(layout, dtype)
+    optimizer = Optimizer(held, config, seed=1, **options)
+    return optimizer, held, go_on(optimizer, held, steps)
+
+
+def go_on(optimizer, held, steps):
+    norms = []
+    for step in steps:
+        set_gradients(held, step)
+        norms.append(optimizer.step(lr=0.05).item())
+    return norms
+
+
+def outcome(optimizer, norms):
+    state = {name: {kind: whole(t) for kind, t in kinds.items()} for name, kinds in optimizer.state().items()}
+    return norms, {name: whole(w) for name, w in optimizer.weights().items()}, state
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_every_layout_updates_as_one_process_does(layout):
+    def work(layout):
+        found = {}
+        for kind in ("adamw", "muon", "sgd"):
+            config = OptimSection(**KINDS[kind], clip=2.0, weight_decay=0.2)
+            optimizer, _, norms = trained(layout, config, range(4))
+            found[kind] = outcome(optimizer, norms)
+        return found
+
+    split, alone = on_ranks(layout, lambda: work(layout)), work("alone")
+    for kind, (norms, weights, state) in split.items():
+        assert norms == pytest.approx(alone[kind][0], rel=1e-6)
+        torch.testing.assert_close(weights, alone[kind][1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(state, alone[kind][2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["alone", "shard+tensor"])
+def test_a_loaded_state_goes_on_to_the_bit(layout):
+    def one(config, master):
+        optimizer, held, _ = trained(layout, config, range(3), master)
+        again_held = parameters(layout, master)
+        again = Optimizer(again_held, config, seed=1)
+        again.load_weights({name: w.clone() for name, w in optimizer.weights().items()})
+        state = optimizer.state()
+        again.load_state({name: {k: t.clone() for k, t in kinds.items()} for name, kinds in state.items()})
+        go_on(optimizer, held, range(3, 6))
+        go_on(again, again_held, range(3, 6))
+        return outcome(optimizer, [])[1:], outcome(again, [])[1:]
+
+    def work():
+        masters = (torch.float32, torch.bfloat16)
+        return {
+            (kind, master): one(OptimSection(**KINDS[kind]), master) for kind in KINDS for master in masters
+        }
+
+    for straight, resumed in on_ranks(layout, work).values():
+        torch.testing.assert_close(resumed, straight, rtol=0, atol=0)
+        assert straight[1]["optimizer"]["step"] == 6
+
+
+@pytest.mark.parametrize("kind", ["int8", "muon"])
+def test_a_state_moves_to_another_layout(kind):
+    config = OptimSection(**KINDS[kind])
+
+    def work():
+        shard, _, _ = trained("shard", config, range(3))
+        mixed = Optimizer(parameters("shard+tensor"), config)
+        before = outcome(shard, [])[2]
+        targets = mixed.state()
+        for name, kinds in targets.items():
+            for key, target in kinds.items():
+                local_of(target).copy_(piece_of(before[name][key], target))
+        mixed.load_state(targets)
+        return before, outcome(mixed, [])[2]
+
+    before, after = on_ranks("shard", work)
+    torch.testing.assert_close(after, before, rtol=0.2, atol=1e-3)
+    assert after["optimizer"]["step"] == 3
+
+
+@pytest.mark.parametrize("layout", ["replicate+shard", "mixed"])
+def test_ranks_that_hold_the_same_piece_round_it_alike(layout):
+    def work():
+        optimizer, held, _ = trained(layout, OptimSection(state="int8"), range(3), torch.bfloat16)
+        mine = {(name, piece_number(p)): local_of(p).clone() for name, p in held.items()}
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, mine)
+        return everyones
+
+    everyones, compared = on_ranks(layout, work), 0
+    for one in everyones:
+        for other in everyones:
+            for key in one.keys() & other.keys():
+                assert torch.equal(one[key], other[key]), key
+                compared += one is not other
+    assert compared > 0
+
+
+def test_a_copy_on_another_stage_counts_once_and_is_rounded_as_the_original():
+    table = torch.randn(300, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
+    held = {"embedding.weight": nn.Parameter(table.clone()), "head.weight": nn.Parameter(table.clone())}
+    optimizer = Optimizer(
+        held, OptimSection(state="bf16"), seed=1, copies={"head.weight": "embedding.weight"}
+    )
+    for _ in range(3):
+        for parameter in held.values():
+            parameter.grad = torch.ones_like(parameter)
+        assert optimizer.step(1e-3).item() == pytest.approx(1200**0.5)
+    assert torch.equal(held["embedding.weight"], held["head.weight"])
+    assert not torch.equal(held["embedding.weight"], table)
+    assert set(optimizer.weights()) == {"embedding.weight"}
+    assert set(optimizer.state()) == {"embedding.weight", "optimizer"}
+
+
+def scaled(weight):
+    return Optimizer(
+        {"w": weight},
+        OptimSection(name="sgd", weight_decay=0, clip=False),
+        masters_of=torch.float16,
+        scaled_loss=True,
+    )
+
+
+def test_the_scaled_loss_gives_the_unscaled_step():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = scaled(weight)
+    assert (weight.dtype, optimizer.loss_scale) == (torch.float16, 2.0**16)
+    # 1e-7 is nothing in fp16, unless it is scaled
+    (weight.float().sum() * 1e-7 * optimizer.loss_scale).backward()
+    norm = optimizer.step(lr=1e5)
+    assert norm.item() == pytest.approx(1e-7 * 3**0.5, rel=1e-3)
+    torch.testing.assert_close(optimizer.weights()["w"], torch.full((3,), 0.99), rtol=1e-4, atol=0)
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = scaled(weight)
+    (weight.float().sum() * 2.0 * optimizer.loss_scale).backward()
+    assert not optimizer.step(lr=1.0).isfinite()
+    assert torch.equal(optimizer.weights()["w"], torch.ones(3))
+    assert (optimizer.loss_scale, optimizer.skipped, optimizer.steps) == (2.0**15, 1, 0)
+    (weight.float().sum() * 1.5 * optimizer.loss_scale).backward()
+    optimizer.step(lr=0.25)
+    assert torch.equal(optimizer.weights()["w"], torch.full((3,), 1 - 0.25 * 1.5))
+    assert (optimizer.loss_scale, optimizer.skipped, optimizer.steps) == (2.0**15, 1, 1)
+
+
+def test_the_scale_grows_after_2000_good_steps_and_survives_a_restart():
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = scaled(weight)
+    for _ in range(1999):
+        weight.float().sum().backward()
+        optimizer.step(lr=0.0)
+    assert optimizer.loss_scale == 2.0**16
+    again_weight = nn.Parameter(torch.ones(1))
+    again = scaled(again_weight)
+    again.load_state(optimizer.state())
+    again_weight.float().sum().backward()
+    again.step(lr=0.0)
+    assert (again.loss_scale, again.steps) == (2.0**17, 2000)
+
+
+def test_an_overflow_anywhere_skips_the_step_everywhere():
+    def work():
+        held = parameters("shard")
+        optimizer = Optimizer(held, OptimSection(), scaled_loss=True)
+        before = {name: whole(p) for name, p in held.items()}
+        set_gradients(held, 0)
+        if dist.get_rank() == 3:
+            local_of(held["blocks.0.attention.q.weight"].grad).fill_(float("inf"))
+        optimizer.step(lr=1.0)
+        seen = [None] * 4
+        dist.all_gather_object(seen, (optimizer.skipped, optimizer.loss_scale))
+        return seen, all(torch.equal(whole(p), before[name]) for name, p in held.items())
+
+    assert on_ranks("shard", work) == ([(1, 2.0**15)] * 4, True)
+
+
+def test_parameters_without_a_gradient_are_left_alone():
+    used, unused = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+    frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    optimizer = Optimizer({"used": used, "unused": unused, "frozen": frozen}, OptimSection())
+    used.grad = torch.ones(2, 2)
+    optimizer.step(0.1)
+    assert torch.equal(unused, torch.ones(2, 2)) and torch.equal(frozen, torch.ones(2, 2))
+    assert not torch.equal(used, torch.ones(2, 2))

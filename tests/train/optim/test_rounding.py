@@ -1,0 +1,51 @@
+import torch
+
+from arriero.config.schema import OptimSection
+from arriero.train.optim import Optimizer
+from arriero.train.optim.rounding import Noise, low_half, to_bf16
+
+NOISE = Noise(1, torch.device("cpu"))
+
+
+def rounded(values, step=1):
+    return to_bf16(values, low_half(NOISE.bits(step, "w", 0, values.numel()))).float()
+
+
+def test_rounding_takes_a_neighbour_and_the_mean_is_the_value():
+    count = 1 << 18
+    for value in (1.001, -1.001, 3e-5, -77.3, 1e-39):
+        values = torch.full((count,), value)
+        got = rounded(values)
+        neighbours = got.unique()
+        assert len(neighbours) == 2
+        gap = neighbours[1] - neighbours[0]
+        assert neighbours[0] < value < neighbours[1]
+        # five standard errors of the mean of so many coin tosses
+        assert abs(got.double().mean().item() - values[0].item()) < 5 * 0.5 * gap.item() / count**0.5
+
+
+def test_what_bf16_can_hold_is_kept():
+    exact = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**100, float("inf"), -float("inf")])
+    for step in range(50):
+        assert torch.equal(rounded(exact, step), exact)
+    assert rounded(torch.tensor([float("nan")])).isnan().all()
+
+
+def test_bits_are_a_function_of_seed_step_name_and_piece():
+    first = NOISE.bits(3, "w", 0, 100)
+    NOISE.bits(4, "w", 0, 7)
+    assert torch.equal(NOISE.bits(3, "w", 0, 100), first)
+    others = [Noise(2, torch.device("cpu")).bits(3, "w", 0, 100)]
+    others += [NOISE.bits(4, "w", 0, 100), NOISE.bits(3, "v", 0, 100), NOISE.bits(3, "w", 1, 100)]
+    assert not any(torch.equal(first, other) for other in others)
+
+
+def test_updates_below_the_resolution_of_bf16_arrive_on_average():
+    """Each of 20 steps is 1/16 of the distance to the next bf16 below: rounded to nearest, all are lost."""
+    weight = torch.nn.Parameter(torch.ones(1 << 14, 1, dtype=torch.bfloat16))
+    optimizer = Optimizer({"w": weight}, OptimSection(name="sgd", weight_decay=0.0, clip=False), seed=5)
+    for _ in range(20):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step(lr=2.0**-12)
+    moved = 1 - weight.detach().float().mean().item()
+    assert abs(moved - 20 * 2.0**-12) < 0.02 * 20 * 2.0**-12
