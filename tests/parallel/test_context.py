@@ -14,10 +14,11 @@ from arriero.model.build import build_model
 from arriero.model.layers import Attention, attend, same_document_mask
 from arriero.model.presets import load_preset
 from arriero.parallel.blocks import block_backward, block_forward, merge
-from arriero.parallel.context import apply_context, cut_to, divide_heads, positions_held, tokens_divisor
+from arriero.parallel.context import apply_context, cut_to, positions_held
 from arriero.parallel.ring import meeting
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
+from arriero.plan.layout import divide_context, tokens_divisor
 
 TOKENS = 48
 # the first row's documents end amid chunks, the second's where chunks do for every degree tested
@@ -166,7 +167,7 @@ def test_compiled_blocks_have_the_same_gradients():
     ],
 )
 def test_heads_are_traded_as_far_as_they_go_and_a_ring_makes_up_the_rest(cp, heads, kv_heads, expected):
-    assert divide_heads(cp, heads, kv_heads) == expected
+    assert divide_context(cp, heads, kv_heads) == expected
 
 
 DEGREES = [(1, 1), (2, 1), (4, 1), (3, 1), (1, 2), (1, 3), (1, 4), (2, 2), (3, 2), (2, 4), (4, 2)]
