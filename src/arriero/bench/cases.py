@@ -65,10 +65,8 @@ def _axes(model: str) -> list[Case]:
         *(Case("one axis", f"{axis} 4", layout(**{axis: 4})) for axis in four),
         Case("one axis", "cp 4, ring", layout(cp=4) | ring),
         Case("one axis", "dp_shard 3", layout(dp_shard=3) | {"train.batch": "1152 tok"}, _BATCH_OF_18),
-        Case(
-            "one axis", "dp_shard 2, kept after forward", layout(dp_shard=2) | {"parallel.reshard": "never"}
-        ),
-        Case("one axis", "dp_shard 4, kept in pairs", layout(dp_shard=4) | {"parallel.reshard": 2}),
+        Case("one axis", "dp_shard 2, ZeRO-2", layout(dp_shard=2) | {"parallel.reshard": "never"}),
+        Case("one axis", "dp_shard 4, gathered in pairs", layout(dp_shard=4) | {"parallel.reshard": 2}),
         Case("one axis", "dp_shard 2, in host memory", layout(dp_shard=2) | {"memory.offload_state": True}),
     ]
 
@@ -177,9 +175,8 @@ def _precisions() -> list[Case]:
     for each in (layout(dp_shard=2), layout(tp=2), layout(pp=2), layout(cp=2), layout(dp_shard=2, tp=2)):
         name = " x ".join(f"{k[9:]} {n}" for k, n in each.items() if n > 1)
         made.append(Case("bf16 beside fp32", name, each | bf16, tolerance=BF16))
-    made.append(
-        Case("bf16 beside fp32", "bf16 weights", layout() | {"precision.master": "bf16"}, tolerance=FLOAT8)
-    )
+    pure = layout() | bf16 | {"precision.master": "bf16"}
+    made.append(Case("bf16 beside fp32", "bf16 weights", pure, tolerance=FLOAT8))
     fp16 = layout(dp_shard=2) | {"precision.compute": "fp16"}
     made.append(Case("fp16 beside fp32", "dp_shard 2", fp16, tolerance=BF16))
     for kind in ("tensorwise", "rowwise"):

@@ -55,7 +55,7 @@ def shard_weights(model: LanguageModel, mesh: Mesh, sharding: Sharding, on_gpu: 
 
 
 def _prefetch(modules: Iterable[nn.Module], ahead: int) -> None:
-    blocks = [module for module in modules if isinstance(module, FSDPModule)]
+    blocks: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
     for i, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
         block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])

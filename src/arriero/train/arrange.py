@@ -46,6 +46,7 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
     batch = config.train.batch.amount // config.data.seq_len
     refuse_illegal(layout, Work(spec, config.data.seq_len, batch, stages, config.parallel.context))
     _refuse_ragged(config, layout)
+    _refuse_selective_halves(config, layout)
     heads, kv_heads = spec.heads // layout.tp, spec.kv_heads // layout.tp
     ulysses, ring = divide_context(layout.cp, heads, kv_heads, config.parallel.context)
     sequences = batch // layout.batch
@@ -147,6 +148,16 @@ def _micro_batch(
         count = sequences // fits.sequences
         return MicroBatch(fits.sequences, f"{count} micro-batches keep {layout.pp} ranks busy; {fits.reason}")
     return fits
+
+
+def _refuse_selective_halves(config: RunConfig, layout: Layout) -> None:
+    splits = layout.pp > 1 and SCHEDULES[config.parallel.schedule].splits_backward
+    if splits and config.memory.remat.kind == "selective":
+        raise UserError(
+            f"the schedule '{config.parallel.schedule}' goes backward twice, and what memory.remat 'selective' "
+            "keeps is gone after the first time",
+            "set memory.remat to 'full' or 'none', or parallel.schedule to 'interleaved-1f1b'",
+        )
 
 
 def _refuse_ragged(config: RunConfig, layout: Layout) -> None:

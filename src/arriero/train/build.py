@@ -113,11 +113,12 @@ def _refuse_small_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> N
 
 def _recipe(plan: Arrangement) -> Recipe:
     config, parallel = plan.config, plan.config.parallel
-    words: dict[str | int, bool] = {"auto": plan.layout.pp == 1, "always": True, "never": False}
+    words = {"auto": plan.layout.pp == 1, "always": True, "never": False}
+    reshard = words[parallel.reshard] if isinstance(parallel.reshard, str) else parallel.reshard
     sharding = Sharding(
         compute=plan.compute,
         reduce=torch.bfloat16 if config.precision.reduce == "bf16" else torch.float32,
-        reshard=words.get(parallel.reshard, parallel.reshard),
+        reshard=reshard,
         prefetch=parallel.prefetch,
         offload=config.memory.offload_state,
     )
