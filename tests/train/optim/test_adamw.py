@@ -60,10 +60,11 @@ def regression(state, betas=(0.9, 0.95), master=torch.float32, steps=300):
     """A small network learns another's outputs; gradients of its inputs differ in size a thousandfold."""
     torch.manual_seed(0)
     sizes = torch.logspace(-1.5, 1.5, 64)
-    teacher = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Tanh(), torch.nn.Linear(48, 24))
-    student = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Tanh(), torch.nn.Linear(48, 24)).to(
-        master
+    teacher, student = (
+        torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Tanh(), torch.nn.Linear(48, 24))
+        for _ in range(2)
     )
+    student.to(master)
     config = OptimSection(state=state, betas=betas, weight_decay=0.0)
     optimizer = Optimizer(named_parameters([student]), config, seed=3)
     losses = []

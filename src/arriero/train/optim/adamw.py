@@ -1,4 +1,4 @@
-"""AdamW: torch's fused kernel where all is fp32, else an element-wise update that reads and writes stored moments."""
+"""AdamW: torch's fused kernel where all is fp32, else an element-wise update over stored moments."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -119,7 +119,7 @@ def _in_place(
 def adamw(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Tensor], beta1, beta2, eps
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`numbers`: what decay leaves, the rate over the first moment's bias, one over the root of the second's."""
+    """`numbers`: what decay leaves, the rate over the bias of m, one over the root of that of v."""
     left, rate, unbias = numbers
     m = beta1 * m + (1 - beta1) * gradient
     v = beta2 * v + (1 - beta2) * gradient * gradient
