@@ -185,6 +185,8 @@ def test_a_key_in_the_wrong_section_is_found(tmp_path):
         (["train.horizon=1h"], "schedule.horizon"),
         (["eval.every=10 steps"], "nothing held out"),
         (["schedule.kind=linear", "schedule.decay=10 steps"], "has no meaning for 'linear'"),
+        (["optim.momentum=0.9"], "has no meaning for 'adamw'"),
+        (["precision.master=bf16", "precision.compute=fp16"], "weights in bf16 compute in bf16"),
         (["model.heads=3"], "head"),
         (["model.dim=true"], "model.dim"),
         (["run.name=../elsewhere"], "run.name"),

@@ -27,6 +27,8 @@ def test_bf16_is_asked_of_the_device(monkeypatch, supported):
 def test_a_cpu_computes_fp32_unless_told_otherwise():
     assert choose_compute("auto", CPU)[0] == torch.float32
     assert choose_compute("bf16", CPU)[0] == torch.bfloat16
+    assert choose_compute("fp16", CPU)[0] == torch.float16
+    assert choose_compute("auto", CPU, master="bf16")[0] == torch.bfloat16
 
 
 def test_the_cpu_knows_its_free_memory():

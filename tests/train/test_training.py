@@ -159,19 +159,22 @@ def test_gradients_are_clipped_to_the_global_norm(session):
 @pytest.mark.parametrize(
     "sets",
     [
-        ["optim.name=muon"],
         ["precision.master=bf16", "optim.state=int8"],
         ["precision.compute=fp16"],
         ["optim.state=float8"],
     ],
     ids=lambda sets: "+".join(sets),
 )
-def test_other_optimizers_and_precisions_learn_as_fp32_adamw_does(session, sets):
-    usual = ["train.horizon=60 steps", "optim.lr=1e-2"]
-    reference = train(session(*usual, name="reference"))
-    outcome = train(session(*usual, *sets, name="run"))
-    assert outcome.last_eval_loss < 0.85 * outcome.first_eval_loss
-    assert outcome.last_eval_loss == pytest.approx(reference.last_eval_loss, rel=0.05)
+def test_other_precisions_learn_as_fp32_does(session, sets):
+    usual = ["optim.lr=1e-3", "eval.heldout=false", "eval.every=false"]
+    reference = losses(session(*usual, name="reference"))
+    assert losses(session(*usual, *sets, name="run")) == pytest.approx(reference, rel=0.01)
+
+
+def test_muon_learns_faster_than_adamw(session):
+    usual = ["train.horizon=25 steps", "optim.lr=1e-2", "eval.every=false"]
+    adamw, muon = (train(session(*usual, f"optim.name={name}", name=name)) for name in ("adamw", "muon"))
+    assert muon.last_eval_loss < adamw.last_eval_loss - 0.1
 
 
 def test_a_run_directory_holds_what_outside_tools_rely_on(session):

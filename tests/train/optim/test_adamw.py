@@ -1,9 +1,11 @@
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from arriero.config.schema import OptimSection
-from arriero.train.optim import Optimizer, named_parameters
+from arriero.train.optim import Optimizer, adamw, named_parameters
 
+SHAPES = [(64, 48), (100, 77), (7,), (256,), (512,), (30, 30), (31, 9), (12, 12), (2000,), (300,), (64, 64)]
 STATES = ["fp32", "bf16", "int8", "float8"]
 
 
@@ -56,14 +58,15 @@ def test_fp32_is_torchs_adamw_to_the_bit():
         assert torch.equal(a, b)
 
 
-def regression(state, betas=(0.9, 0.95), master=torch.float32, steps=300):
+def regression(state, betas=(0.9, 0.95), master=torch.float32, steps=200):
     """A small network learns another's outputs; gradients of its inputs differ in size a thousandfold."""
     torch.manual_seed(0)
     sizes = torch.logspace(-1.5, 1.5, 64)
-    teacher = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Tanh(), torch.nn.Linear(48, 24))
-    student = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Tanh(), torch.nn.Linear(48, 24)).to(
-        master
+    teacher, student = (
+        torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Tanh(), torch.nn.Linear(48, 24))
+        for _ in range(2)
     )
+    student.to(master)
     config = OptimSection(state=state, betas=betas, weight_decay=0.0)
     optimizer = Optimizer(named_parameters([student]), config, seed=3)
     losses = []
@@ -88,3 +91,29 @@ def test_moments_in_fewer_bits_reach_the_loss_of_fp32_within_a_twentieth(state, 
 def test_weights_in_bf16_learn_nearly_as_fp32_with_every_state(state):
     reference, _ = regression("fp32")
     assert regression(state, master=torch.bfloat16)[0] == pytest.approx(reference, rel=0.1)
+
+
+def stepped(state, weights):
+    held = {f"{i}": torch.nn.Parameter(weight.clone()) for i, weight in enumerate(weights)}
+    optimizer = Optimizer(held, OptimSection(state=state), seed=1)
+    for step in range(3):
+        torch.manual_seed(step)
+        for parameter in held.values():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step(lr=0.1 / (step + 1))
+    return held
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_compilations_serve_all_shapes_and_steps(monkeypatch, dtype):
+    torch.manual_seed(0)
+    weights = [torch.randn(shape).to(dtype) for shape in SHAPES] + [torch.randn(40, 30).to(dtype).T]
+    expected = stepped("int8", weights)
+    torch._dynamo.reset()
+    compilations = CompileCounter()
+    compiled = torch.compile(adamw.in_place, dynamic=True, backend=compilations)
+    monkeypatch.setattr(adamw, "in_place", compiled)
+    held = stepped("int8", weights)
+    assert all(torch.equal(held[name], expected[name]) for name in held)
+    # whole blocks or not, one block or more
+    assert compilations.frame_count <= 4

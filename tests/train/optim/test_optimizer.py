@@ -103,7 +103,7 @@ def test_a_state_moves_to_another_layout(kind):
 @pytest.mark.parametrize("layout", ["replicate+shard", "mixed"])
 def test_ranks_that_hold_the_same_piece_round_it_alike(layout):
     def work():
-        optimizer, held, _ = trained(layout, OptimSection(state="int8"), range(3), torch.bfloat16)
+        _, held, _ = trained(layout, OptimSection(state="int8"), range(3), torch.bfloat16)
         mine = {(name, piece_number(p)): local_of(p).clone() for name, p in held.items()}
         everyones = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)

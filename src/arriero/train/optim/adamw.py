@@ -1,4 +1,4 @@
-"""AdamW: torch's fused kernel where all is fp32, else an element-wise update that reads and writes stored moments."""
+"""AdamW: torch's fused kernel where all is fp32, else an element-wise update over stored moments."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -60,31 +60,36 @@ class AdamW:
             lr / (1 - self._beta1**step),
             (1 - self._beta2**step) ** -0.5,
         )
-        update = _in_place if gradient.device.type == "cpu" else _compiled()
+        local = weight.local
+        update = in_place if gradient.device.type == "cpu" else _compiled()
+        # flat and no views, since each number of dimensions, here or of a base, would be a new compilation
+        flat = local.reshape(-1).data
         update(
-            weight.local,
-            gradient,
+            flat,
+            gradient.reshape(-1).data,
             first.stored,
             second.stored,
             first.format,
             second.format,
             weight.bits(self._noise, step, "moments") if first.format.rounds else None,
             weight.bits(self._noise, step, "weight") if weight.rounds else None,
-            # tensors, since each new number would be a new compilation
+            # tensors, for the same reason
             [torch.full((), number, device=gradient.device) for number in numbers],
             self._beta1,
             self._beta2,
             self._eps,
         )
+        if not local.is_contiguous():
+            local.copy_(flat.view(local.shape))
 
 
 @cache
 def _compiled():
-    return torch.compile(_in_place, dynamic=True)
+    return torch.compile(in_place, dynamic=True)
 
 
 @torch.no_grad()
-def _in_place(
+def in_place(
     weight: Tensor,
     gradient: Tensor,
     first: Sequence[Tensor],
@@ -100,8 +105,8 @@ def _in_place(
 ) -> None:
     count = gradient.numel()
     values, m, v = adamw(
-        weight.flatten().float(),
-        gradient.flatten().float(),
+        weight.float(),
+        gradient.float(),
         first_format.read(first, count),
         second_format.read(second, count),
         numbers,
@@ -119,7 +124,7 @@ def _in_place(
 def adamw(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Tensor], beta1, beta2, eps
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`numbers`: what decay leaves, the rate over the first moment's bias, one over the root of the second's."""
+    """`numbers`: what decay leaves, the rate over the bias of m, one over the root of that of v."""
     left, rate, unbias = numbers
     m = beta1 * m + (1 - beta1) * gradient
     v = beta2 * v + (1 - beta2) * gradient * gradient

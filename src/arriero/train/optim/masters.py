@@ -48,8 +48,7 @@ def _sum(gathered: Tensor | None, gradient: Tensor, like: Tensor) -> Tensor:
     if gathered is None:
         placements = gradient.placements if isinstance(gradient, DTensor) else None
         return placed(local_of(gradient).float(), like, placements)
-    if isinstance(gathered, DTensor) and isinstance(gradient, DTensor):
-        if gathered.placements != gradient.placements:
-            gathered, gradient = as_placed(gathered, like), as_placed(gradient, like)
+    if getattr(gathered, "placements", None) != getattr(gradient, "placements", None):
+        gathered, gradient = as_placed(gathered, like), as_placed(gradient, like)
     local_of(gathered).add_(local_of(gradient))
     return gathered

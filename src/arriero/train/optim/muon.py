@@ -22,7 +22,7 @@ _ITERATIONS = 5
 
 
 class Muon:
-    """Ranks among which a matrix is split orthogonalise one matrix each, in turn, and send it to the others."""
+    """The ranks that share a matrix take turns: each makes every n-th orthogonal and sends it round."""
 
     def __init__(self, weights: Mapping[str, Weight], config: OptimSection, noise: Noise) -> None:
         self._weights, self._noise = weights, noise
@@ -50,7 +50,8 @@ class Muon:
             update = _shared(done.pop(name, None), weight.master, turn % pieces(weight.master))
             # the root mean square of an AdamW update is about 0.2
             rate = lr * 0.2 * math.sqrt(max(weight.master.shape))
-            values = weight.local.float() * (1 - lr * weight.decay) - rate * piece_of(update, weight.master)
+            piece = piece_of(update, weight.master).float()
+            values = weight.local.float() * (1 - lr * weight.decay) - rate * piece
             write(weight.local, values, weight.bits(self._noise, step, "weight") if weight.rounds else None)
 
 
@@ -73,7 +74,7 @@ def _whole(local: Tensor, like: Tensor) -> Tensor:
 
 
 def _shared(update: Tensor | None, like: Tensor, maker: int) -> Tensor:
-    """From the rank that holds piece number `maker` to all that hold another, one mesh dimension at a time."""
+    """From the rank with piece number `maker` to those with another, one mesh dimension at a time."""
     if not isinstance(like, DTensor):
         assert update is not None
         return update

@@ -81,18 +81,13 @@ class Optimizer:
             self._join(gradients)
         counted = [g for name, g in gradients.items() if name not in self._copies]
         empty = torch.empty(0, device=self._device)
-        norm = global_norm([*counted, empty], self._groups) / self.loss_scale
-        if self._scale:
-            finite = bool(norm.isfinite())
-            scale_was = self._scale.value
-            self._scale.saw(finite)
-            if not finite:
-                return norm
+        scaled_by = self.loss_scale
+        norm = global_norm([*counted, empty], self._groups) / scaled_by
+        if self._scale and not self._scale.saw(finite=bool(norm.isfinite())):
+            return norm
         factor = factor_within(norm, self.clip) if self.clip else torch.ones_like(norm)
-        if self._scale:
-            factor = factor / scale_was
         if self.clip or self._scale:
-            scale(gradients.values(), factor)
+            scale(gradients.values(), factor / scaled_by)
         self.steps += 1
         local = {name: local_of(gradient) for name, gradient in gradients.items()}
         for rule in self._rules:

@@ -1,4 +1,4 @@
-"""Rounding up or down by chance, so that what is smaller than a step of the number format adds up on average."""
+"""Rounding up or down by chance, so that changes below a number format's resolution add up on average."""
 
 import hashlib
 

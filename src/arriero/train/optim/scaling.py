@@ -12,11 +12,12 @@ class LossScale:
     good_steps: int = 0
     skipped: int = 0
 
-    def saw(self, finite: bool) -> None:
-        """Halved by an overflow, doubled after 2000 steps without one."""
+    def saw(self, finite: bool) -> bool:
+        """Whether to take the step. Halved by an overflow, doubled after 2000 steps without one."""
         if not finite:
             self.value, self.good_steps, self.skipped = self.value / 2, 0, self.skipped + 1
-            return
+            return False
         self.good_steps += 1
         if self.good_steps == _GROWS_AFTER:
             self.value, self.good_steps = self.value * 2, 0
+        return True

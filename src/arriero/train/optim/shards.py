@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -60,10 +60,8 @@ def piece_of(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a tensor held whole, cut as `like` is."""
     if not isinstance(like, DTensor):
         return whole
-    plain = [dim for dim in split_dims(like) if like.placements[dim].is_shard()]
     # a strided shard cuts what the shards to its right have left
-    strided = [dim for dim in split_dims(like) if dim not in plain]
-    for dim in (*plain, *strided):
+    for dim in sorted(split_dims(like), key=lambda dim: isinstance(like.placements[dim], _StridedShard)):
         whole = _cut(whole, like.placements[dim], like.device_mesh, dim)
     assert whole.shape == local_of(like).shape, (whole.shape, like)
     return whole

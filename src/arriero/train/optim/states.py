@@ -1,8 +1,8 @@
 """What an optimizer remembers about a parameter, in 32, 16 or 8 bits an element.
 
-Eight bits hold the place of an element on a scale between zero and the largest of its block of 256. The places
-lie denser towards zero: an Adam step divides by the root of the second moment, so small ones count. While
-training they are rounded by chance, without which a decay of 0.1 % a step would always be rounded away.
+Eight bits hold the place of an element on a scale between zero and the largest of its block of 256. The
+places lie denser towards zero: an Adam step divides by the root of the second moment, so small ones count.
+While training they are rounded by chance, without which a decay of 0.1 % a step would always be lost.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ BLOCK = 256
 class Format(Protocol):
     """`read` undoes `write`; without random bits `write` takes the nearest, and undoes `read` to the bit."""
 
-    rounds: bool
+    @property
+    def rounds(self) -> bool: ...
 
     def empty(self, count: int, device: torch.device) -> tuple[Tensor, ...]: ...
 
@@ -60,7 +61,10 @@ class Blocks:
     signed: bool
     mantissa: int
     power: int
-    rounds: bool = True
+
+    @property
+    def rounds(self) -> bool:
+        return True
 
     @property
     def top(self) -> int:
