@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +25,7 @@ from arriero.model.build import build_model
 from arriero.model.init import plain_name
 from arriero.model.presets import load_preset
 from arriero.parallel import precision
-from arriero.parallel.precision import after_step, apply_float8
+from arriero.parallel.precision import after_step, apply_float8, ordinary
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
 
@@ -211,6 +212,26 @@ def test_scales_of_gathered_weights_follow_the_weights():
     found = in_ranks(4, work)
     assert len(found) == 28
     assert found == pytest.approx([torch.finfo(torch.float8_e4m3fn).max] * 28, rel=1e-6)
+
+
+def test_a_checkpoint_of_weights_gathered_in_float8_needs_no_torchao(tmp_path, python):
+    def work():
+        model, _, _ = laid_out("tensorwise", 2, 1, torch.float32, float8_all_gather=True)
+        state = {name: ordinary(p) for name, p in model.named_parameters()}
+        with torch.no_grad():
+            state["blocks.0.attention.q.weight"].mul_(2.0)
+        dcp.save(state, checkpoint_id=tmp_path / "dcp")
+        return model.blocks["0"].attention.q.weight.full_tensor().detach()
+
+    doubled = in_ranks(2, work)
+    reading = "dcp_to_torch_save('dcp', 'plain.pt'); import sys; sys.exit('torchao' in sys.modules)"
+    code = f"from torch.distributed.checkpoint.format_utils import dcp_to_torch_save; {reading}"
+    assert python("-c", code).returncode == 0
+    state = torch.load(tmp_path / "plain.pt")
+    whole, _ = made("off")
+    assert torch.equal(doubled, 2 * whole.blocks["0"].attention.q.weight)
+    assert torch.equal(state["blocks.0.attention.q.weight"], doubled)
+    assert torch.equal(state["blocks.1.ffn.down.weight"], whole.blocks["1"].ffn.down.weight)
 
 
 def test_shards_gathered_in_float8_are_filled_from_meta_like_the_whole_model():

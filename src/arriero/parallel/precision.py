@@ -10,7 +10,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from arriero.config.schema import PrecisionSection
 from arriero.errors import UserError, nearest
@@ -81,6 +82,22 @@ def after_step(model: nn.Module, settings: PrecisionSection) -> None:
     without it the next forward takes scales of its own, under tensor parallelism others."""
     if settings.float8 != "off" and settings.float8_all_gather:
         _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def ordinary(tensor: Tensor) -> Tensor:
+    """The same memory without torchao's class, which weights gathered in float8 have: for checkpoints, which
+    anyone must be able to read. Loading into it loads the weight."""
+    tensor = tensor.detach()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    inner = getattr(local, "_tensor", None)
+    if inner is None:
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return inner
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(
+        inner, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def _reason_to_leave(name: str, linear: nn.Linear, settings: PrecisionSection, tp: int) -> str | None:
