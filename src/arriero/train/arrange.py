@@ -154,8 +154,8 @@ def _refuse_selective_halves(config: RunConfig, layout: Layout) -> None:
     splits = layout.pp > 1 and SCHEDULES[config.parallel.schedule].splits_backward
     if splits and config.memory.remat.kind == "selective":
         raise UserError(
-            f"the schedule '{config.parallel.schedule}' goes backward twice, and what memory.remat 'selective' "
-            "keeps is gone after the first time",
+            f"the schedule '{config.parallel.schedule}' goes backward twice, and what memory.remat "
+            "'selective' keeps is gone after the first time",
             "set memory.remat to 'full' or 'none', or parallel.schedule to 'interleaved-1f1b'",
         )
 
