@@ -218,6 +218,7 @@ def test_a_model_under_fsdp_trains_as_one_process_does(kind):
             for part in (model["blocks"]["0"], model["head"]):
                 fully_shard(part)
                 part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)
         optimizer = Optimizer(named_parameters([model]), OptimSection(**KINDS[kind], clip=1.0))
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         norms, batch = [], torch.randn(8, 7)
