@@ -64,19 +64,19 @@ def test_masters_of_a_model_split_over_ranks_are_split_alike():
 
 @pytest.mark.parametrize("masters", [None, torch.bfloat16])
 def test_gradients_left_as_partial_sums_are_reduced(masters):
-    """As those of a norm are, that sees a part of the sequence on each rank."""
+    """As those of a norm are, that sees a part of the sequence on each rank; not in every micro-batch."""
 
     def work():
         mesh = init_device_mesh("cpu", (2,))
         weight = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
         optimizer = Optimizer({"w": weight}, PLAIN, masters_of=masters)
         x = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]).to(weight.dtype)
-        for _ in range(2):
-            (x * weight).sum().backward()
+        for micro_batch in (x, x, x.redistribute(placements=[Replicate()])):
+            (micro_batch * weight).sum().backward()
         norm = optimizer.step(lr=1.0)
         return norm.item(), optimizer.weights()["w"].to_local()
 
     norm, weight = on_ranks("tensor", work, ranks=2)
-    gradient = 2 * torch.arange(12.0).view(4, 3).sum(0)
+    gradient = 3 * torch.arange(12.0).view(4, 3).sum(0)
     assert norm == pytest.approx(gradient.norm().item(), rel=1e-6)
     assert torch.equal(weight, 1 - gradient)

@@ -3,9 +3,10 @@ import torch
 import torch.distributed as dist
 from layouts import LAYOUTS, on_ranks, parameters, set_gradients, whole
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from arriero.config.schema import OptimSection
-from arriero.train.optim import Optimizer
+from arriero.train.optim import Optimizer, named_parameters
 from arriero.train.optim.shards import local_of, piece_number, piece_of
 
 KINDS = {
@@ -206,3 +207,28 @@ def test_parameters_without_a_gradient_are_left_alone():
     optimizer.step(0.1)
     assert torch.equal(unused, torch.ones(2, 2)) and torch.equal(frozen, torch.ones(2, 2))
     assert not torch.equal(used, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_model_under_fsdp_trains_as_one_process_does(kind):
+    def work():
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"blocks": nn.ModuleDict({"0": nn.Linear(7, 9)}), "head": nn.Linear(9, 3)})
+        if dist.is_initialized():
+            for part in (model["blocks"]["0"], model["head"]):
+                fully_shard(part)
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)
+        optimizer = Optimizer(named_parameters([model]), OptimSection(**KINDS[kind], clip=1.0))
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        norms, batch = [], torch.randn(8, 7)
+        for _ in range(4):
+            x = batch.chunk(ranks)[rank]
+            loss = model["head"](model["blocks"]["0"](x).tanh()).square().sum()
+            loss.backward()
+            norms.append(optimizer.step(0.02).item())
+        return norms, {name: whole(w) for name, w in optimizer.weights().items()}
+
+    split, alone = on_ranks("shard", work), on_ranks("alone", work)
+    assert split[0] == pytest.approx(alone[0], rel=1e-4)
+    torch.testing.assert_close(split[1], alone[1], rtol=1e-3, atol=1e-4)
