@@ -4,7 +4,7 @@ PYTHON ?= python3
 OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check test test-oldest test-peers clean
+.PHONY: demo check test parity test-oldest test-peers clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/arriero train
@@ -16,6 +16,10 @@ check: $(VENV)/.installed-test
 
 test: check
 	$(VENV)/bin/python -m pytest
+
+# Every layout against one process, both models: about an hour on two cores. Writes docs/parity.md.
+parity: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(VENV)/bin/arriero bench parity --write docs/parity.md
 
 # The oldest torch the package allows; its only build is the CUDA one, which also runs on CPU.
 test-oldest: .venv-oldest/.installed-test

@@ -6,8 +6,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+import arriero.bench.commands as bench_verbs
 import arriero.config.commands as config_verbs
-import arriero.data.commands.bench as bench_verbs
+import arriero.data.commands.bench as data_bench_verbs
 import arriero.data.commands.exchange as exchange_verbs
 import arriero.data.commands.look as look_verbs
 import arriero.data.commands.prepare as prepare_verbs
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 config = typer.Typer(help="Look at run files, keys and model presets.", no_args_is_help=True)
 data = typer.Typer(help="Text to tokens, and what is in them.", no_args_is_help=True)
+bench = typer.Typer(help="Prove that layouts agree.", no_args_is_help=True)
 
 app.command()(train_verbs.train)
 app.add_typer(data, name="data")
@@ -35,7 +37,9 @@ data.command("import")(exchange_verbs.import_tokens)
 data.command("export")(exchange_verbs.export_tokens)
 data.command()(exchange_verbs.inspect)
 data.command()(exchange_verbs.verify)
-data.command()(bench_verbs.bench)
+data.command()(data_bench_verbs.bench)
+app.add_typer(bench, name="bench")
+bench.command()(bench_verbs.parity)
 app.add_typer(config, name="config")
 config.command()(model_verbs.show)
 config.command()(config_verbs.schema)

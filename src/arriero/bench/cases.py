@@ -2,11 +2,31 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import combinations
 from math import prod
 from typing import Any
 
+MODELS = ("llama", "gpt2")
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+SEQUENCES = 16
+
+# what every run has in common, the reference too
+BASE: dict[str, Any] = {
+    "model.layers": 4,
+    "model.vocab_size": 4096,
+    "data.sources": [{"path": "builtin:synthetic"}],
+    "data.seq_len": 64,
+    "train.batch": f"{64 * SEQUENCES} tok",
+    "train.horizon": "20 steps",
+    "optim.lr": 1e-3,
+    "schedule.warmup": "4 steps",
+    "observe.log_every": 1,
+    "observe.tensorboard": False,
+    "precision.compile": False,
+    "precision.compute": "fp32",
+    "run.device": "cpu",
+}
 
 
 @dataclass(frozen=True)
@@ -33,12 +53,27 @@ class Case:
     quick: bool = False
 
     @property
+    def title(self) -> str:
+        return f"{self.group}: {self.name}"
+
+    @property
     def ranks(self) -> int:
         return prod(int(self.sets.get(f"parallel.{axis}", 1)) for axis in AXES)
 
+    def matches(self, pattern: str) -> bool:
+        """A part of the title, or the whole of it or of the name with * for anything."""
+        wholes = (self.title, self.name, self.group)
+        return pattern in self.title or any(fnmatchcase(whole, pattern) for whole in wholes)
+
 
 def layout(**degrees: int) -> dict[str, Any]:
-    return {"parallel.dp_shard": 1} | {f"parallel.{axis}": degree for axis, degree in degrees.items()}
+    """A pipeline gets four micro-batches: the fewest that all schedules over two ranks take."""
+    sets: dict[str, Any] = {"parallel.dp_shard": 1}
+    sets |= {f"parallel.{axis}": degree for axis, degree in degrees.items()}
+    if degrees.get("pp", 1) > 1:
+        copies = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+        sets["train.micro_batch"] = SEQUENCES // copies // 4
+    return sets
 
 
 def cases(model: str) -> list[Case]:
@@ -130,6 +165,7 @@ def _gradients() -> list[Case]:
         Case("accumulation", "reduced at each, dp_shard 2", shard | one | {"parallel.sync": "each"}),
         Case("accumulation", "reduced at each, 2 copies of 2", hybrid | one | {"parallel.sync": "each"}),
         Case("accumulation", "8 micro-batches, tp 2", layout(tp=2) | {"train.micro_batch": 2}),
+        Case("accumulation", "16 micro-batches, pp 2", layout(pp=2) | one),
         Case("loss", "chunks of 7 tokens", layout() | {"memory.loss_chunk": 7}),
         Case("loss", "whole logits, tp 2", layout(tp=2) | {"memory.loss_chunk": False}),
         Case("loss", "chunks of 7 tokens, tp 2", layout(tp=2) | {"memory.loss_chunk": 7}, quick=True),

@@ -3,45 +3,34 @@
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from arriero.bench.cases import Case
+from arriero.bench.cases import BASE, Case
 from arriero.config.load import load_run
 from arriero.config.toml import toml_value
 from arriero.data.progress import silent
+from arriero.errors import UserError
 from arriero.model.formats.hf import load_hf
 from arriero.model.presets import expand
-from arriero.parallel.spawn import run_ranks
+from arriero.parallel.spawn import RankFailed, run_ranks
 from arriero.parallel.world import joined, world_from
 from arriero.train.arrange import arrange
 from arriero.train.build import build
+from arriero.train.device import choose_device
 from arriero.train.hooks import Hook
 from arriero.train.loop import train
 from arriero.train.metrics import StepMetrics
 
-MODELS = ("llama", "gpt2")
-BASE: dict[str, Any] = {
-    "model.layers": 4,
-    "model.vocab_size": 4096,
-    "data.sources": [{"path": "builtin:synthetic"}],
-    "data.seq_len": 64,
-    "train.batch": "1024 tok",
-    "train.horizon": "20 steps",
-    "optim.lr": 1e-3,
-    "schedule.warmup": "4 steps",
-    "observe.log_every": 1,
-    "observe.tensorboard": False,
-    "precision.compile": False,
-    "precision.compute": "fp32",
-    "run.device": "cpu",
-}
+# softmax does not see what is added to all keys alike: its gradient is rounding, which AdamW makes large
+UNSEEN = "attention.k.bias"
 
 
 @dataclass(frozen=True)
@@ -56,6 +45,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class Verdict:
+    """Relative differences: of losses the largest, of gradient norms the first, of final weights the largest
+    over kinds of weight. `error` is what a run that did not finish said."""
+
     case: Case
     loss: float
     norm: float
@@ -70,22 +62,26 @@ class Verdict:
 
 
 class Parity:
-    """Cases against the references they name; each reference is trained once."""
+    """Cases against the references they name; each reference is trained once.
 
-    def __init__(self, model: str, cache_dir: Path) -> None:
-        self._sets = BASE | {"model.preset": f"{model}-test", "data.cache": str(cache_dir)}
+    `sets` are keys for all runs, references too.
+    """
+
+    def __init__(self, model: str, cache_dir: Path, sets: Mapping[str, Any] | None = None) -> None:
+        where = {"model.preset": f"{model}-test", "data.cache": str(cache_dir)}
+        self._sets = BASE | where | dict(sets or {})
         self._reference = cache(lambda key: self._trace(dict(key), 1))
 
     def judge(self, case: Case) -> Verdict:
         try:
             expected = self._reference(tuple(case.against.items()))
             found = self._trace(case.sets, case.ranks)
-        except Exception as error:
+        except (UserError, RankFailed) as error:
             nothing = float("nan")
-            return Verdict(case, nothing, nothing, nothing, 0.0, f"{type(error).__name__}: {error}")
+            return Verdict(case, nothing, nothing, nothing, 0.0, str(error))
         return Verdict(
             case,
-            max(_apart(a, b) for a, b in zip(found.losses, expected.losses, strict=True)),
+            _largest(_apart(a, b) for a, b in zip(found.losses, expected.losses, strict=True)),
             _apart(found.norms[0], expected.norms[0]),
             _weights_apart(found.weights, expected.weights),
             found.seconds,
@@ -104,6 +100,17 @@ class Parity:
             return Trace(losses, norms, weights, seconds)
         finally:
             shutil.rmtree(folder)
+
+
+def judge_all(model: str, wanted: Iterable[Case], cache_dir: Path, device: str = "cpu") -> Iterator[Verdict]:
+    parity = Parity(model, cache_dir, {"run.device": device})
+    for case in wanted:
+        yield parity.judge(case)
+
+
+def refuse_absent(device: str) -> None:
+    """Asked in a process of its own: one that has looked for GPUs cannot fork others that use them."""
+    run_ranks(lambda: choose_device(device).name, 1, leader_prints=False)
 
 
 class _Recorder(Hook):
@@ -129,23 +136,26 @@ def _apart(a: float, b: float) -> float:
     return abs(a - b) / abs(b)
 
 
+def _largest(differences: Iterable[float]) -> float:
+    """Not a number if any is not, which max() would pass over."""
+    known = list(differences)
+    return float("nan") if any(map(isnan, known)) else max(known)
+
+
 def _weights_apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Of the kind of weight that differs most. A kind is a name without its block's number: single biases may
-    have gradients that are zero but for rounding, which AdamW makes large."""
+    """Of the kind of weight that differs most: |found - expected| / |expected| over all tensors of a name,
+    whatever their block, so that a small kind is not lost beside a large one."""
+    if found.keys() != expected.keys():
+        return float("nan")
     kinds: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, tensor in expected.items():
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
-        kinds.setdefault(kind, []).append((found[name], tensor))
-    return max(_relative(pairs) for pairs in kinds.values())
+        if not kind.endswith(UNSEEN):
+            kinds.setdefault(kind, []).append((found[name], tensor))
+    return _largest(_relative(pairs) for pairs in kinds.values())
 
 
 def _relative(pairs: list[tuple[Tensor, Tensor]]) -> float:
     off = sum((a.double() - b.double()).square().sum() for a, b in pairs)
     size = sum(b.double().square().sum() for _, b in pairs)
     return float((off / size) ** 0.5)
-
-
-def judge_all(model: str, wanted: list[Case], cache_dir: Path) -> Iterator[Verdict]:
-    parity = Parity(model, cache_dir)
-    for case in wanted:
-        yield parity.judge(case)

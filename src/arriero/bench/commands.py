@@ -1,0 +1,123 @@
+"""`arriero bench parity`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from arriero.bench.cases import MODELS, Case, cases
+from arriero.errors import UserError
+
+if TYPE_CHECKING:
+    from arriero.bench.parity import Verdict
+
+_COLUMNS = (("layout", 36), ("ranks", 5), ("loss", 8), ("gradient", 8), ("weights", 8), ("seconds", 7), ("", 6))
+
+Model = Annotated[
+    Literal["llama", "gpt2"] | None, typer.Option(help="Only this model; both unless given.", show_default=False)
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Only the cases that `make test` runs.")]
+Only = Annotated[
+    str | None,
+    typer.Option(metavar="PATTERN", help="Only cases whose 'group: name' holds this.", show_default=False),
+]
+Write = Annotated[
+    Path | None, typer.Option(help="Write the result as a Markdown page, too.", show_default=False)
+]
+Cache = Annotated[Path, typer.Option(help="Where the built-in corpus is kept, made once.")]
+Device = Annotated[
+    Literal["cpu", "cuda"], typer.Option(help="Where to compute; on 'cuda' the cases of one process.")
+]
+
+
+def parity(
+    model: Model = None,
+    quick: Quick = False,
+    only: Only = None,
+    write: Write = None,
+    cache: Cache = Path("data"),
+    device: Device = "cpu",
+) -> None:
+    """Any layout, the same loss: train the same steps in every layout and compare with one process.
+
+    Shown are relative differences: of 20 losses the largest, of the first gradient's norm, of the final weights.
+
+    Example: arriero bench parity --quick --only 'two axes'
+    """
+    wanted = {name: _chosen(name, quick, only, device) for name in ([model] if model else MODELS)}
+    if not any(wanted.values()):
+        groups = dict.fromkeys(case.group for case in cases(MODELS[0]))
+        raise UserError(f"no case matches '{only}'", f"name one of the groups: {', '.join(groups)}")
+    if write is not None and not write.parent.is_dir():
+        raise UserError(f"there is no folder {write.parent} to write {write.name} to", "make it first")
+    from arriero.bench.page import page
+    from arriero.bench.parity import refuse_absent
+
+    refuse_absent(device)
+    console = Console(highlight=False)
+    verdicts = {name: _judged(console, name, chosen, cache, device) for name, chosen in wanted.items()}
+    if write is not None:
+        write.write_text(page(verdicts, device))
+        console.print(f"written to {write}", soft_wrap=True)
+    _show_failures(console, verdicts)
+
+
+def _chosen(model: str, quick: bool, only: str | None, device: str) -> list[Case]:
+    return [
+        case
+        for case in cases(model)
+        if (case.quick or not quick)
+        and (only is None or case.matches(only))
+        and (device == "cpu" or case.ranks == 1)
+    ]
+
+
+def _judged(console: Console, model: str, chosen: list[Case], cache: Path, device: str) -> "list[Verdict]":
+    from arriero.bench.parity import judge_all
+
+    verdicts, group = [], None
+    console.print(_row(*(name for name, _ in _COLUMNS)), style="bold")
+    with console.status("") as status:
+        judging = judge_all(model, chosen, cache, device)
+        for number, case in enumerate(chosen, 1):
+            if case.group != group:
+                group = case.group
+                console.print(f"{model}: {group}", style="bold")
+            status.update(f"{number} of {len(chosen)}: {case.name}")
+            verdict = next(judging)
+            verdicts.append(verdict)
+            console.print(_verdict_row(verdict))
+    return verdicts
+
+
+def _verdict_row(verdict: "Verdict") -> Table:
+    differences = [f"{value:.1e}" for value in (verdict.loss, verdict.norm, verdict.weights)]
+    holds = "[green]holds[/]" if verdict.holds else "[bold red]FAILS[/]"
+    case = verdict.case
+    return _row(escape(case.name), str(case.ranks), *differences, f"{verdict.seconds:.1f}", holds)
+
+
+def _row(*cells: str) -> Table:
+    table = Table.grid(padding=(0, 1))
+    for _, width in _COLUMNS:
+        table.add_column(width=width)
+    table.add_row(*cells)
+    return table
+
+
+def _show_failures(console: Console, verdicts: "dict[str, list[Verdict]]") -> None:
+    failed = [(model, v) for model, judged in verdicts.items() for v in judged if not v.holds]
+    number = sum(map(len, verdicts.values()))
+    if not failed:
+        console.print(f"[green]{number} of {number} hold[/]")
+        return
+    console.print(f"[bold red]{len(failed)} of {number} do not hold:[/]")
+    for model, verdict in failed:
+        console.print(f"{model}, {verdict.case.title}", style="bold", markup=False)
+        console.print(_verdict_row(verdict))
+        if verdict.error:
+            console.print(verdict.error, markup=False, soft_wrap=True)
+    raise typer.Exit(1)
