@@ -161,14 +161,15 @@ def _gradients() -> list[Case]:
     shard, hybrid = layout(dp_shard=2), layout(dp_replicate=2, dp_shard=2)
     return [
         Case("accumulation", "16 micro-batches", layout() | one),
-        Case("accumulation", "8 micro-batches, dp_shard 2", shard | one, quick=True),
+        Case("accumulation", "8 micro-batches, dp_shard 2", shard | one),
+        Case("accumulation", "2 micro-batches, dp_shard 2", shard | {"train.micro_batch": 4}, quick=True),
         Case("accumulation", "reduced at each, dp_shard 2", shard | one | {"parallel.sync": "each"}),
         Case("accumulation", "reduced at each, 2 copies of 2", hybrid | one | {"parallel.sync": "each"}),
         Case("accumulation", "8 micro-batches, tp 2", layout(tp=2) | {"train.micro_batch": 2}),
         Case("accumulation", "16 micro-batches, pp 2", layout(pp=2) | one),
         Case("loss", "chunks of 7 tokens", layout() | {"memory.loss_chunk": 7}),
         Case("loss", "whole logits, tp 2", layout(tp=2) | {"memory.loss_chunk": False}),
-        Case("loss", "chunks of 7 tokens, tp 2", layout(tp=2) | {"memory.loss_chunk": 7}, quick=True),
+        Case("loss", "chunks of 100 tokens, tp 2", layout(tp=2) | {"memory.loss_chunk": 100}),
         Case("loss", "z-loss, tp 2", layout(tp=2) | _Z_LOSS, _Z_LOSS),
     ]
 
@@ -182,7 +183,7 @@ def _documents() -> list[Case]:
     ring = layout(cp=2) | {"parallel.context": "ring"}
     return [
         *(
-            Case("document masks", f"{axis} 2", each | _MASK, _MASK, quick=axis == "pp")
+            Case("document masks", f"{axis} 2", each | _MASK, _MASK)
             for axis, each in zip(AXES, layouts, strict=True)
         ),
         Case("document masks", "cp 2, ring", ring | _MASK, _MASK, quick=True),
