@@ -1,0 +1,178 @@
+"""Several ranks from the command line: what is refused, what is left behind, how they end together."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from arriero.config.load import load_run
+from arriero.errors import UserError
+from arriero.model.formats.hf import load_hf
+from arriero.model.presets import expand
+from arriero.parallel.world import World
+from arriero.train.arrange import arrange
+
+SETS = [
+    "model.preset=llama-test",
+    "model.layers=4",
+    "model.vocab_size=4096",
+    "data.seq_len=64",
+    "train.batch=512 tok",
+    "train.horizon=3 steps",
+    "schedule.warmup=1 step",
+    "eval.heldout=2k tok",
+    "observe.log_every=1",
+    "observe.tensorboard=false",
+    "run.device=cpu",
+]
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+def arranged(*sets, ranks=2, rank=0, path="absent"):
+    config = load_run(None, [*SETS, f"run.dir='{path}'", *sets], expand).config
+    return arrange(config, World(rank, ranks, rank, ranks, "tcp://nowhere:1"))
+
+
+@pytest.mark.parametrize(
+    ("sets", "ranks", "words"),
+    [
+        (["parallel.tp=2", "data.packing='none'"], 2, "'none' makes batches of varying width"),
+        (["parallel.cp=2", "data.packing='none'"], 2, "'none' makes batches of varying width"),
+        (["parallel.pp=2", "data.packing='none'"], 2, "'none' makes batches of varying width"),
+        (["parallel.pp=2", "parallel.schedule='zbv'", "precision.compile=true"], 2, "splits the backward pass"),
+        (["parallel.pp=2", "parallel.schedule='zbv'", "memory.remat='selective'"], 2, "goes backward twice"),
+        (["train.micro_batch=8"], 2, "the 4 sequences of a rank cannot be cut into micro-batches of 8"),
+        (["parallel.pp=2", "train.micro_batch=8"], 2, "for the schedule '1f1b' over 2 stages"),
+        (["parallel.pp=2", "parallel.schedule='1f1b'", "parallel.stages_per_rank=2"], 2, "needs 1 stages"),
+        (["parallel.pp=2", "parallel.schedule='zbv'", "train.batch=128 tok"], 2, "cannot be cut into micro-b"),
+        (["parallel.pp=8", "parallel.dp_shard=1"], 8, "4 layers cannot fill 8 pipeline stages"),
+        (["parallel.tp=4", "parallel.dp_shard=1"], 4, "kv_heads"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_by_each_alone(sets, ranks, words):
+    with pytest.raises(UserError, match=words):
+        arranged(*sets, ranks=ranks)
+
+
+def test_a_split_backward_pass_is_compiled_nowhere_and_recomputed_whole():
+    plan = arranged("parallel.pp=2", "parallel.schedule='zbv'", "memory.remat='full'")
+    assert plan.compiled is False
+
+
+def test_ranks_of_a_v_hold_both_its_arms():
+    sets = ["parallel.pp=2", "parallel.schedule='zbv'"]
+    held = [arranged(*sets, rank=rank).stages for rank in range(2)]
+    assert [[list(stage) for stage in each] for each in held] == [[[0], [3]], [[1], [2]]]
+
+
+def test_what_was_decided_about_a_layout_is_told():
+    plan = arranged("parallel.pp=2", "parallel.cp=2", ranks=4)
+    told = {decision.name: decision.value for decision in plan.decisions}
+    assert told["layout"] == "pp 2 x cp 2"
+    assert told["context"] == "Ulysses 2"
+    assert re.fullmatch(r"\d \| \d blocks", told["stages"])
+
+
+def flags(*sets):
+    return [part for each in (*SETS, *sets) for part in ("--set", each)]
+
+
+def losses(run):
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def cache(corpus_cache):
+    return f"data.cache='{corpus_cache}'"
+
+
+def test_two_ranks_leave_what_one_does(arriero, cache, tmp_path):
+    for name, more in (("one", []), ("two", ["--nproc", "2"])):
+        result = arriero("train", *flags(cache, f"run.name={name}"), *more)
+        assert result.returncode == 0, result.stderr
+    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    assert "dp_shard 2" in result.stdout
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert json.loads((two / "ledger.json").read_text()) == json.loads((one / "ledger.json").read_text())
+    expected, found = load_hf(one / "model")[0], load_hf(two / "model")[0]
+    assert expected.keys() == found.keys()
+    assert all((expected[name] - found[name]).abs().max() < 1e-4 for name in expected)
+    kinds = [json.loads(line)["event"] for line in (two / "events.jsonl").read_text().splitlines()]
+    assert kinds.count("start") == kinds.count("end") == 1
+    assert arriero("data", "audit", two).returncode == 0
+
+
+def environment(**more):
+    paths = [str(SOURCE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "RANK", "WORLD_SIZE"))}
+    return kept | {"PYTHONPATH": os.pathsep.join(str(Path(path).resolve()) for path in paths), **more}
+
+
+def start(arguments, folder, **more):
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_torchrun_and_srun_start_the_run_that_nproc_starts(arriero, cache, tmp_path):
+    assert arriero("train", *flags(cache, "run.name=own"), "--nproc", "2").returncode == 0
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    started = [start([*torchrun, "-m", "arriero", "train", *flags(cache, "run.name=torchrun")], tmp_path)]
+    port = free_port()
+    for rank in range(2):
+        step = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": 2, "SLURM_JOB_ID": 7}
+        step |= {"SLURM_STEP_ID": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = ["-m", "arriero", "train", *flags(cache, "run.name=srun")]
+        started.append(start(command, tmp_path, **{name: str(value) for name, value in step.items()}))
+    for process in started:
+        assert process.wait(timeout=200) == 0, process.stdout.read()
+    runs = tmp_path / "runs"
+    assert losses(runs / "torchrun") == losses(runs / "srun") == losses(runs / "own")
+
+
+def children_of(parent):
+    """Its child processes, in the order they were started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == parent:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(cache, tmp_path):
+    run = tmp_path / "runs" / "killed"
+    command = ["-m", "arriero", "train", *flags(cache, "run.name=killed", "train.horizon=100000 steps")]
+    process = start([*command, "--nproc", "2"], tmp_path)
+    deadline = time.monotonic() + 200
+    while not (run / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks = children_of(process.pid)
+    os.kill(ranks[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 2, output
+    assert output.count("error:") == 1
+    assert "rank 1 was killed (SIGKILL); the others were stopped" in " ".join(output.split())
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
