@@ -77,9 +77,9 @@ def apply_float8(
     return Float8Layers(chosen, {name: reason for name, reason in reasons.items() if reason is not None})
 
 
-def after_step(model: nn.Module, settings: PrecisionSection) -> None:
-    """The scales of all gathered float8 weights, by one all-reduce. Also after weights are filled or loaded:
-    without it the next forward takes scales of its own, under tensor parallelism others."""
+def renew_scales(model: nn.Module, settings: PrecisionSection) -> None:
+    """The scales of all weights gathered in float8, by one all-reduce. Whenever weights have changed: without
+    it the next forward takes scales of its own, under tensor parallelism others."""
     if settings.float8 != "off" and settings.float8_all_gather:
         _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 

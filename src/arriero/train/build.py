@@ -26,6 +26,7 @@ from arriero.parallel.context import cut_to, positions_held
 from arriero.parallel.fsdp import Sharding
 from arriero.parallel.mesh import Mesh, make_mesh
 from arriero.parallel.pipeline import Pipeline, join_tied_table
+from arriero.parallel.precision import renew_scales
 from arriero.plan.schedules import SCHEDULES
 from arriero.train.arrange import Arrangement
 from arriero.train.cadence import Cadence
@@ -172,6 +173,7 @@ def _passes(plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh) -> Pa
         cut=partial(cut_to, held_t=_positions(plan, mesh)) if plan.layout.cp > 1 else None,
         pipeline=pipeline,
         sync_each=plan.config.parallel.sync == "each",
+        renew=partial(renew_scales, settings=plan.config.precision),
     )
 
 
