@@ -111,7 +111,7 @@ def test_a_few_compilations_serve_all_shapes_and_steps(monkeypatch, dtype):
     expected = stepped("int8", weights)
     torch._dynamo.reset()
     compilations = CompileCounter()
-    compiled = torch.compile(adamw.in_place, dynamic=True, backend=compilations)
+    compiled = torch.compile(adamw.in_place, backend=compilations)
     monkeypatch.setattr(adamw, "in_place", compiled)
     held = stepped("int8", weights)
     assert all(torch.equal(held[name], expected[name]) for name in held)
