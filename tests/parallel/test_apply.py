@@ -62,7 +62,7 @@ def test_first_weights_are_the_same_bits_in_every_layout(name, layout):
 
     def work(mesh):
         stages = [range(2), range(2, 3)] if layout.pp == 2 else [range(3)]
-        [part] = parallelize(spec, stages[mesh.coordinate("pp") :][:1], mesh, recipe(), CPU)
+        [part], _ = parallelize(spec, stages[mesh.coordinate("pp") :][:1], mesh, recipe(), CPU)
         plain = build_model(spec)
         plain.init_weights(1)
         expected = dict(plain.named_parameters())
@@ -77,7 +77,7 @@ def test_first_weights_are_the_same_bits_in_every_layout(name, layout):
 
 
 def gradients(spec, mesh, how):
-    [model] = parallelize(spec, [range(spec.layers)], mesh, how, CPU)
+    [model], _ = parallelize(spec, [range(spec.layers)], mesh, how, CPU)
     generator = torch.Generator().manual_seed(3)
     x = torch.randint(0, spec.vocab_size, (4, 33), generator=generator)
     rows = slice(2 * mesh.batch_rank, 2 * mesh.batch_rank + 2) if mesh.layout.batch == 2 else slice(None)

@@ -50,14 +50,16 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     if config.run.deterministic:
         make_deterministic()
     mesh = make_mesh(layout, plan.world, plan.ulysses, device.torch_device)
-    parts = parallelize(plan.spec, plan.stages, mesh, _recipe(plan), device.torch_device)
+    parts, float8 = parallelize(plan.spec, plan.stages, mesh, _recipe(plan), device.torch_device)
     optimizer = _optimizer(plan, parts, mesh)
     run_dir = run_directory(config)
     if plan.world.leads:
         open_run_directory(config)
     masked = config.data.document_mask
     batch = plan.sequences * layout.batch
-    lasts = [] if most_steps is None else [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
+    found = [] if most_steps is None else [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
+    if config.precision.float8 != "off":
+        found.append(Decision("float8", config.precision.float8, float8.summary))
     evaluator = Evaluator(streams.heldout, plan.micro_batch, mesh, masked) if streams.heldout else None
     return Session(
         config=config,
@@ -85,7 +87,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
         most_steps=most_steps,
         run_dir=run_dir,
         hooks=_hooks(plan, extra_hooks),
-        decisions=[*plan.decisions, *lasts],
+        decisions=[*plan.decisions, *found],
     )
 
 
