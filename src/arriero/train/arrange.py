@@ -176,6 +176,12 @@ def _conflicts(
             f"memory.offload_state moves shards, and the layout {layout} has none",
             "remove it, or give ranks to dp_shard",
         )
+    group = config.parallel.reshard
+    if isinstance(group, int) and layout.fsdp % group:
+        yield (
+            f"parallel.reshard ({group}) does not divide the {layout.fsdp} ranks that share a copy",
+            "take a divisor, like the GPUs of a node",
+        )
     if config.parallel.async_tp and not (layout.tp > 1 and compiled and device.is_gpu):
         yield (
             "parallel.async_tp overlaps the communication of compiled, tensor-parallel layers on GPUs",
