@@ -51,14 +51,19 @@ def in_ranks(layout, work):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [Layout(dp_shard=3), Layout(dp_replicate=2), Layout(dp_shard=3, tp=2), Layout(pp=2, tp=2)],
+    ("name", "layout"),
+    [
+        ("llama-test", Layout(dp_shard=3)),
+        ("llama-test", Layout(dp_replicate=2)),
+        ("llama-test", Layout(dp_shard=3, tp=2)),
+        ("gpt2-test", Layout(dp_shard=3)),
+        ("gpt2-test", Layout(pp=2, tp=2)),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["llama-test", "gpt2-test"])
 def test_first_weights_are_the_same_bits_in_every_layout(name, layout):
-    """Also where rows do not divide evenly; each rank fills only what it holds."""
-    spec = replace(load_preset(name), layers=3)
+    """Also where rows do not divide evenly, over fsdp or tp; each rank fills only what it holds."""
+    spec = replace(load_preset(name), layers=3, vocab_size=509)
 
     def work(mesh):
         stages = [range(2), range(2, 3)] if layout.pp == 2 else [range(3)]
@@ -87,8 +92,16 @@ def gradients(spec, mesh, how):
     return {name: whole(parameter.grad) for name, parameter in named}
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "selective"])
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp_shard=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "remat"),
+    [
+        (Layout(tp=2), "none"),
+        (Layout(dp_shard=2, tp=2), "none"),
+        (Layout(tp=2), "full"),
+        (Layout(dp_shard=2, tp=2), "selective"),
+    ],
+    ids=str,
+)
 def test_compiled_gradients_equal_eager_ones_for_every_parameter(monkeypatch, layout, remat):
     """A compiled block fed by a collective can silently lose the embedding's gradient."""
     eagerly_traced = nn.Module.compile
