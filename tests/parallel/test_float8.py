@@ -13,7 +13,7 @@ from arriero.config.schema import PrecisionSection
 from arriero.errors import UserError
 from arriero.model.build import build_model
 from arriero.model.presets import expand, load_preset
-from arriero.parallel.precision import after_step, apply_float8, computes_float8
+from arriero.parallel.precision import apply_float8, computes_float8, renew_scales
 
 SPEC = load_preset("llama-test")
 IN_A_BLOCK = {f"attention.{n}" for n in "qkvo"} | {f"ffn.{n}" for n in ("gate", "up", "down")}
@@ -48,7 +48,7 @@ def test_off_changes_nothing():
     model = on_meta()
     assert apply_float8(model, PrecisionSection(), emulate=True).converted == ()
     assert set(kinds(model).values()) == {"Linear"}
-    after_step(model, PrecisionSection())
+    renew_scales(model, PrecisionSection())
 
 
 def test_a_part_of_the_pipeline_converts_its_own_blocks():

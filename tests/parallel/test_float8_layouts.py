@@ -25,7 +25,7 @@ from arriero.model.build import build_model
 from arriero.model.init import plain_name
 from arriero.model.presets import load_preset
 from arriero.parallel import precision
-from arriero.parallel.precision import after_step, apply_float8, ordinary
+from arriero.parallel.precision import apply_float8, ordinary, renew_scales
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
 
@@ -118,7 +118,7 @@ def laid_out(recipe, dp, tp, dtype, compiled=False, **keys):
             block.compile(backend="aot_eager")
             model.blocks[name] = checkpoint_wrapper(block)
     shard_over(model, mesh["dp"], dtype)
-    after_step(model, settings)
+    renew_scales(model, settings)
     return model, settings, mesh["dp"]
 
 
@@ -202,7 +202,7 @@ def test_scales_of_gathered_weights_follow_the_weights():
             with torch.no_grad():
                 for p in model.blocks.parameters():
                     p.mul_(3.0)
-            after_step(model, settings)
+            renew_scales(model, settings)
             for name, p in model.blocks.named_parameters():
                 if "norm" not in name:
                     largest = p.full_tensor().abs().max()
@@ -246,7 +246,7 @@ def test_shards_gathered_in_float8_are_filled_from_meta_like_the_whole_model():
         apply_float8(model, settings, emulate=True, sharded=True)
         shard_over(model, init_device_mesh("cpu", (2,)), torch.float32)
         model.to_empty(device="cpu").init_weights(1, rows_held)
-        after_step(model, settings)
+        renew_scales(model, settings)
         whole, _ = made("off")
         full = {name: p.full_tensor() for name, p in model.named_parameters()}
         return [name for name, p in whole.named_parameters() if not torch.equal(p, full[name])]
@@ -287,7 +287,7 @@ def losses_in_layout(recipe, dp, tp, **keys):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        after_step(model, settings)
+        renew_scales(model, settings)
         total = loss.detach().clone()
         dist.all_reduce(total, group=ranks.get_group())
         losses.append(total.item())

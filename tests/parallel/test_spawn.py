@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from arriero.errors import UserError
 from arriero.parallel.spawn import RankFailed, run_ranks
-from arriero.parallel.world import World, joined, world_from
+from arriero.parallel.world import World, first_host, joined, world_from
 
 
 def test_ranks_find_each_other_and_the_first_ones_result_comes_back():
@@ -56,6 +56,14 @@ def test_a_killed_rank_is_named():
         run_ranks(work, 2, leader_prints=False)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("n3,n7", "n3"), ("n[03-05]", "n03"), ("gpu[7,9-12],cpu1", "gpu7"), ("a1,b[2-3]", "a1")],
+)
+def test_the_first_host_of_slurms_list(nodes, first):
+    assert first_host(nodes) == first
+
+
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 SLURM = {
     "SLURM_PROCID": "3",
@@ -64,14 +72,17 @@ SLURM = {
     "SLURM_NNODES": "2",
     "SLURM_NTASKS_PER_NODE": "4",
     "SLURM_JOB_ID": "17",
-    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "nid[00017-00020,00031]",
 }
 
 
 def test_every_launchers_variables_mean_the_same():
     assert world_from({}) == World()
     assert world_from(TORCHRUN) == World(3, 8, 1, 1, "tcp://n1:29500")
-    assert world_from(SLURM) == World(3, 8, 1, 4, "tcp://10.0.0.7:20119")
+    assert world_from(SLURM) == World(3, 8, 1, 4, "tcp://nid00017:20119")
     assert world_from(SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == World()
+    batch_script = {name: value for name, value in SLURM.items() if "STEP" not in name}
+    assert world_from(batch_script) == World()
     with pytest.raises(UserError, match="where they meet"):
         world_from({"RANK": "0", "WORLD_SIZE": "2"})

@@ -214,8 +214,9 @@ def _precisions() -> list[Case]:
         made.append(Case("bf16 beside fp32", name, each | bf16, tolerance=BF16))
     pure = layout() | bf16 | {"precision.master": "bf16"}
     made.append(Case("bf16 beside fp32", "bf16 weights", pure, tolerance=FLOAT8))
-    fp16 = layout(dp_shard=2) | {"precision.compute": "fp16"}
-    made.append(Case("fp16 beside fp32", "dp_shard 2", fp16, tolerance=BF16))
+    fp16 = {"precision.compute": "fp16"}
+    # both skip the same first steps, whose scaled gradients overflow
+    made.append(Case("fp16", "dp_shard 2", layout(dp_shard=2) | fp16, fp16, tolerance=BF16))
     for kind in ("tensorwise", "rowwise"):
         float8 = bf16 | {"precision.float8": kind}
         made.append(Case("float8 beside fp32", kind, layout() | float8, tolerance=FLOAT8))

@@ -17,7 +17,7 @@ from arriero.model.spec import ModelSpec
 from arriero.parallel.context import apply_context
 from arriero.parallel.fsdp import Sharding, shard_weights
 from arriero.parallel.mesh import Mesh
-from arriero.parallel.precision import after_step, apply_float8, computes_float8
+from arriero.parallel.precision import Float8Layers, apply_float8, computes_float8, joined_layers
 from arriero.parallel.remat import apply_remat
 from arriero.parallel.tensor import split_layers, use_async_tensor_parallel
 
@@ -38,12 +38,15 @@ class Recipe:
 
 def parallelize(
     spec: ModelSpec, stages: Sequence[range], mesh: Mesh, recipe: Recipe, device: torch.device
-) -> list[LanguageModel]:
+) -> tuple[list[LanguageModel], Float8Layers]:
     """This rank's parts, with their first weights; no rank ever holds more than its own."""
-    return [_part(spec, blocks, mesh, recipe, device) for blocks in stages]
+    made = [_part(spec, blocks, mesh, recipe, device) for blocks in stages]
+    return [part for part, _ in made], joined_layers([layers for _, layers in made])
 
 
-def _part(spec: ModelSpec, blocks: range, mesh: Mesh, recipe: Recipe, device: torch.device) -> LanguageModel:
+def _part(
+    spec: ModelSpec, blocks: range, mesh: Mesh, recipe: Recipe, device: torch.device
+) -> tuple[LanguageModel, Float8Layers]:
     with torch.device("meta"):
         model = build_model(spec).to(recipe.weights)
     model.keep(blocks)
@@ -51,7 +54,7 @@ def _part(spec: ModelSpec, blocks: range, mesh: Mesh, recipe: Recipe, device: to
         model.head.loss = recipe.loss
     # makes new modules: whatever hooks into modules must come after
     emulate = not computes_float8(device)
-    apply_float8(model, recipe.precision, emulate, mesh.layout.tp, mesh.shards)
+    layers = apply_float8(model, recipe.precision, emulate, mesh.layout.tp, mesh.shards)
     if mesh.layout.tp > 1:
         # what follows sees one rank's slice of each layer
         split_layers(model, mesh.tp)
@@ -60,20 +63,27 @@ def _part(spec: ModelSpec, blocks: range, mesh: Mesh, recipe: Recipe, device: to
     if mesh.layout.cp > 1:
         # attention over the heads that are left here
         apply_context(model, mesh.group("ring"), mesh.group("ulysses"))
-    # around whole blocks, collectives inside included
+    # only the compiler can keep some of a compiled block's results; whole blocks it need not see recomputed,
+    # and torch 2.13 cannot compile that together with tensor parallelism
+    sees_remat = recipe.memory.remat.kind == "selective"
+    if recipe.compiled and not sees_remat:
+        _compile(model)
     apply_remat(model, recipe.memory.remat, spec.layers, recipe.compiled, recipe.memory.offload_activations)
-    if recipe.compiled:
-        # outside recomputation, so that the compiler sees what is recomputed
-        for block in model.blocks.values():
-            block.compile()
+    if recipe.compiled and sees_remat:
+        _compile(model)
     if mesh.shards:
         # what is gathered is what all of the above computes with
         shard_weights(model, mesh, recipe.sharding, device.type == "cuda")
     offloaded = mesh.shards and recipe.sharding.offload
     model.to_empty(device="cpu" if offloaded else device)
     model.init_weights(recipe.seed, held_here)
-    after_step(model, recipe.precision)
-    return model
+    return model, layers
+
+
+def _compile(model: LanguageModel) -> None:
+    """Block by block: they are alike, so one compilation serves them all."""
+    for block in model.blocks.values():
+        block.compile()
 
 
 def held_here(parameter: Tensor) -> list[Piece]:

@@ -3,7 +3,7 @@
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -37,6 +37,12 @@ class Float8Layers:
         total = len(self.converted) + len(self.left)
         reasons = (f"{count} left: {reason}" for reason, count in Counter(self.left.values()).items())
         return "; ".join([f"{len(self.converted)} of {total} linear layers", *reasons])
+
+
+def joined_layers(parts: Iterable[Float8Layers]) -> Float8Layers:
+    parts = list(parts)
+    left = {name: reason for part in parts for name, reason in part.left.items()}
+    return Float8Layers(tuple(name for part in parts for name in part.converted), left)
 
 
 def computes_float8(device: torch.device) -> bool:
@@ -77,9 +83,9 @@ def apply_float8(
     return Float8Layers(chosen, {name: reason for name, reason in reasons.items() if reason is not None})
 
 
-def after_step(model: nn.Module, settings: PrecisionSection) -> None:
-    """The scales of all gathered float8 weights, by one all-reduce. Also after weights are filled or loaded:
-    without it the next forward takes scales of its own, under tensor parallelism others."""
+def renew_scales(model: nn.Module, settings: PrecisionSection) -> None:
+    """The scales of all weights gathered in float8, by one all-reduce. Whenever weights have changed: without
+    it the next forward takes scales of its own, under tensor parallelism others."""
     if settings.float8 != "off" and settings.float8_all_gather:
         _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 

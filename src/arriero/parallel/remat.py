@@ -32,7 +32,7 @@ _REDUCTIONS = ("max",)
 def apply_remat(
     model: LanguageModel, remat: Remat, layers: int, compiled: bool, offload: bool = False
 ) -> None:
-    """Before the blocks are compiled. `layers` are those of the whole model, of which this may be a part."""
+    """`layers` are those of the whole model, of which this may be a part."""
     if remat.kind == "budget" and not compiled:
         raise UserError(
             f"memory.remat = '{remat}' is kept by the compiler, and blocks are not compiled here",

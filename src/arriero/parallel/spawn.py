@@ -104,21 +104,19 @@ def _wait(children: dict[int, int]) -> dict[int, int]:
     """Returns the ranks that were killed, not by us, and by which signal."""
     left, killed, told, deadline = dict(children), {}, {signal.SIGTERM}, None
     while left:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            if deadline is not None and time.monotonic() > deadline:
-                told.add(signal.SIGKILL)
-                _tell(left, signal.SIGKILL)
-            time.sleep(0.02)
-            continue
-        rank = left.pop(pid, None)
-        if rank is None or status == 0:
-            continue
-        if os.WIFSIGNALED(status) and (deadline is None or os.WTERMSIG(status) not in told):
-            killed[rank] = os.WTERMSIG(status)
-        if deadline is None:
+        ended = [(pid, status) for pid, status in (os.waitpid(each, os.WNOHANG) for each in left) if pid]
+        for pid, status in ended:
+            rank = left.pop(pid)
+            if os.WIFSIGNALED(status) and (deadline is None or os.WTERMSIG(status) not in told):
+                killed[rank] = os.WTERMSIG(status)
+        if deadline is None and any(status for _, status in ended):
             deadline = time.monotonic() + _GRACE_SECONDS
             _tell(left, signal.SIGTERM)
+        elif deadline is not None and time.monotonic() > deadline:
+            told.add(signal.SIGKILL)
+            _tell(left, signal.SIGKILL)
+        if left and not ended:
+            time.sleep(0.02)
     return killed
 
 
@@ -130,9 +128,9 @@ def _tell(children: Iterable[int], number: int) -> None:
 
 def _raise_first_failure(folder: Path, killed: dict[int, int]) -> None:
     for rank, number in killed.items():
-        name = signal.Signals(number).name
         raise UserError(
-            f"rank {rank} was killed ({name}); the others were stopped",
+            f"rank {rank} was killed ({signal.Signals(number).name}){_last_line(folder, rank)}; "
+            "the others were stopped",
             "look for the one who killed it: the system does so when memory runs out",
         )
     words = {int(path.name[5:]): pickle.loads(path.read_bytes()) for path in folder.glob("word-*[0-9]")}
@@ -146,6 +144,14 @@ def _raise_first_failure(folder: Path, killed: dict[int, int]) -> None:
     if isinstance(error, UserError):
         raise error
     raise RankFailed(f"rank {rank} failed first:\n{trace}")
+
+
+def _last_line(folder: Path, rank: int) -> str:
+    """What a rank that crashed below Python had to say."""
+    output = folder / f"output-{rank}"
+    lines = output.read_text(errors="replace").split("\n") if output.exists() else []
+    said = [line.strip() for line in lines if line.strip()]
+    return f", its last line: {said[-1][:300]}" if said else ""
 
 
 class _passing_signals_on:

@@ -1,6 +1,7 @@
 """Who this process is among the processes of a run: the one place that reads a launcher's variables."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ class World:
 def world_from(environment: Mapping[str, str] = os.environ) -> World:
     """As `arriero train --nproc`, torchrun, srun or mpirun set it; alone where none did."""
     for names in _LAUNCHERS:
-        if all(name in environment for name in names[:2]) and int(environment[names[1]]) > 1:
+        # a batch script's own process has Slurm's variables too, but no step
+        told = names[0] != "SLURM_PROCID" or "SLURM_STEP_ID" in environment
+        if told and all(name in environment for name in names[:2]) and int(environment[names[1]]) > 1:
             rank, size = (int(environment[name]) for name in names[:2])
             local_rank, local_size = int(environment.get(names[2], rank)), int(environment.get(names[3], 1))
             return World(rank, size, local_rank, local_size, _meeting(environment))
@@ -55,10 +58,8 @@ def _meeting(environment: Mapping[str, str]) -> str:
     if RENDEZVOUS in environment:
         return environment[RENDEZVOUS]
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-    if address is None and environment.get("SLURM_NNODES") == "1":
-        address = "127.0.0.1"
-    if address is None:
-        address = environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    if address is None and "SLURM_STEP_NODELIST" in environment:
+        address = first_host(environment["SLURM_STEP_NODELIST"])
     if port is None and "SLURM_JOB_ID" in environment:
         job, step = (int(environment.get(f"SLURM_{name}_ID", 0)) for name in ("JOB", "STEP"))
         port = str(20000 + (7 * job + step) % 20000)
@@ -68,6 +69,15 @@ def _meeting(environment: Mapping[str, str]) -> str:
             "set MASTER_ADDR and MASTER_PORT, the same for all of them",
         )
     return f"tcp://{address}:{port}"
+
+
+def first_host(nodes: str) -> str:
+    """Of Slurm's list, like 'frontier[00017-00020,00031],login3'."""
+    prefix, bracket, rest = nodes.partition("[")
+    if not bracket or "," in prefix:
+        return nodes.partition(",")[0]
+    first = re.split("[-,\\]]", rest, maxsplit=1)[0]
+    return prefix + first
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What a run will be, decided by each process alone: all that can be refused is refused before any meet."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,13 +46,12 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
     stages = layout.pp * per_rank if layout.pp > 1 else 1
     batch = config.train.batch.amount // config.data.seq_len
     refuse_illegal(layout, Work(spec, config.data.seq_len, batch, stages, config.parallel.context))
-    _refuse_ragged(config, layout)
-    _refuse_selective_halves(config, layout)
     heads, kv_heads = spec.heads // layout.tp, spec.kv_heads // layout.tp
     ulysses, ring = divide_context(layout.cp, heads, kv_heads, config.parallel.context)
     sequences = batch // layout.batch
     micro = _micro_batch(config, spec, layout, sequences, per_rank, compute, device)
     compiled, compile_reason = _compiled(config, layout, device)
+    _refuse_conflicts(config, layout, compiled, device)
     cuts = cut_stages(spec, config.data.seq_len, stages)
     held = [0]
     if layout.pp > 1:
@@ -102,17 +102,11 @@ def _layout_decisions(layout: Layout, ulysses: int, ring: int, cuts: list[range]
 
 
 def _compiled(config: RunConfig, layout: Layout, device: Device) -> tuple[bool, str]:
-    splits = layout.pp > 1 and SCHEDULES[config.parallel.schedule].splits_backward
-    if config.precision.compile == "auto":
-        if device.is_gpu and splits:
-            return False, f"the schedule '{config.parallel.schedule}' splits the backward pass"
-        return device.is_gpu, "GPUs only"
-    if config.precision.compile and splits:
-        raise UserError(
-            f"the schedule '{config.parallel.schedule}' splits the backward pass, and compiled blocks cannot",
-            "set precision.compile = false, or parallel.schedule = 'interleaved-1f1b'",
-        )
-    return config.precision.compile, "as configured"
+    if config.precision.compile != "auto":
+        return config.precision.compile, "as configured"
+    if device.is_gpu and layout.pp > 1 and SCHEDULES[config.parallel.schedule].splits_backward:
+        return False, f"the schedule '{config.parallel.schedule}' splits the backward pass"
+    return device.is_gpu, "GPUs only"
 
 
 def _micro_batch(
@@ -150,19 +144,46 @@ def _micro_batch(
     return fits
 
 
-def _refuse_selective_halves(config: RunConfig, layout: Layout) -> None:
-    splits = layout.pp > 1 and SCHEDULES[config.parallel.schedule].splits_backward
+def _refuse_conflicts(config: RunConfig, layout: Layout, compiled: bool, device: Device) -> None:
+    for what, todo in _conflicts(config, layout, compiled, device):
+        raise UserError(what, todo)
+
+
+def _conflicts(
+    config: RunConfig, layout: Layout, compiled: bool, device: Device
+) -> Iterator[tuple[str, str]]:
+    """Settings that are sound in themselves but not on this layout or device."""
+    name = config.parallel.schedule
+    splits = layout.pp > 1 and SCHEDULES[name].splits_backward
     if splits and config.memory.remat.kind == "selective":
-        raise UserError(
-            f"the schedule '{config.parallel.schedule}' goes backward twice, and what memory.remat "
-            "'selective' keeps is gone after the first time",
+        yield (
+            f"the schedule '{name}' goes backward twice, and what memory.remat 'selective' keeps is gone "
+            "after the first time",
             "set memory.remat to 'full' or 'none', or parallel.schedule to 'interleaved-1f1b'",
         )
-
-
-def _refuse_ragged(config: RunConfig, layout: Layout) -> None:
+    if splits and compiled:
+        yield (
+            f"the schedule '{name}' splits the backward pass, and compiled blocks cannot",
+            "set precision.compile = false, or parallel.schedule = 'interleaved-1f1b'",
+        )
     if config.data.packing == "none" and layout.cp * layout.tp * layout.pp > 1:
-        raise UserError(
+        yield (
             "data.packing 'none' makes batches of varying width, which cp, tp and pp cannot divide",
             "set data.packing to 'bestfit', or give the ranks to dp_shard",
+        )
+    if config.memory.offload_state and layout.dp_replicate * layout.fsdp == 1:
+        yield (
+            f"memory.offload_state moves shards, and the layout {layout} has none",
+            "remove it, or give ranks to dp_shard",
+        )
+    group = config.parallel.reshard
+    if isinstance(group, int) and layout.fsdp % group:
+        yield (
+            f"parallel.reshard ({group}) does not divide the {layout.fsdp} ranks that share a copy",
+            "take a divisor, like the GPUs of a node",
+        )
+    if config.parallel.async_tp and not (layout.tp > 1 and compiled and device.is_gpu):
+        yield (
+            "parallel.async_tp overlaps the communication of compiled, tensor-parallel layers on GPUs",
+            "remove it, or set parallel.tp and precision.compile on a GPU",
         )

@@ -26,6 +26,7 @@ from arriero.parallel.context import cut_to, positions_held
 from arriero.parallel.fsdp import Sharding
 from arriero.parallel.mesh import Mesh, make_mesh
 from arriero.parallel.pipeline import Pipeline, join_tied_table
+from arriero.parallel.precision import renew_scales
 from arriero.plan.schedules import SCHEDULES
 from arriero.train.arrange import Arrangement
 from arriero.train.cadence import Cadence
@@ -49,14 +50,16 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     if config.run.deterministic:
         make_deterministic()
     mesh = make_mesh(layout, plan.world, plan.ulysses, device.torch_device)
-    parts = parallelize(plan.spec, plan.stages, mesh, _recipe(plan), device.torch_device)
+    parts, float8 = parallelize(plan.spec, plan.stages, mesh, _recipe(plan), device.torch_device)
     optimizer = _optimizer(plan, parts, mesh)
     run_dir = run_directory(config)
     if plan.world.leads:
         open_run_directory(config)
     masked = config.data.document_mask
     batch = plan.sequences * layout.batch
-    lasts = [] if most_steps is None else [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
+    found = [] if most_steps is None else [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
+    if config.precision.float8 != "off":
+        found.append(Decision("float8", config.precision.float8, float8.summary))
     evaluator = Evaluator(streams.heldout, plan.micro_batch, mesh, masked) if streams.heldout else None
     return Session(
         config=config,
@@ -84,7 +87,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
         most_steps=most_steps,
         run_dir=run_dir,
         hooks=_hooks(plan, extra_hooks),
-        decisions=[*plan.decisions, *lasts],
+        decisions=[*plan.decisions, *found],
     )
 
 
@@ -172,6 +175,7 @@ def _passes(plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh) -> Pa
         cut=partial(cut_to, held_t=_positions(plan, mesh)) if plan.layout.cp > 1 else None,
         pipeline=pipeline,
         sync_each=plan.config.parallel.sync == "each",
+        renew=partial(renew_scales, settings=plan.config.precision),
     )
 
 

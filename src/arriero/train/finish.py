@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from arriero.errors import UserError
 from arriero.model.build import build_model
 from arriero.model.formats.hf import load_hf, save_hf
+from arriero.parallel.precision import ordinary
 from arriero.train.sample import continue_text
 from arriero.train.session import Session
 
@@ -42,7 +43,7 @@ def _whole_weights(session: Session) -> dict[str, Tensor]:
         for name, shape in names:
             whole = torch.empty(shape)
             if stage == number:
-                weight = own[name]
+                weight = ordinary(own[name])
                 whole = (weight.full_tensor() if isinstance(weight, DTensor) else weight).float().cpu()
             if number and session.mesh.world.rank == sender:
                 dist.send(whole, dst=0)

@@ -1,5 +1,6 @@
 """What is measured at a logged step, and the stopwatch that measures it."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,11 @@ class StepMetrics:
     eval_loss: float | None = None
 
     def line(self) -> dict[str, Any]:
-        fields = asdict(self)
+        """A norm that is not finite, as of an fp16 step that overflowed, is null: JSON knows no infinity."""
+        fields = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
         if self.eval_loss is None:
             del fields["eval_loss"]
         return fields

@@ -13,7 +13,8 @@ from arriero.parallel.pipeline import Pipeline
 
 
 class Passes:
-    """`cut` leaves of a batch the tokens that are this rank's; `pipeline` is for a model in stages."""
+    """`cut` leaves of a batch the tokens that are this rank's; `pipeline` is for a model in stages;
+    `renew` is done to each part before it computes with new weights."""
 
     def __init__(
         self,
@@ -24,6 +25,7 @@ class Passes:
         cut: Callable[[Batch], Batch] | None = None,
         pipeline: Pipeline | None = None,
         sync_each: bool = False,
+        renew: Callable[[LanguageModel], None] = lambda _: None,
     ) -> None:
         self._parts = parts
         self._mesh = mesh
@@ -32,10 +34,12 @@ class Passes:
         self._cut = cut
         self._pipeline = pipeline
         self._sync_each = sync_each
+        self._renew = renew
 
     def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor:
         """Accumulate a batch's gradients, times `scale`; returns the mean loss over all ranks' tokens."""
         batch = self._mine(batch)
+        self._renew_parts()
         labels = self._labels(batch).clamp(min=1.0)
         if self._pipeline is not None:
             mean = self._pipeline.gradients(batch.tokens_BT, batch.labels_BT, labels, scale, **_extra(batch))
@@ -57,6 +61,7 @@ class Passes:
     def held_out(self, batch: Batch) -> tuple[float, int]:
         """Summed loss and number of labels, over all ranks."""
         batch = self._mine(batch)
+        self._renew_parts()
         if self._pipeline is not None:
             rows = self._micro_batch
             total = self._pipeline.summed_loss(batch.tokens_BT, batch.labels_BT, rows, **_extra(batch))
@@ -66,6 +71,10 @@ class Passes:
             release(part)
         summed = self._mesh.total(total.double(), "loss", "pp")
         return summed.item(), int(self._labels(batch).item())
+
+    def _renew_parts(self) -> None:
+        for part in self._parts:
+            self._renew(part)
 
     def _mine(self, batch: Batch) -> Batch:
         batch = batch if self._cut is None else self._cut(batch)

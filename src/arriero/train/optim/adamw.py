@@ -85,7 +85,7 @@ class AdamW:
 
 @cache
 def _compiled():
-    return torch.compile(in_place, dynamic=True)
+    return torch.compile(in_place)
 
 
 @torch.no_grad()

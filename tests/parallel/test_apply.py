@@ -1,0 +1,119 @@
+"""A plain model becomes a rank's part of a parallel one, and stays the same model."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from arriero.config.remat import parse_remat
+from arriero.config.schema import MemorySection, PrecisionSection
+from arriero.model.build import build_model
+from arriero.model.presets import load_preset
+from arriero.parallel.apply import Recipe, parallelize
+from arriero.parallel.fsdp import Sharding
+from arriero.parallel.mesh import make_mesh
+from arriero.parallel.spawn import run_ranks
+from arriero.parallel.world import joined, world_from
+from arriero.plan.layout import Layout
+from arriero.train.loss import chunked_loss
+
+CPU = torch.device("cpu")
+
+
+def recipe(compiled=False, remat="none"):
+    return Recipe(
+        sharding=Sharding(torch.float32, torch.float32, True, 1, False),
+        compiled=compiled,
+        async_tp=False,
+        memory=MemorySection(remat=parse_remat(remat)),
+        precision=PrecisionSection(),
+        loss=chunked_loss(16),
+        weights=torch.float32,
+        seed=1,
+    )
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def in_ranks(layout, work):
+    def as_rank():
+        torch.set_num_threads(1)
+        world = world_from()
+        with joined(world, CPU):
+            return work(make_mesh(layout, world, 1, CPU))
+
+    return run_ranks(as_rank, layout.ranks, leader_prints=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama-test", Layout(dp_shard=3)),
+        ("llama-test", Layout(dp_replicate=2)),
+        ("llama-test", Layout(dp_shard=3, tp=2)),
+        ("gpt2-test", Layout(dp_shard=3)),
+        ("gpt2-test", Layout(pp=2, tp=2)),
+    ],
+    ids=str,
+)
+def test_first_weights_are_the_same_bits_in_every_layout(name, layout):
+    """Also where rows do not divide evenly, over fsdp or tp; each rank fills only what it holds."""
+    spec = replace(load_preset(name), layers=3, vocab_size=509)
+
+    def work(mesh):
+        stages = [range(2), range(2, 3)] if layout.pp == 2 else [range(3)]
+        [part], _ = parallelize(spec, stages[mesh.coordinate("pp") :][:1], mesh, recipe(), CPU)
+        plain = build_model(spec)
+        plain.init_weights(1)
+        expected = dict(plain.named_parameters())
+        expected.setdefault("head.weight", expected["embedding.weight"])
+        held = dict(part.named_parameters())
+        assert held
+        for parameter_name, parameter in held.items():
+            assert torch.equal(whole(parameter), expected[parameter_name]), parameter_name
+        return len(held)
+
+    assert in_ranks(layout, work) > 10
+
+
+def gradients(spec, mesh, how):
+    [model], _ = parallelize(spec, [range(spec.layers)], mesh, how, CPU)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(0, spec.vocab_size, (4, 33), generator=generator)
+    rows = slice(2 * mesh.batch_rank, 2 * mesh.batch_rank + 2) if mesh.layout.batch == 2 else slice(None)
+    loss = model(x[rows, :-1], labels_BT=x[rows, 1:]) / 128
+    loss.backward()
+    named = list(model.named_parameters())
+    return {name: whole(parameter.grad) for name, parameter in named}
+
+
+@pytest.mark.parametrize(
+    ("layout", "remat"),
+    [
+        (Layout(tp=2), "none"),
+        (Layout(dp_shard=2, tp=2), "none"),
+        (Layout(tp=2), "full"),
+        (Layout(dp_shard=2, tp=2), "selective"),
+    ],
+    ids=str,
+)
+def test_compiled_gradients_equal_eager_ones_for_every_parameter(monkeypatch, layout, remat):
+    """A compiled block fed by a collective can silently lose the embedding's gradient."""
+    eagerly_traced = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: eagerly_traced(self, backend="aot_eager"))
+    spec = load_preset("llama-test")
+
+    def work(mesh):
+        eager = gradients(spec, mesh, recipe())
+        compiled = gradients(spec, mesh, recipe(compiled=True, remat=remat))
+        for (name, expected), found in zip(eager.items(), compiled.values(), strict=True):
+            assert expected.norm() > 0, name
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=name)
+        return len(eager)
+
+    assert in_ranks(layout, work) == 21
