@@ -5,7 +5,6 @@ Ranks are forked, so that what is patched here is patched in them. The reference
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import wraps
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ import arriero.train.arrange
 import arriero.train.build
 import arriero.train.loss
 import arriero.train.optim.clip
+import arriero.train.optim.muon
 import arriero.train.optim.optimizer
 import arriero.train.passes
 from arriero.bench.cases import Case, cases, layout
@@ -144,6 +144,16 @@ def heads_come_back_in_another_order(patch):
     patch.setattr(parallel.context, "_heads_for_tokens", lambda x, group: original(x, group).roll(1, dims=2))
 
 
+@mutation("one axis: cp 4")
+def key_heads_are_dealt_to_the_wrong_queries(patch):
+    """With more ranks than key/value heads each of them goes to several ranks, next to each other."""
+
+    def dealt_round(tensor, copies, dim):
+        return torch.cat([tensor] * copies, dim)
+
+    patch.setattr(torch.Tensor, "repeat_interleave", dealt_round)
+
+
 @mutation("one axis: cp 2, ring")
 def a_ring_holds_consecutive_chunks(patch):
     def consecutive(seq_len, rank, _, ring):
@@ -174,7 +184,9 @@ def a_pipeline_takes_the_mean_over_micro_batches(patch):
 
     def scaling(name):
         made = original(name)
-        return wraps(made)(lambda *args, scale_grads, **more: made(*args, scale_grads=not scale_grads, **more))
+        return wraps(made)(
+            lambda *args, scale_grads, **more: made(*args, scale_grads=not scale_grads, **more)
+        )
 
     patch.setattr(parallel.pipeline, "get_schedule_class", scaling)
 
@@ -187,7 +199,7 @@ def a_stage_knows_only_its_own_norm(patch):
 
 @mutation("one axis: pp 2", "gpt2")
 def gradients_of_a_tied_table_are_not_joined(patch):
-    patch.setattr(train.build, "join_tied_table", lambda gradients, ends: None)
+    patch.setattr(train.build, "join_tied_table", lambda _, ends: ends)
 
 
 @mutation("one axis: pp 2", "gpt2")
@@ -200,6 +212,18 @@ def a_tied_table_counts_twice_in_the_norm(patch):
         return optimizer
 
     patch.setattr(train.build, "Optimizer", counting)
+
+
+@mutation("optimizers: muon, dp_shard 2 x tp 2")
+def muon_makes_each_shard_orthogonal(patch):
+    """As if a rank's piece were the matrix."""
+    original = train.optim.muon.piece_of
+    rule = train.optim.muon
+
+    def of_the_piece(whole, like):
+        return rule.orthogonal(original(whole, like))
+
+    patch.setattr(rule, "piece_of", of_the_piece)
 
 
 @mutation("schedules: zbv, pp 2", loud=True)

@@ -1,4 +1,4 @@
-"""Our arithmetic about pipelines is torch's: which stages a rank holds, how many micro-batches there may be."""
+"""Our arithmetic about pipelines is torch's: the stages of a rank, the micro-batches that may be."""
 
 import pytest
 import torch

@@ -171,10 +171,12 @@ def _gradients() -> list[Case]:
         Case("loss", "whole logits, tp 2", layout(tp=2) | {"memory.loss_chunk": False}),
         Case("loss", "chunks of 100 tokens, tp 2", layout(tp=2) | {"memory.loss_chunk": 100}),
         Case("loss", "z-loss, tp 2", layout(tp=2) | _Z_LOSS, _Z_LOSS),
+        Case("loss", "a vocabulary of 4097, tp 2", layout(tp=2) | _ODD, _ODD),
     ]
 
 
 _Z_LOSS = {"train.z_loss": 1e-2}
+_ODD = {"model.vocab_size": 4097}
 _MASK = {"data.document_mask": True, "data.packing": "bestfit"}
 
 

@@ -14,10 +14,19 @@ from arriero.errors import UserError
 if TYPE_CHECKING:
     from arriero.bench.parity import Verdict
 
-_COLUMNS = (("layout", 36), ("ranks", 5), ("loss", 8), ("gradient", 8), ("weights", 8), ("seconds", 7), ("", 6))
+_COLUMNS = (
+    ("layout", 36),
+    ("ranks", 5),
+    ("loss", 8),
+    ("gradient", 8),
+    ("weights", 8),
+    ("seconds", 7),
+    ("", 6),
+)
 
 Model = Annotated[
-    Literal["llama", "gpt2"] | None, typer.Option(help="Only this model; both unless given.", show_default=False)
+    Literal["llama", "gpt2"] | None,
+    typer.Option(help="Only this model; both unless given.", show_default=False),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Only the cases that `make test` runs.")]
 Only = Annotated[
@@ -43,7 +52,7 @@ def parity(
 ) -> None:
     """Any layout, the same loss: train the same steps in every layout and compare with one process.
 
-    Shown are relative differences: of 20 losses the largest, of the first gradient's norm, of the final weights.
+    Shown are relative differences: of 20 losses the largest, of the first gradient's norm, of final weights.
 
     Example: arriero bench parity --quick --only 'two axes'
     """
@@ -79,7 +88,7 @@ def _judged(console: Console, model: str, chosen: list[Case], cache: Path, devic
     from arriero.bench.parity import judge_all
 
     verdicts, group = [], None
-    console.print(_row(*(name for name, _ in _COLUMNS)), style="bold")
+    console.print(_row(*_COLUMNS), style="bold")
     with console.status("") as status:
         judging = judge_all(model, chosen, cache, device)
         for number, case in enumerate(chosen, 1):
@@ -102,7 +111,7 @@ def _verdict_row(verdict: "Verdict") -> Table:
 
 def _row(*cells: str) -> Table:
     table = Table.grid(padding=(0, 1))
-    for _, width in _COLUMNS:
+    for width in _COLUMNS.values():
         table.add_column(width=width)
     table.add_row(*cells)
     return table
