@@ -14,19 +14,11 @@ from arriero.errors import UserError
 if TYPE_CHECKING:
     from arriero.bench.parity import Verdict
 
-_COLUMNS = (
-    ("layout", 36),
-    ("ranks", 5),
-    ("loss", 8),
-    ("gradient", 8),
-    ("weights", 8),
-    ("seconds", 7),
-    ("", 6),
-)
+_COLUMNS = {"layout": 36, "ranks": 5, "loss": 8, "gradient": 8, "weights": 8, "seconds": 7, "": 5}
 
 Model = Annotated[
     Literal["llama", "gpt2"] | None,
-    typer.Option(help="Only this model; both unless given.", show_default=False),
+    typer.Option(help="One of the two models alone.", show_default=False),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Only the cases that `make test` runs.")]
 Only = Annotated[

@@ -17,9 +17,9 @@ Written by `make parity`, that is `arriero bench parity --write docs/parity.md`;
 **{held} of {judged} cases hold**, of {every} there are, with torch {torch} on {place}.
 
 ## What is compared
-The same {horizon} of {batch} in sequences of {seq_len}, with the same seed, in each layout and in one process.
-AdamW unless said otherwise, lr {lr:g} after {warmup} of warm-up, clipped at 1, fp32, not compiled, on text of known
-entropy (`builtin:synthetic`).
+The same {horizon} of {batch} in sequences of {seq_len}, with the same seed, in each layout and in one
+process. AdamW unless said otherwise, lr {lr:g} after {warmup} of warm-up, clipped at 1, fp32, not compiled,
+on text of known entropy (`builtin:synthetic`).
 
 {models}
 
@@ -27,11 +27,11 @@ A case holds when these relative differences are within bounds and the run ended
 
 - *loss*: the largest over the losses of all steps;
 - *gradient*: that of the first step's global gradient norm, before clipping;
-- *weights*: of the final weights as exported. |found - expected| / |expected| is taken for each kind of weight, a
-  kind being a name without its block's number; the largest counts.
+- *weights*: of the final weights as exported. |found - expected| / |expected| is taken for each kind of
+  weight, a kind being a name without its block's number; the largest counts.
 
-GPT-2's `{unseen}` is left out of the last: a bias on all keys alike does not change a softmax, so its gradient
-is zero but for rounding, and AdamW makes steps of any gradient, however small.
+GPT-2's `{unseen}` is left out of the last: a bias on all keys alike does not change a softmax, so its
+gradient is zero but for rounding, and AdamW makes steps of any gradient, however small.
 
 | cases | loss | gradient | weights |
 |---|---:|---:|---:|
