@@ -14,7 +14,7 @@ from arriero.errors import UserError
 if TYPE_CHECKING:
     from arriero.bench.parity import Verdict
 
-_COLUMNS = {"layout": 36, "ranks": 5, "loss": 8, "gradient": 8, "weights": 8, "seconds": 7, "": 5}
+_COLUMNS = {"layout": 32, "ranks": 5, "loss": 8, "gradient": 8, "weights": 8, "seconds": 7, "": 5}
 
 Model = Annotated[
     Literal["llama", "gpt2"] | None,
