@@ -70,7 +70,7 @@ SLURM = {
     "SLURM_NTASKS": "8",
     "SLURM_LOCALID": "1",
     "SLURM_NNODES": "2",
-    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     "SLURM_JOB_ID": "17",
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NODELIST": "nid[00017-00020,00031]",
@@ -84,5 +84,7 @@ def test_every_launchers_variables_mean_the_same():
     assert world_from(SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == World()
     batch_script = {name: value for name, value in SLURM.items() if "STEP" not in name}
     assert world_from(batch_script) == World()
+    with pytest.raises(UserError, match="RANK is 'x', not a number"):
+        world_from({"RANK": "x", "WORLD_SIZE": "2"})
     with pytest.raises(UserError, match="where they meet"):
         world_from({"RANK": "0", "WORLD_SIZE": "2"})

@@ -6,10 +6,10 @@ from arriero.config.load import load_run
 from arriero.errors import UserError
 from arriero.model.presets import expand, load_preset
 from arriero.plan.layout import Layout
-from arriero.plan.memory import Need, micro_batch_that_fits, need_of, state_bytes
+from arriero.plan.memory import Need, micro_batch_that_fits, need_of, refuse_too_large, state_bytes
 
 SPEC = load_preset("llama-demo")
-NEED = Need(state=1000, per_sequence=100)
+NEED = Need(state=1000, per_sequence=100, logits_per_token=0, tokens=1, chunk=None, sequences=12)
 DIVISORS = [1, 2, 3, 4, 6, 12]
 
 
@@ -20,11 +20,11 @@ def config(*sets):
 @pytest.mark.parametrize(("room_for", "chosen"), [(12, 12), (11, 6), (5, 4), (1, 1)])
 def test_the_largest_divisor_that_fits_is_taken(room_for, chosen):
     memory = int((1000 + 100 * room_for) / 0.9) + 2
-    assert micro_batch_that_fits(NEED, SPEC, DIVISORS, memory).sequences == chosen
+    assert micro_batch_that_fits(NEED, DIVISORS, memory).sequences == chosen
 
 
 def test_a_sequence_that_seems_not_to_fit_is_tried_with_a_warning():
-    fits = micro_batch_that_fits(NEED, SPEC, DIVISORS, NEED.state + 1)
+    fits = micro_batch_that_fits(NEED, DIVISORS, NEED.state + 1)
     assert fits.sequences == 1
     assert "even 1 may not fit" in fits.reason
 
@@ -33,7 +33,7 @@ def test_a_state_that_cannot_fit_is_refused_before_anything_is_allocated():
     spec = load_preset("llama3-8b")
     need = need_of(config(), spec, Layout(), 4)
     with pytest.raises(UserError, match=r"8.03B parameters needs 1\d\d.\d GiB .* 24.0 GiB are free"):
-        micro_batch_that_fits(need, spec, DIVISORS, 24 * 2**30)
+        refuse_too_large(need, spec, 24 * 2**30)
 
 
 def test_bf16_compute_keeps_fp32_state_and_its_own_weights():
@@ -59,3 +59,32 @@ def test_recomputation_keeps_less():
     deeper = [need_of(config(f"memory.remat={k}"), deep, Layout(), 2).per_sequence for k in kinds]
     assert sorted(sizes, reverse=True) == sizes
     assert sorted(deeper, reverse=True) == deeper
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_count():
+    spec, layout = load_preset("llama3-8b"), Layout(dp_shard=8)
+    last, each = (need_of(config(f"parallel.sync={kind}"), spec, layout, 2) for kind in ("last", "each"))
+    assert last.bytes(1) - each.bytes(1) == 4 * spec.parameters
+    assert last.bytes(last.sequences) == each.bytes(each.sequences)
+
+
+def test_state_in_host_memory_does_not_count_on_the_device():
+    spec, layout = load_preset("llama3-8b"), Layout(dp_shard=8)
+    here, away = (
+        state_bytes(config(f"memory.offload_state={w}"), spec, layout, 2) for w in ("false", "true")
+    )
+    assert here - away == 16 * spec.parameters // 8
+
+
+def test_logits_count_for_a_chunk_or_for_all_tokens_at_once():
+    spec = load_preset("llama3-8b")
+    chunked, whole = (need_of(config(f"memory.loss_chunk={c}"), spec, Layout(), 2) for c in ("512", "false"))
+    assert whole.bytes(4) - chunked.bytes(4) == (4 * whole.tokens - 512) * whole.logits_per_token
+
+
+def test_a_schedule_without_backward_in_between_holds_the_whole_batch():
+    gpipe, usual = (
+        need_of(config(f"parallel.schedule={name}"), SPEC, Layout(pp=2), 2) for name in ("gpipe", "1f1b")
+    )
+    assert gpipe.bytes(1) > usual.bytes(1)
+    assert gpipe.bytes(1) - gpipe.state > gpipe.per_sequence * gpipe.sequences / 2

@@ -7,8 +7,10 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
+from arriero.plan.layout import AXES
+from arriero.plan.schedules import SCHEDULES
+
 MODELS = ("llama", "gpt2")
-AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 SEQUENCES = 16
 
 # what every run has in common, the reference too
@@ -111,7 +113,7 @@ _BATCH_OF_18 = {"train.batch": "1152 tok"}
 
 
 def _pairs() -> list[Case]:
-    quick = {("dp_shard", "tp"), ("tp", "pp"), ("cp", "tp")}
+    quick = {("dp_shard", "tp"), ("pp", "tp"), ("cp", "tp")}
     return [
         Case("two axes", f"{a} 2 x {b} 2", layout(**{a: 2, b: 2}), quick=(a, b) in quick)
         for a, b in combinations(AXES, 2)
@@ -135,9 +137,8 @@ def _deeper() -> list[Case]:
 
 
 def _schedules() -> list[Case]:
-    names = ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
     cases = []
-    for name in names:
+    for name in SCHEDULES:
         sets = {"parallel.schedule": name}
         quick = name in ("zbv", "interleaved-1f1b")
         cases.append(Case("schedules", f"{name}, pp 2", layout(pp=2) | sets, quick=quick))
@@ -228,6 +229,9 @@ def _precisions() -> list[Case]:
     for each in (layout(dp_shard=2), layout(tp=2), layout(pp=2), layout(cp=2), layout(dp_shard=2, tp=2)):
         name = " x ".join(f"{k[9:]} {n}" for k, n in each.items() if n > 1)
         made.append(Case("bf16 beside fp32", name, each | bf16, tolerance=BF16))
+    for name in ("zero-bubble", "zbv"):
+        split = layout(pp=2) | bf16 | {"parallel.schedule": name}
+        made.append(Case("bf16 beside fp32", f"{name}, pp 2", split, tolerance=BF16))
     pure = layout() | bf16 | {"precision.master": "bf16"}
     made.append(Case("bf16 beside fp32", "bf16 weights", pure, tolerance=BF16_WEIGHTS))
     reduced = layout(dp_shard=2) | bf16 | {"precision.reduce": "bf16"}

@@ -76,6 +76,10 @@ def _part(
         shard_weights(model, mesh, recipe.sharding, device.type == "cuda")
     offloaded = mesh.shards and recipe.sharding.offload
     model.to_empty(device="cpu" if offloaded else device)
+    for module in model.modules():
+        # weights may wait in host memory; what is computed with as it is may not
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
     model.init_weights(recipe.seed, held_here)
     return model, layers
 

@@ -66,6 +66,17 @@ class Mesh:
                 dist.all_reduce(value, group=group)
         return value
 
+    def least(self, value: int) -> int:
+        """The smallest over all ranks."""
+        return -round(self.largest(-value))
+
+    def largest(self, value: float) -> float:
+        if self.world.size == 1:
+            return value
+        shared = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return shared.item()
+
     def agreed(self, value: float) -> float:
         """What rank 0 measured: clocks differ, and ranks must decide alike."""
         if self.world.size == 1:
@@ -82,15 +93,13 @@ def make_mesh(layout: Layout, world: World, ulysses: int, device: torch.device) 
     root = DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
     views = {
         "loss": layout.groups("dp_replicate", "dp_shard", "cp"),
-        "cp": layout.groups("cp"),
         "ulysses": [g[i : i + ulysses] for g in layout.groups("cp") for i in range(0, layout.cp, ulysses)],
         "ring": [g[i::ulysses] for g in layout.groups("cp") for i in range(ulysses)],
         "ends": [[g[0], g[-1]] if len(g) > 1 else g for g in layout.groups("pp")],
     }
     groups = {view: _own_group(lists) for view, lists in views.items() if len(lists[0]) > 1}
-    for axis in ("pp", "tp"):
-        if getattr(layout, axis) > 1:
-            groups[axis] = root.get_group(axis)
+    if layout.pp > 1:
+        groups["pp"] = root.get_group("pp")
     return Mesh(layout, world, ulysses, root, {k: g for k, g in groups.items() if g is not None})
 
 

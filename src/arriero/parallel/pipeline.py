@@ -9,7 +9,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from arriero.errors import UserError
 from arriero.model.base import LanguageModel
 from arriero.parallel.mesh import Mesh
 from arriero.plan.schedules import SCHEDULES, stages_of
@@ -29,7 +28,6 @@ class Pipeline:
         compute: torch.dtype,
         device: torch.device,
     ) -> None:
-        refuse_untested(name, device)
         self._ranks, self._rank = mesh.layout.pp, mesh.coordinate("pp")
         self._name, self._group = name, mesh.group("pp")
         # between stages travel the states of a rank's own tokens
@@ -130,11 +128,12 @@ def join_tied_table(gradients: dict[str, Tensor], ends: dist.ProcessGroup | None
         copy.copy_(total)
 
 
-def refuse_untested(name: str, device: torch.device) -> None:
+def untested(name: str, device: torch.device) -> tuple[str, str] | None:
     """Before torch 2.13 gloo cannot send to itself, which a V does at its tip."""
     old = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
-    if SCHEDULES[name].v_shaped and old and device.type == "cpu":
-        raise UserError(
-            f"the schedule '{name}' needs torch 2.13 on a CPU, and this is {torch.__version__}",
-            "set parallel.schedule to 'zero-bubble' or 'interleaved-1f1b'",
-        )
+    if not (SCHEDULES[name].v_shaped and old and device.type == "cpu"):
+        return None
+    return (
+        f"the schedule '{name}' needs torch 2.13 on a CPU, and this is {torch.__version__}",
+        "set parallel.schedule to 'zero-bubble' or 'interleaved-1f1b'",
+    )

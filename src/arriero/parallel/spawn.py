@@ -20,7 +20,8 @@ Result = TypeVar("Result")
 
 _FAILED = 1
 _PR_SET_PDEATHSIG = 1
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 30.0
+_REAPED_LATE = 0.5
 
 
 class RankFailed(Exception):
@@ -41,8 +42,8 @@ def run_ranks(work: Callable[[], Result], ranks: int, leader_prints: bool = True
             if (pid := os.fork()) == 0:
                 _be_rank(work, rank, ranks, folder, leader_prints)
             children[pid] = rank
-        with _passing_signals_on(children):
-            killed = _wait(children)
+        with _passing_signals_on(children) as passed:
+            killed = _wait(children, passed)
         _raise_first_failure(folder, killed)
         return pickle.loads((folder / "result").read_bytes())
 
@@ -100,23 +101,31 @@ def _leave_word(folder: Path, rank: int, error: BaseException) -> None:
     (folder / f"word-{rank}.tmp").rename(folder / f"word-{rank}")
 
 
-def _wait(children: dict[int, int]) -> dict[int, int]:
-    """Returns the ranks that were killed, not by us, and by which signal."""
-    left, killed, told, deadline = dict(children), {}, {signal.SIGTERM}, None
-    while left:
-        ended = [(pid, status) for pid, status in (os.waitpid(each, os.WNOHANG) for each in left) if pid]
-        for pid, status in ended:
-            rank = left.pop(pid)
-            if os.WIFSIGNALED(status) and (deadline is None or os.WTERMSIG(status) not in told):
-                killed[rank] = os.WTERMSIG(status)
-        if deadline is None and any(status for _, status in ended):
-            deadline = time.monotonic() + _GRACE_SECONDS
-            _tell(left, signal.SIGTERM)
-        elif deadline is not None and time.monotonic() > deadline:
-            told.add(signal.SIGKILL)
-            _tell(left, signal.SIGKILL)
-        if left and not ended:
-            time.sleep(0.02)
+def _wait(children: dict[int, int], passed: list[int]) -> dict[int, tuple[float, int]]:
+    """Returns the ranks that were killed, not by us: when, and by which signal.
+
+    Ranks that were passed a signal end by themselves; to be told again would cut their farewell short.
+    """
+    left, killed, told, deadline = dict(children), {}, {signal.SIGTERM, *passed}, None
+    try:
+        while left:
+            ended = [(pid, status) for pid, status in (os.waitpid(each, os.WNOHANG) for each in left) if pid]
+            for pid, status in ended:
+                rank = left.pop(pid)
+                if os.WIFSIGNALED(status) and (deadline is None or os.WTERMSIG(status) not in told):
+                    killed[rank] = (time.time(), os.WTERMSIG(status))
+            if deadline is None and any(status for _, status in ended):
+                deadline = time.monotonic() + _GRACE_SECONDS
+                if not passed:
+                    _tell(left, signal.SIGTERM)
+            elif deadline is not None and time.monotonic() > deadline:
+                told.add(signal.SIGKILL)
+                _tell(left, signal.SIGKILL)
+            if left and not ended:
+                time.sleep(0.02)
+    except BaseException:
+        _tell(left, signal.SIGKILL)
+        raise
     return killed
 
 
@@ -126,22 +135,25 @@ def _tell(children: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _raise_first_failure(folder: Path, killed: dict[int, int]) -> None:
-    for rank, number in killed.items():
-        raise UserError(
-            f"rank {rank} was killed ({signal.Signals(number).name}){_last_line(folder, rank)}; "
-            "the others were stopped",
-            "look for the one who killed it: the system does so when memory runs out",
-        )
+def _raise_first_failure(folder: Path, killed: dict[int, tuple[float, int]]) -> None:
+    """A killed rank's peers fail within moments, often before its end is seen here."""
     words = {int(path.name[5:]): pickle.loads(path.read_bytes()) for path in folder.glob("word-*[0-9]")}
+    first_word = min((when for when, _, _ in words.values()), default=float("inf"))
+    for rank, (when, number) in sorted(killed.items(), key=lambda item: item[1]):
+        if when - _REAPED_LATE > first_word:
+            continue
+        todo = "the system does so when memory runs out" if number == signal.SIGKILL else ""
+        name = signal.Signals(number).name
+        raise UserError(
+            f"rank {rank} was killed ({name}){_last_line(folder, rank)}; the others were stopped", todo
+        )
     if not words:
         return
     rank = min(words, key=lambda r: words[r][0])
     _, carried, trace = words[rank]
     error = pickle.loads(carried) if carried else None
-    if error is not None and not isinstance(error, Exception | SystemExit):
-        raise error
-    if isinstance(error, UserError):
+    mine = isinstance(error, UserError | BrokenPipeError)
+    if error is not None and (mine or not isinstance(error, Exception | SystemExit)):
         raise error
     raise RankFailed(f"rank {rank} failed first:\n{trace}")
 
@@ -159,13 +171,16 @@ class _passing_signals_on:
 
     def __init__(self, children: dict[int, int]) -> None:
         self._children = children
+        self._passed: list[int] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> list[int]:
         def tell(number: int, _: object) -> None:
+            self._passed.append(number)
             _tell(self._children, number)
 
         wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         self._before = {each: signal.signal(each, tell) for each in wanted}
+        return self._passed
 
     def __exit__(self, *_: object) -> None:
         for each, handler in self._before.items():

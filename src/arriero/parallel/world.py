@@ -16,7 +16,7 @@ RENDEZVOUS = "ARRIERO_RENDEZVOUS"
 
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -47,11 +47,24 @@ def world_from(environment: Mapping[str, str] = os.environ) -> World:
     for names in _LAUNCHERS:
         # a batch script's own process has Slurm's variables too, but no step
         told = names[0] != "SLURM_PROCID" or "SLURM_STEP_ID" in environment
-        if told and all(name in environment for name in names[:2]) and int(environment[names[1]]) > 1:
-            rank, size = (int(environment[name]) for name in names[:2])
-            local_rank, local_size = int(environment.get(names[2], rank)), int(environment.get(names[3], 1))
+        if told and all(name in environment for name in names[:2]) and _number(environment, names[1]) > 1:
+            rank, size = (_number(environment, name) for name in names[:2])
+            local_rank, local_size = (_number(environment, name, 1) for name in names[2:])
+            local_rank = local_rank if names[2] in environment else rank
             return World(rank, size, local_rank, local_size, _meeting(environment))
     return World()
+
+
+def _number(environment: Mapping[str, str], name: str, absent: int | None = None) -> int:
+    """Slurm counts like '4(x2),3'; the first is of the first node."""
+    if absent is not None and name not in environment:
+        return absent
+    found = re.match(r"\d+", environment[name])
+    if found is None:
+        raise UserError(
+            f"{name} is '{environment[name]}', not a number", "unset it, or let the launcher set it"
+        )
+    return int(found[0])
 
 
 def _meeting(environment: Mapping[str, str]) -> str:
@@ -61,9 +74,9 @@ def _meeting(environment: Mapping[str, str]) -> str:
     if address is None and "SLURM_STEP_NODELIST" in environment:
         address = first_host(environment["SLURM_STEP_NODELIST"])
     if port is None and "SLURM_JOB_ID" in environment:
-        job, step = (int(environment.get(f"SLURM_{name}_ID", 0)) for name in ("JOB", "STEP"))
+        job, step = (_number(environment, f"SLURM_{name}_ID", 0) for name in ("JOB", "STEP"))
         port = str(20000 + (7 * job + step) % 20000)
-    if address is None or port is None:
+    if address is None or port is None or not port.isdigit():
         raise UserError(
             "this is one of several processes, and nothing says where they meet",
             "set MASTER_ADDR and MASTER_PORT, the same for all of them",

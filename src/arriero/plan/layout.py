@@ -7,6 +7,7 @@ from math import lcm, prod
 from arriero.config.schema import ParallelSection
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
+from arriero.units import counted
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -66,9 +67,9 @@ def resolve(section: ParallelSection, ranks: int) -> Layout:
     layout = Layout(**{axis: abs(degree) for axis, degree in degrees.items()})
     if layout.ranks != ranks:
         asked = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree not in (1, -1))
+        number = f"a multiple of {fixed} ranks" if open_axes else counted(fixed, "rank")
         raise UserError(
-            f"[parallel] asks for {f'a multiple of {fixed}' if open_axes else fixed} ranks ({asked}) "
-            f"and this run has {ranks}",
+            f"[parallel] asks for {number} ({asked or 'all degrees are 1'}) and this run has {ranks}",
             "start as many with --nproc, torchrun or srun, or change the degrees",
         )
     return layout
@@ -87,9 +88,10 @@ class Work:
 
 def refuse_illegal(layout: Layout, work: Work) -> None:
     if reasons := list(obstacles(layout, work)):
-        more = f" (and {len(reasons) - 1} more reasons)" if len(reasons) > 1 else ""
-        what, todo = reasons[0]
-        raise UserError(f"the layout {layout} is not possible: {what}{more}", todo)
+        whys, todos = zip(*reasons, strict=True)
+        raise UserError(
+            f"the layout {layout} is not possible: {', and '.join(whys)}", "; ".join(dict.fromkeys(todos))
+        )
 
 
 def obstacles(layout: Layout, work: Work) -> Iterator[tuple[str, str]]:

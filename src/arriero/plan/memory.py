@@ -12,6 +12,7 @@ from arriero.units import human_bytes, human_count
 FP32 = 4
 _STATE = {"fp32": 4.0, "bf16": 2.0, "int8": 1.02, "float8": 1.02}
 _MOMENTS = {"adamw": 2, "muon": 1, "sgd": 1}
+_ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
 
 
 @dataclass(frozen=True)
@@ -22,32 +23,55 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes on one rank: what is always there, and what each sequence of a micro-batch adds."""
+    """Bytes on one rank. `accumulated` are gradients that wait, unsharded, for the last micro-batch;
+    `in_flight` is how many micro-batches' activations a rank holds, for each stage's share of the blocks."""
 
     state: int
     per_sequence: int
+    logits_per_token: int
+    tokens: int
+    chunk: int | None
+    sequences: int
+    accumulated: int = 0
+    in_flight: float = 1.0
+    holds_all: bool = False
+
+    def bytes(self, micro_batch: int) -> int:
+        tokens = micro_batch * self.tokens
+        logits = min(tokens, self.chunk or tokens) * self.logits_per_token
+        held = self.sequences if self.holds_all else micro_batch
+        waiting = self.accumulated if micro_batch < self.sequences else 0
+        return self.state + waiting + logits + round(held * self.per_sequence * self.in_flight)
 
 
 def need_of(config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int) -> Need:
-    logits = min(config.memory.loss_chunk or config.data.seq_len, config.data.seq_len) * _logit_bytes(
-        spec, compute_bytes
-    )
     tokens = config.data.seq_len // layout.cp
-    per_token = activation_bytes_per_token(config, spec, compute_bytes) // layout.tp
-    return Need(state_bytes(config, spec, layout, compute_bytes) + logits // layout.tp, tokens * per_token)
+    holds_all = layout.pp > 1 and config.parallel.schedule in _ALL_IN_FLIGHT
+    last = config.parallel.sync == "last" and layout.fsdp * layout.dp_replicate > 1
+    return Need(
+        state=state_bytes(config, spec, layout, compute_bytes),
+        per_sequence=tokens * activation_bytes_per_token(config, spec, compute_bytes) // layout.tp,
+        logits_per_token=spec.vocab_size * (2 * compute_bytes + 2 * FP32) // layout.tp,
+        tokens=tokens,
+        chunk=config.memory.loss_chunk or None,
+        sequences=config.train.batch.amount // config.data.seq_len // layout.batch,
+        accumulated=spec.parameters * FP32 // (layout.pp * layout.tp) if last else 0,
+        in_flight=1 / layout.pp if holds_all else 1.0,
+        holds_all=holds_all,
+    )
 
 
 def state_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int) -> int:
-    """Weights, gradients and moments; with fp32 masters beside a bf16 model also its weights and a passing
-    gradient, and where FSDP gathers, the gathered weights."""
+    """Weights, gradients and moments, unless they live in host memory; with fp32 masters beside a bf16 model
+    also its weights and a passing gradient, and where FSDP gathers, the gathered weights."""
     master = 2 if config.precision.master == "bf16" else FP32
     moments = _MOMENTS[config.optim.name] * _STATE[config.optim.state]
     here = spec.parameters / (layout.pp * layout.tp)
     held = here / layout.fsdp * (2 * master + moments)
     if layout.fsdp * layout.dp_replicate > 1:
         keeps = config.parallel.reshard == "never" or (config.parallel.reshard == "auto" and layout.pp > 1)
-        gathered = here if keeps else 2 * (spec.block_parameters + spec.embedding_parameters) / layout.tp
-        return round(held + gathered * (compute_bytes + FP32))
+        unsharded = here if keeps else 2 * (spec.block_parameters + spec.embedding_parameters) / layout.tp
+        return round((0 if config.memory.offload_state else held) + unsharded * (compute_bytes + FP32))
     working = 2 * compute_bytes if compute_bytes < master else 0
     return round(held + here * working)
 
@@ -65,21 +89,19 @@ def activation_bytes_per_token(config: RunConfig, spec: ModelSpec, compute_bytes
     return round((spec.layers - recomputed) * block + recomputed * kept + (block if recomputed else 0))
 
 
-def _logit_bytes(spec: ModelSpec, compute_bytes: int) -> int:
-    return spec.vocab_size * (2 * compute_bytes + 2 * FP32)
-
-
-def micro_batch_that_fits(need: Need, spec: ModelSpec, allowed: Sequence[int], memory: int) -> MicroBatch:
-    """The largest allowed one that fits in nine tenths of the memory; the smallest if none seems to."""
+def refuse_too_large(need: Need, spec: ModelSpec, memory: int) -> None:
     if need.state > memory:
         raise UserError(
             f"training {human_count(spec.parameters)} parameters needs {human_bytes(need.state)} a rank for "
             f"weights, gradients and optimizer, and {human_bytes(memory)} are free",
             "shard it over more ranks, choose a smaller model, or a device with more memory",
         )
-    room = int(0.9 * memory) - need.state
-    fitting = [n for n in allowed if n * need.per_sequence <= room]
-    sizes = [human_bytes(n) for n in (need.state, need.per_sequence, memory)]
-    arithmetic = f"{sizes[0]} of state, {sizes[1]} per sequence, {sizes[2]} free"
-    reason = arithmetic if fitting else f"even {min(allowed)} may not fit: {arithmetic}"
-    return MicroBatch(max(fitting, default=min(allowed)), reason)
+
+
+def micro_batch_that_fits(need: Need, allowed: Sequence[int], memory: int) -> MicroBatch:
+    """The largest allowed one that fits in nine tenths of the memory; the smallest if none seems to."""
+    fitting = [n for n in allowed if need.bytes(n) <= 0.9 * memory]
+    chosen = max(fitting, default=min(allowed))
+    sizes = [human_bytes(n) for n in (need.state, need.bytes(chosen), memory)]
+    arithmetic = f"{sizes[0]} of state, {sizes[1]} in all, {sizes[2]} free"
+    return MicroBatch(chosen, arithmetic if fitting else f"even {chosen} may not fit: {arithmetic}")

@@ -1,6 +1,5 @@
-"""What a run will be, decided by each process alone: all that can be refused is refused before any meet."""
+"""What a run will be, decided by each process alone and refused, where it cannot be, before any meet."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +9,10 @@ from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 from arriero.parallel.world import World
 from arriero.plan.layout import Layout, Work, divide_context, refuse_illegal, resolve
-from arriero.plan.memory import MicroBatch, micro_batch_that_fits, need_of
+from arriero.plan.memory import MicroBatch, micro_batch_that_fits, need_of, refuse_too_large
 from arriero.plan.schedules import SCHEDULES, micro_batch_counts, stages_of, stages_per_rank
 from arriero.plan.stages import cut_stages
+from arriero.train.conflicts import conflicts
 from arriero.train.device import Device, choose_compute, choose_device
 from arriero.train.rundir import refuse_foreign
 from arriero.train.session import Decision
@@ -51,7 +51,8 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
     sequences = batch // layout.batch
     micro = _micro_batch(config, spec, layout, sequences, per_rank, compute, device)
     compiled, compile_reason = _compiled(config, layout, device)
-    _refuse_conflicts(config, layout, compiled, device)
+    for what, todo in conflicts(config, spec, layout, compute, compiled, device):
+        raise UserError(what, todo)
     cuts = cut_stages(spec, config.data.seq_len, stages)
     held = [0]
     if layout.pp > 1:
@@ -62,7 +63,7 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
         Decision("compute", str(compute).removeprefix("torch."), compute_reason),
         Decision("compile", str(compiled).lower(), compile_reason),
         Decision("micro-batch", f"{micro.sequences} of {sequences} sequences", micro.reason),
-        *_layout_decisions(layout, ulysses, ring, cuts),
+        *_layout_decisions(config, layout, ulysses, ring, cuts),
     ]
     return Arrangement(
         config=config,
@@ -88,13 +89,16 @@ def _origin(setting: object, reason: str) -> str:
     return reason if setting == "auto" else "as configured"
 
 
-def _layout_decisions(layout: Layout, ulysses: int, ring: int, cuts: list[range]) -> list[Decision]:
+def _layout_decisions(
+    config: RunConfig, layout: Layout, ulysses: int, ring: int, cuts: list[range]
+) -> list[Decision]:
     decisions = []
     if layout.ranks > 1:
         decisions.append(Decision("layout", str(layout), f"{layout.ranks} ranks"))
     if layout.cp > 1:
         kinds = [f"{name} {n}" for name, n in (("Ulysses", ulysses), ("ring", ring)) if n > 1]
-        decisions.append(Decision("context", " x ".join(kinds), "Ulysses as far as the heads divide"))
+        reason = _origin(config.parallel.context, "Ulysses as far as the heads divide")
+        decisions.append(Decision("context", " x ".join(kinds), reason))
     if layout.pp > 1:
         blocks = " | ".join(str(len(cut)) for cut in cuts)
         decisions.append(Decision("stages", f"{blocks} blocks", "cut by cost, head and embedding included"))
@@ -134,56 +138,12 @@ def _micro_batch(
             + (f" for the schedule '{schedule}' over {layout.pp} stages" if layout.pp > 1 else ""),
             "raise train.batch, or leave train.micro_batch out" if given else "raise train.batch",
         )
+    need = need_of(config, spec, layout, compute.itemsize)
+    refuse_too_large(need, spec, device.memory)
     if given is not None:
         return MicroBatch(given, "as configured")
-    need = need_of(config, spec, layout, compute.itemsize)
-    fits = micro_batch_that_fits(need, spec, allowed, device.memory)
+    fits = micro_batch_that_fits(need, allowed, device.memory)
     if layout.pp > 1:
         count = sequences // fits.sequences
         return MicroBatch(fits.sequences, f"{count} micro-batches keep {layout.pp} ranks busy; {fits.reason}")
     return fits
-
-
-def _refuse_conflicts(config: RunConfig, layout: Layout, compiled: bool, device: Device) -> None:
-    for what, todo in _conflicts(config, layout, compiled, device):
-        raise UserError(what, todo)
-
-
-def _conflicts(
-    config: RunConfig, layout: Layout, compiled: bool, device: Device
-) -> Iterator[tuple[str, str]]:
-    """Settings that are sound in themselves but not on this layout or device."""
-    name = config.parallel.schedule
-    splits = layout.pp > 1 and SCHEDULES[name].splits_backward
-    if splits and config.memory.remat.kind == "selective":
-        yield (
-            f"the schedule '{name}' goes backward twice, and what memory.remat 'selective' keeps is gone "
-            "after the first time",
-            "set memory.remat to 'full' or 'none', or parallel.schedule to 'interleaved-1f1b'",
-        )
-    if splits and compiled:
-        yield (
-            f"the schedule '{name}' splits the backward pass, and compiled blocks cannot",
-            "set precision.compile = false, or parallel.schedule = 'interleaved-1f1b'",
-        )
-    if config.data.packing == "none" and layout.cp * layout.tp * layout.pp > 1:
-        yield (
-            "data.packing 'none' makes batches of varying width, which cp, tp and pp cannot divide",
-            "set data.packing to 'bestfit', or give the ranks to dp_shard",
-        )
-    if config.memory.offload_state and layout.dp_replicate * layout.fsdp == 1:
-        yield (
-            f"memory.offload_state moves shards, and the layout {layout} has none",
-            "remove it, or give ranks to dp_shard",
-        )
-    group = config.parallel.reshard
-    if isinstance(group, int) and layout.fsdp % group:
-        yield (
-            f"parallel.reshard ({group}) does not divide the {layout.fsdp} ranks that share a copy",
-            "take a divisor, like the GPUs of a node",
-        )
-    if config.parallel.async_tp and not (layout.tp > 1 and compiled and device.is_gpu):
-        yield (
-            "parallel.async_tp overlaps the communication of compiled, tensor-parallel layers on GPUs",
-            "remove it, or set parallel.tp and precision.compile on a GPU",
-        )

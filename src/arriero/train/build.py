@@ -1,6 +1,7 @@
 """The composition root: from an arrangement to all a run needs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -50,6 +51,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     if config.run.deterministic:
         make_deterministic()
     mesh = make_mesh(layout, plan.world, plan.ulysses, device.torch_device)
+    plan = _agreed(plan, mesh)
     parts, float8 = parallelize(plan.spec, plan.stages, mesh, _recipe(plan), device.torch_device)
     optimizer = _optimizer(plan, parts, mesh)
     run_dir = run_directory(config)
@@ -89,6 +91,18 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
         hooks=_hooks(plan, extra_hooks),
         decisions=[*plan.decisions, *found],
     )
+
+
+def _agreed(plan: Arrangement, mesh: Mesh) -> Arrangement:
+    """Free memory differs between ranks, and they must take equally many micro-batches."""
+    least = mesh.least(plan.micro_batch)
+    if least == plan.micro_batch:
+        return plan
+    told = Decision(
+        "micro-batch", f"{least} of {plan.sequences} sequences", "the fullest rank has no more room"
+    )
+    decisions = [told if each.name == told.name else each for each in plan.decisions]
+    return replace(plan, micro_batch=least, decisions=decisions)
 
 
 def _open_data(plan: Arrangement, progress: Progress) -> Streams:

@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 
 from arriero.config.options import RunFile, Sets
+from arriero.errors import UserError
 
 if TYPE_CHECKING:
     from arriero.config.schema import RunConfig
@@ -27,9 +28,12 @@ def train(run_file: RunFile = None, sets: Sets = [], nproc: Nproc = None) -> Non
     from arriero.config.load import load_run
     from arriero.model.presets import expand
     from arriero.parallel.spawn import run_ranks
+    from arriero.parallel.world import world_from
     from arriero.train.interrupt import Interrupted
 
     config = load_run(run_file, sets, expand).config
+    if nproc is not None and world_from().size > 1:
+        raise UserError("a launcher has started several ranks already", "leave --nproc out")
     try:
         if nproc is None or nproc == 1:
             train_as_rank(config)

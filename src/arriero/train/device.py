@@ -46,12 +46,15 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> Devi
         threads = torch.get_num_threads()
         name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
         return Device(torch.device("cpu"), name, _available_ram() // local_size, None)
-    if local_rank >= torch.cuda.device_count():
+    visible = torch.cuda.device_count()
+    # Slurm may show each process its own GPU alone
+    bound = visible == 1 and "SLURM_STEP_ID" in os.environ
+    if local_rank >= visible and not bound:
         raise UserError(
-            f"process {local_rank} of this node has no GPU of its own: there are {torch.cuda.device_count()}",
+            f"process {local_rank} of this node has no GPU of its own: there are {visible}",
             "start one process per GPU, or set run.device = 'cpu'",
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", 0 if bound else local_rank)
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
     peak = peak_of(properties.name)

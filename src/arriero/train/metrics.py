@@ -43,8 +43,8 @@ class StepMetrics:
 class Stopwatch:
     """Time of the steps since the last lap; evaluation and other pauses do not count.
 
-    Tokens and work are those of all ranks, `peak_flops` too; MFU is left out where the peak for the
-    precision in use is not known.
+    Tokens, work and `peak_flops` are those of all ranks, the peak of memory that of the fullest. MFU is left
+    out where the peak for the precision in use is not known.
     """
 
     def __init__(self, device: Device, peak_flops: float | None, mesh: Mesh) -> None:
@@ -89,7 +89,7 @@ class Stopwatch:
             "tokens_per_s": tokens / seconds,
             "step_s": seconds / self._steps,
             "data_wait": self._waited / seconds,
-            "peak_mem_gib": self._device.peak_memory() / 2**30,
+            "peak_mem_gib": self._mesh.largest(self._device.peak_memory()) / 2**30,
             "mfu": flops / seconds / self._peak_flops if self._peak_flops else None,
         }
         self._reset()

@@ -48,7 +48,9 @@ def _sum_of_squares(parts: list[Tensor]) -> Tensor:
     filled = [part for part in parts if part.numel()]
     if not filled:
         return torch.zeros((), dtype=torch.float64, device=parts[0].device)
-    norms = torch._foreach_norm(filled, 2, dtype=torch.float32)
+    # on a CPU a long fp32 sum loses digits, and others in each layout
+    exact = torch.float64 if filled[0].device.type == "cpu" else torch.float32
+    norms = torch._foreach_norm(filled, 2, dtype=exact)
     return torch.stack(list(norms)).double().square().sum()
 
 

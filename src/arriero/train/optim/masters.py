@@ -31,7 +31,12 @@ class Masters:
         return hook
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """In the order of the parameters: the one all ranks share."""
+        """In the order of the parameters: the one all ranks share. Pipelines that split the backward pass put
+        gradients into place themselves, and no hook hears of those."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._gradients[name] = _sum(self._gradients.get(name), parameter.grad, self.tensors[name])
+                parameter.grad = None
         taken = {name: self._gradients[name] for name in self._parameters if name in self._gradients}
         self._gradients.clear()
         return taken

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from arriero.errors import UserError
+
 _FIRST = 2.0**16
+_SMALLEST = 2.0**-14
 _GROWS_AFTER = 2000
 
 
@@ -14,6 +17,11 @@ class LossScale:
 
     def saw(self, finite: bool) -> bool:
         """Whether to take the step. Halved by an overflow, doubled after 2000 steps without one."""
+        if not finite and self.value < _SMALLEST:
+            raise UserError(
+                "fp16 gradients overflow at any scale of the loss",
+                "set precision.compute to 'bf16' or 'fp32', or lower optim.lr",
+            )
         if not finite:
             self.value, self.good_steps, self.skipped = self.value / 2, 0, self.skipped + 1
             return False
