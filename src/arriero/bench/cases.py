@@ -227,7 +227,9 @@ def _precisions() -> list[Case]:
     bf16 = {"precision.compute": "bf16"}
     made = [Case("bf16 beside fp32", "1 process", layout() | bf16, tolerance=BF16)]
     for each in (layout(dp_shard=2), layout(tp=2), layout(pp=2), layout(cp=2), layout(dp_shard=2, tp=2)):
-        name = " x ".join(f"{k[9:]} {n}" for k, n in each.items() if n > 1)
+        name = " x ".join(
+            f"{axis} {each[key]}" for axis in AXES if each.get(key := f"parallel.{axis}", 1) > 1
+        )
         made.append(Case("bf16 beside fp32", name, each | bf16, tolerance=BF16))
     for name in ("zero-bubble", "zbv"):
         split = layout(pp=2) | bf16 | {"parallel.schedule": name}

@@ -56,10 +56,14 @@ def parity(
         raise UserError(f"there is no folder {write.parent} to write {write.name} to", "make it first")
     from arriero.bench.page import page
     from arriero.bench.parity import refuse_absent
+    from arriero.train.interrupt import Interrupted
 
     refuse_absent(device)
     console = Console(highlight=False)
-    verdicts = {name: _judged(console, name, chosen, cache, device) for name, chosen in wanted.items()}
+    try:
+        verdicts = {name: _judged(console, name, chosen, cache, device) for name, chosen in wanted.items()}
+    except Interrupted as stop:
+        raise typer.Exit(128 + stop.number) from None
     if write is not None:
         write.write_text(page(verdicts, device))
         console.print(f"written to {write}", soft_wrap=True)

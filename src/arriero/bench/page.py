@@ -5,7 +5,7 @@ from itertools import groupby
 
 import torch
 
-from arriero.bench.cases import BASE, BF16, FLOAT8, FP32, STATES, Tolerance, cases
+from arriero.bench.cases import BASE, BF16, BF16_WEIGHTS, FLOAT8, FP32, STATES, Tolerance, cases
 from arriero.bench.parity import UNSEEN, Verdict
 from arriero.model.presets import resolve
 
@@ -18,7 +18,7 @@ Written by `make parity`, that is `arriero bench parity --write docs/parity.md`;
 
 ## What is compared
 The same {horizon} of {batch} in sequences of {seq_len}, with the same seed, in each layout and in one
-process. AdamW unless said otherwise, lr {lr:g} after {warmup} of warm-up, clipped at 1, fp32, not compiled,
+process. Unless said otherwise AdamW, lr {lr:g} after {warmup} of warm-up, clipped at 1, fp32, not compiled;
 on text of known entropy (`builtin:synthetic`).
 
 {models}
@@ -41,7 +41,8 @@ gradient is zero but for rounding, and AdamW makes steps of any gradient, howeve
 _BOUNDS = {
     "fp32, all layouts": FP32,
     "bf16 beside fp32; fp16 beside fp16": BF16,
-    "float8 or bf16 weights, beside fp32": FLOAT8,
+    "bf16 weights, beside fp32": BF16_WEIGHTS,
+    "float8, beside fp32": FLOAT8,
     "optimizer state in fewer bits, beside fp32": STATES,
 }
 

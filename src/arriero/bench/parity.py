@@ -26,6 +26,7 @@ from arriero.train.arrange import arrange
 from arriero.train.build import build
 from arriero.train.device import choose_device
 from arriero.train.hooks import Hook
+from arriero.train.interrupt import interruptible
 from arriero.train.loop import train
 from arriero.train.metrics import StepMetrics
 
@@ -126,9 +127,10 @@ class _Recorder(Hook):
 def _run(config: Any) -> tuple[list[float], list[float]]:
     torch.set_num_threads(1)
     recorder, world = _Recorder(), world_from()
-    plan = arrange(config, world)
-    with joined(world, plan.device.torch_device):
-        train(build(plan, silent, [recorder]))
+    with interruptible():
+        plan = arrange(config, world)
+        with joined(world, plan.device.torch_device):
+            train(build(plan, silent, [recorder]))
     return recorder.losses, recorder.norms
 
 
