@@ -88,16 +88,21 @@ def average(sources: Sequence[Source], weights: Sequence[float] | None = None) -
         _refuse_unlike(first, other)
 
     def load(name: str) -> Tensor:
-        total = torch.zeros(first.tensors[name].shape, dtype=torch.float64)
+        # a step wider than the widest of them is exact enough, and no more than memory for four
+        wide = any(source.tensors[name].dtype == torch.float32 for source in sources)
+        total = torch.zeros(first.tensors[name].shape, dtype=torch.float64 if wide else torch.float32)
         for source, share in zip(sources, shares, strict=True):
-            tensor = source.load(name)
-            # in chunks, or the sum of two types would make a copy of the whole
-            for sums, part in zip(total.flatten().split(_CHUNK), tensor.flatten().split(_CHUNK), strict=True):
-                sums.add_(part, alpha=share)
+            _add(total, source.load(name), share)
         return total.to(first.tensors[name].dtype)
 
     where = f"the mean of {', '.join(source.where for source in sources)}"
     return replace(first, where=where, load=load)
+
+
+def _add(total: Tensor, tensor: Tensor, share: float) -> None:
+    """In chunks, because the sum of two types makes a copy of one of them."""
+    for sums, part in zip(total.flatten().split(_CHUNK), tensor.flatten().split(_CHUNK), strict=True):
+        sums.add_(part, alpha=share)
 
 
 def _shares(count: int, weights: Sequence[float] | None) -> list[float]:

@@ -83,7 +83,7 @@ def average(
     model_parallel: ModelParallel = 1,
     meta_rule: MetaRule = None,
 ) -> None:
-    """Write the weighted mean of models, summed in fp64, a tensor at a time.
+    """Write the weighted mean of models, summed in a wider type, a tensor at a time.
 
     Example: arriero ckpt average site-a site-b -o merged --weights 0.3 0.7
     """

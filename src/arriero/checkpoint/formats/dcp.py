@@ -1,6 +1,9 @@
 """torch's sharded checkpoint (DCP): the model's tensors as `model.<name>`, read and written one at a time."""
 
 import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,8 @@ def open_dcp(directory: Path) -> Source:
     def load(name: str) -> Tensor:
         into = {_PREFIX + name: torch.empty(found[name].shape, dtype=found[name].dtype)}
         try:
-            torch_dcp.load(into, storage_reader=reader, no_dist=True)
+            with _alone():
+                torch_dcp.load(into, storage_reader=reader, no_dist=True)
         except (torch_dcp.api.CheckpointException, RuntimeError, OSError, EOFError) as error:
             reason = str(error).strip().splitlines()[-1]
             raise UserError(f"{directory}: {name} cannot be read ({reason})", _DIGEST) from None
@@ -60,9 +64,20 @@ def open_dcp(directory: Path) -> Source:
 def write_dcp(source: Source, directory: Path, writing: Writing, advance: Advance = silent) -> None:
     planned = {_PREFIX + name: t for name, t in retyped(source.tensors, writing.dtype).items()}
     planner = _OneAtATime(source, writing.dtype, advance)
-    torch_dcp.save(planned, storage_writer=FileSystemWriter(directory), planner=planner, no_dist=True)
+    # of a file it is writing, torch keeps every tensor until the end: so a file for each
+    writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False)
+    with _alone():
+        torch_dcp.save(planned, storage_writer=writer, planner=planner, no_dist=True)
     write_description(source, directory)
     copy_companions(source, directory)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without ranks is how it is meant; torch warns of it each time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 class _OneAtATime(torch_dcp.DefaultSavePlanner):

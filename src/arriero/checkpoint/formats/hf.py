@@ -9,7 +9,7 @@ from torch import Tensor
 
 from arriero.checkpoint.formats.description import read_json, write_json
 from arriero.checkpoint.formats.hf_tokenizer import special_ids, write_tokenizer
-from arriero.checkpoint.formats.safetensors import safetensors_index, safetensors_tensor, write_safetensors
+from arriero.checkpoint.formats.safetensors import SafetensorsReader, write_safetensors
 from arriero.checkpoint.formats.source import (
     AS_IT_IS,
     Advance,
@@ -34,8 +34,8 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def open_hf(directory: Path) -> Source:
     config = _config(directory)
     spec = spec_from_hf(config)
-    where = {name: path for path in _files(directory) for name in safetensors_index(path)}
-    found = {name: t for path in _files(directory) for name, t in safetensors_index(path).items()}
+    readers = {name: file for file in map(SafetensorsReader, _files(directory)) for name in file.tensors}
+    found = {name: file.tensors[name] for name, file in readers.items()}
     names = hf_names(found, spec)
     refuse_misfit(
         {theirs: found[name] for theirs, name in names.items()},
@@ -47,7 +47,7 @@ def open_hf(directory: Path) -> Source:
     refuse_other_dtypes(tensors, str(directory))
 
     def read(theirs: str) -> Tensor:
-        return safetensors_tensor(where[names[theirs]], names[theirs])
+        return readers[names[theirs]].read(names[theirs])
 
     return Source(
         "hf",

@@ -22,7 +22,7 @@ from arriero.checkpoint.formats.source import (
     retyped,
     silent,
 )
-from arriero.checkpoint.formats.torchfile import TorchFile, torch_index, torch_tensor
+from arriero.checkpoint.formats.torchfile import TorchFile, TorchReader
 from arriero.errors import UserError
 from arriero.model.formats.meta import (
     EMBEDDING,
@@ -50,12 +50,14 @@ def open_meta(directory: Path) -> Source:
     if not (directory / "params.json").is_file():
         raise UserError(f"{directory} holds no params.json", "copy the one that came with the weights there")
     params = read_json(directory / "params.json")
-    files = _shard_files(directory)
-    pieces = [{n: t for n, t in torch_index(path).items() if n != _NOT_WEIGHTS} for path in files]
-    for path, shard in zip(files[1:], pieces[1:], strict=True):
-        refuse_other_names(shard, pieces[0], str(path))
+    files = [TorchReader(path) for path in _shard_files(directory)]
+    pieces = [{n: t for n, t in file.tensors.items() if n != _NOT_WEIGHTS} for file in files]
+    for file, shard in zip(files[1:], pieces[1:], strict=True):
+        refuse_other_names(shard, pieces[0], str(file.path))
     if EMBEDDING not in pieces[0] or HEAD not in pieces[0]:
-        raise UserError(f"{files[0]} lacks {EMBEDDING} or {HEAD}", "give Meta's original weights of a Llama")
+        raise UserError(
+            f"{files[0].path} lacks {EMBEDDING} or {HEAD}", "give Meta's original weights of a Llama"
+        )
     rule = rule_of_shards(pieces[0][EMBEDDING], int(params.get("dim", 0)))
     whole = {}
     for name, piece in pieces[0].items():
@@ -63,7 +65,7 @@ def open_meta(directory: Path) -> Source:
         whole[name] = torch.empty(shape, dtype=piece.dtype, device="meta")
 
     def read(name: str) -> Tensor:
-        parts = [partial(torch_tensor, path, name) for path in files]
+        parts = [partial(file.read, name) for file in files]
         return merge(name, parts, whole[name].shape, rule)
 
     spec, tokens = _spec(directory, params, whole, read)

@@ -1,15 +1,15 @@
 """Safetensors files written and read a tensor at a time."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from arriero.checkpoint.formats.source import Advance, raw_bytes, silent
+from arriero.checkpoint.formats.source import Advance, raw_bytes, read_into, silent
 from arriero.errors import UserError
 
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -17,23 +17,32 @@ _TYPES = {code: dtype for dtype, code in _CODES.items()} | {"F8_E4M3": torch.flo
 _TYPES |= {"U8": torch.uint8, "BOOL": torch.bool, "I64": torch.int64, "I32": torch.int32}
 
 
-def safetensors_index(path: Path) -> dict[str, Tensor]:
-    """Names, shapes and types, on meta; reads the header alone."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {n: _on_meta(s.get_shape(), s.get_dtype(), n, path) for n, s in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise _damaged(path, error) from None
+class SafetensorsReader:
+    """`tensors` has names, shapes and types, on meta; `read` gives one, and nothing else is held."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(
+                path, framework="pt"
+            ):  # judges the header, and that the file is as long as it says
+                pass
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{path} is not a whole safetensors file ({error})", "copy or download it again"
+            ) from None
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        self.tensors = {name: _on_meta(name, entry, path) for name, entry in entries.items()}
+        self._begins = {name: 8 + length + entry["data_offsets"][0] for name, entry in entries.items()}
 
-def safetensors_tensor(path: Path, name: str) -> Tensor:
-    """The file is opened anew for each, so that pages of the last one do not stay in memory."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(name).clone()
-    except (SafetensorError, OSError) as error:
-        raise _damaged(path, error) from None
+    def read(self, name: str) -> Tensor:
+        planned = self.tensors[name]
+        tensor = torch.empty(planned.shape, dtype=planned.dtype)
+        read_into(self.path, self._begins[name], tensor)
+        return tensor
 
 
 def write_safetensors(
@@ -58,15 +67,11 @@ def write_safetensors(
             assert tensor.shape == planned.shape and tensor.dtype == planned.dtype, name
             file.write(raw_bytes(tensor))
             advance(tensor.nbytes)
-        file.flush()
-        os.fsync(file.fileno())
 
 
-def _on_meta(shape: list[int], code: str, name: str, path: Path) -> Tensor:
-    if code not in _TYPES:
-        raise UserError(f"{path}: {name} is of type {code}", "only fp32, bf16 and fp16 weights can be read")
-    return torch.empty(shape, dtype=_TYPES[code], device="meta")
-
-
-def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} is not a whole safetensors file ({error})", "copy or download it again")
+def _on_meta(name: str, entry: Mapping[str, Any], path: Path) -> Tensor:
+    if entry["dtype"] not in _TYPES:
+        raise UserError(
+            f"{path}: {name} is of type {entry['dtype']}", "only fp32, bf16 and fp16 weights can be read"
+        )
+    return torch.empty(entry["shape"], dtype=_TYPES[entry["dtype"]], device="meta")

@@ -14,7 +14,7 @@ from arriero.checkpoint.formats.source import (
     retyped,
     silent,
 )
-from arriero.checkpoint.formats.torchfile import TorchFile, torch_index, torch_tensor
+from arriero.checkpoint.formats.torchfile import TorchFile, TorchReader
 from arriero.model.formats.recipe import own_tensors, refuse_misfit
 
 NAME = "model.pt"
@@ -23,7 +23,8 @@ NAME = "model.pt"
 def open_torch(path: Path) -> Source:
     """The file itself, or the directory that holds `model.pt`."""
     directory, file = (path, path / NAME) if path.is_dir() else (path.parent, path)
-    found = torch_index(file)
+    reader = TorchReader(file)
+    found = dict(reader.tensors)
     spec, tokens = described(directory)
     if spec.tied:
         found.pop("head.weight", None)
@@ -34,7 +35,7 @@ def open_torch(path: Path) -> Source:
         str(path),
         spec,
         found,
-        lambda name: torch_tensor(file, name),
+        reader.read,
         companions_of(directory),
         tokens,
     )

@@ -106,3 +106,18 @@ def refuse_other_dtypes(tensors: Mapping[str, Tensor], where: str) -> None:
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def read_into(path: Path, begins: int, tensor: Tensor) -> None:
+    """By reading, not mapping: mapped pages would count as memory until the file is closed."""
+    view = raw_bytes(tensor)
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(begins)
+            done = 0
+            while done < len(view) and (got := file.readinto(view[done:])):
+                done += got
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})", "copy or download it again") from None
+    if done < len(view):
+        raise UserError(f"{path} ends too early", "copy or download it again")

@@ -3,7 +3,6 @@
 Needs torch's `skip_data` and the record offsets its loader notes; both are in torch 2.11 to 2.13.
 """
 
-import os
 import pickle
 import zlib
 from collections.abc import Mapping
@@ -14,26 +13,32 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from arriero.checkpoint.formats.source import raw_bytes
+from arriero.checkpoint.formats.source import raw_bytes, read_into
 from arriero.checkpoint.formats.zipsums import write_checksums
 from arriero.errors import UserError
 
 
-def torch_index(path: Path) -> dict[str, Tensor]:
-    """Names, shapes and types, on meta; reads no weights."""
-    return _load(path, "meta")
+class TorchReader:
+    """`tensors` has names, shapes and types, on meta; `read` gives one, and nothing else is held."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors = _index(path)
+
+    def read(self, name: str) -> Tensor:
+        planned = self.tensors[name]
+        reach = sum((size - 1) * step for size, step in zip(planned.shape, planned.stride(), strict=True)) + 1
+        begins = _offset(planned) + int(planned.storage_offset()) * planned.dtype.itemsize
+        flat = torch.empty(reach if planned.numel() else 0, dtype=planned.dtype)
+        read_into(self.path, begins, flat)
+        return flat.as_strided(planned.shape, planned.stride()).contiguous()
 
 
-def torch_tensor(path: Path, name: str) -> Tensor:
-    """The file is mapped anew for each, so that pages of the last one do not stay in memory."""
-    return _load(path, "cpu")[name].clone()
-
-
-def _load(path: Path, device: str) -> dict[str, Tensor]:
+def _index(path: Path) -> dict[str, Tensor]:
     try:
-        state = torch.load(path, map_location=device, weights_only=True, mmap=True)
+        state = torch.load(path, map_location="meta", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0] if "GLOBAL" not in str(error) else _global_in(str(error))
+        reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), "unknown code")
         raise UserError(
             f"{path} is a pickle with more than tensors in it ({reason}), and is not opened",
             "such a file could run any code; ask its author for safetensors",
@@ -55,10 +60,6 @@ def _offset(tensor: Tensor) -> int:
     return offset
 
 
-def _global_in(message: str) -> str:
-    return next(line.strip() for line in message.splitlines() if "GLOBAL" in line)
-
-
 class TorchFile:
     """A file of empty places for `tensors`, which are then filled in any order."""
 
@@ -68,7 +69,7 @@ class TorchFile:
             empty = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(empty, path)
-        self._places = {name: (_offset(t), t) for name, t in torch_index(path).items()}
+        self._places = {name: (_offset(t), t) for name, t in _index(path).items()}
         self._file = path.open("r+b")
 
     def put(self, name: str, tensor: Tensor) -> None:
@@ -89,5 +90,3 @@ class TorchFile:
             if kind is None:
                 assert len(self._sums) == len(self._places), "a tensor was not written"
                 write_checksums(self._file, self._sums)
-                self._file.flush()
-                os.fsync(self._file.fileno())

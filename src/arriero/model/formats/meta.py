@@ -28,8 +28,8 @@ _BLOCK = {
 _BY_ROWS, _BY_COLUMNS = ("wq", "wk", "wv", "w1", "w3", "output"), ("wo", "w2")
 _FOREIGN = ("vision_chunk_size", "vision_model", "moe_args", "quantization_args", "lora_args")
 _SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
-# as published: Llama 2 and 3, then what is usual in models made after them
-_WIDTHS = ((256, None), (4096, 1.3), (1024, 1.3), (4096, 1.2), (256, 1.5), (256, 1.0), (256, 1.3))
+# the pairs of Llama 2 and 3 as published
+_WIDTHS = ((256, None), (256, 1.5), (1024, 1.3), (4096, 1.3), (4096, 1.2))
 
 
 def rule_of(spec: ModelSpec) -> Rule:
