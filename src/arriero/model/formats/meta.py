@@ -29,7 +29,7 @@ _BY_ROWS, _BY_COLUMNS = ("wq", "wk", "wv", "w1", "w3", "output"), ("wo", "w2")
 _FOREIGN = ("vision_chunk_size", "vision_model", "moe_args", "quantization_args", "lora_args")
 _SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
 # the pairs of Llama 2 and 3 as published
-_WIDTHS = ((256, None), (256, 1.5), (1024, 1.3), (4096, 1.3), (4096, 1.2))
+_WIDTHS = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
 
 
 def rule_of(spec: ModelSpec) -> Rule:
