@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import arriero.bench.commands as bench_verbs
+import arriero.checkpoint.convert_commands as convert_verbs
 import arriero.config.commands as config_verbs
 import arriero.data.commands.bench as data_bench_verbs
 import arriero.data.commands.exchange as exchange_verbs
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+ckpt = typer.Typer(help="Models and checkpoints at rest.", no_args_is_help=True)
 config = typer.Typer(help="Look at run files, keys and model presets.", no_args_is_help=True)
 data = typer.Typer(help="Text to tokens, and what is in them.", no_args_is_help=True)
 bench = typer.Typer(help="Prove that layouts agree.", no_args_is_help=True)
@@ -40,6 +42,9 @@ data.command()(exchange_verbs.verify)
 data.command()(data_bench_verbs.bench)
 app.add_typer(bench, name="bench")
 bench.command()(bench_verbs.parity)
+app.add_typer(ckpt, name="ckpt")
+ckpt.command()(convert_verbs.convert)
+ckpt.command(cls=convert_verbs.ManyNumbers)(convert_verbs.average)
 app.add_typer(config, name="config")
 config.command()(model_verbs.show)
 config.command()(config_verbs.schema)

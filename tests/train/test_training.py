@@ -7,10 +7,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from arriero.checkpoint.formats.hf import load_hf
 from arriero.config.load import load_run
 from arriero.data.order.loader import IGNORED, Batch
 from arriero.errors import UserError
-from arriero.model.formats.hf import load_hf
 from arriero.model.presets import expand
 from arriero.model.spec import flops_per_token
 from arriero.parallel.world import World

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from arriero.bench.cases import BASE, Case
+from arriero.checkpoint.formats.hf import load_hf
 from arriero.config.load import load_run
 from arriero.config.toml import toml_value
 from arriero.data.progress import silent
 from arriero.errors import UserError
-from arriero.model.formats.hf import load_hf
 from arriero.model.presets import expand
 from arriero.parallel.spawn import RankFailed, run_ranks
 from arriero.parallel.world import joined, world_from

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from arriero.checkpoint.formats.hf import load_hf, save_hf
 from arriero.errors import UserError
 from arriero.model.build import build_model
-from arriero.model.formats.hf import load_hf, save_hf
 from arriero.parallel.precision import ordinary
 from arriero.train.sample import continue_text
 from arriero.train.session import Session

@@ -5,9 +5,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from arriero.checkpoint.formats.hf import load_hf, save_hf
 from arriero.errors import UserError
 from arriero.model.build import build_model
-from arriero.model.formats.hf import from_hf, hf_config, load_hf, save_hf, spec_from_hf, to_hf
+from arriero.model.formats.hf import from_hf, hf_config, spec_from_hf, to_hf
 from arriero.model.presets import load_preset, preset_names
 from arriero.model.spec import ModelSpec
 

@@ -1,17 +1,15 @@
-"""Hugging Face: names, config.json and model.safetensors, both ways and bit for bit."""
+"""Hugging Face: names and config.json, both ways and bit for bit."""
 
-import json
 import re
-import shutil
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from arriero.errors import UserError
+from arriero.model.formats.recipe import Made, as_it_is, refuse_other_names
 from arriero.model.spec import ModelSpec
 
 State = Mapping[str, Tensor]
@@ -76,37 +74,44 @@ _CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
 _NOT_WEIGHTS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
-def to_hf(state: State, spec: ModelSpec) -> dict[str, Tensor]:
+def hf_from_own(spec: ModelSpec) -> dict[str, Made]:
     """A tied head is left out: Hugging Face stores the shared tensor once, as the embedding."""
-    _check(
-        state, (name for name in _own_names(spec) if not _is_tied_head(name, spec)), spec, "the model state"
-    )
-    out = {theirs: state[ours] for ours, theirs in _names(spec).items()}
-    if spec.family == "gpt2":
-        for layer in range(spec.layers):
-            for kind in ("weight", "bias"):
-                parts = [state[f"blocks.{layer}.attention.{p}.{kind}"] for p in "qkv"]
-                out[f"transformer.h.{layer}.attn.c_attn.{kind}"] = torch.cat(parts)
-    return {name: _conv1d(name, tensor) for name, tensor in out.items()}
+    recipe = {theirs: Made((ours,), _made(theirs)) for ours, theirs in _names(spec).items()}
+    for layer, kind in _fused(spec):
+        parts = tuple(f"blocks.{layer}.attention.{p}.{kind}" for p in "qkv")
+        name = f"transformer.h.{layer}.attn.c_attn.{kind}"
+        recipe[name] = Made(parts, partial(_fuse, _made(name)))
+    return recipe
+
+
+def own_from_hf(spec: ModelSpec) -> dict[str, Made]:
+    recipe = {ours: Made((theirs,), _made(theirs)) for ours, theirs in _names(spec).items()}
+    for layer, kind in _fused(spec):
+        name = f"transformer.h.{layer}.attn.c_attn.{kind}"
+        for i, p in enumerate("qkv"):
+            recipe[f"blocks.{layer}.attention.{p}.{kind}"] = Made((name,), partial(_third, _made(name), i))
+    return recipe
+
+
+def to_hf(state: State, spec: ModelSpec) -> dict[str, Tensor]:
+    own = [name for name in state if not _is_tied_head(name, spec)]
+    refuse_other_names(own, own_from_hf(spec), "the model state")
+    return {name: made.of(state.__getitem__) for name, made in hf_from_own(spec).items()}
 
 
 def from_hf(state: State, spec: ModelSpec) -> dict[str, Tensor]:
-    state = {
-        _with_prefix(name, spec): tensor for name, tensor in state.items() if not _NOT_WEIGHTS.search(name)
-    }
-    fused = [f"transformer.h.{n}.attn.c_attn.{k}" for n in range(spec.layers) for k in ("weight", "bias")]
-    fused = fused if spec.family == "gpt2" else []
-    _check(state, [*_names(spec).values(), *fused], spec, "the Hugging Face state")
-    out = {ours: _conv1d(theirs, state[theirs]) for ours, theirs in _names(spec).items()}
-    for name in fused:
-        _, _, layer, _, _, kind = name.split(".")
-        parts = _conv1d(name, state[name]).chunk(3)
-        out |= {
-            f"blocks.{layer}.attention.{p}.{kind}": t.contiguous() for p, t in zip("qkv", parts, strict=True)
-        }
+    found = hf_names(state, spec)
+    refuse_other_names(found, hf_from_own(spec), "the Hugging Face state")
+    out = {name: made.of(lambda n: state[found[n]]) for name, made in own_from_hf(spec).items()}
     if spec.tied:
         out["head.weight"] = out["embedding.weight"]
     return out
+
+
+def hf_names(names: Iterable[str], spec: ModelSpec) -> dict[str, str]:
+    """From the names transformers writes today to those found; what is no weight of its own is left out."""
+    weights = (name for name in names if not _NOT_WEIGHTS.search(name) and not _is_tied_head(name, spec))
+    return {_with_prefix(name, spec): name for name in weights}
 
 
 def hf_config(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -144,43 +149,6 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec.from_dict(fields)
 
 
-def save_hf(
-    directory: str | Path,
-    model_state: State,
-    spec: ModelSpec,
-    tokenizer_file: str | Path | None = None,
-    bos_token: str | None = None,
-    eos_token: str | None = None,
-) -> None:
-    """A directory that `from_pretrained` loads off-line; transformers itself refuses dim % heads != 0."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    state = {name: t.detach().cpu().contiguous() for name, t in to_hf(model_state, spec).items()}
-    config = hf_config(spec, next(iter(state.values())).dtype)
-    if tokenizer_file is not None:
-        config |= _save_tokenizer(directory, Path(tokenizer_file), spec, bos_token, eos_token)
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-    _write_json(directory / "config.json", config)
-
-
-def load_hf(directory: str | Path) -> tuple[dict[str, Tensor], ModelSpec]:
-    """One file or several: large published models come in pieces with an index beside them."""
-    directory = Path(directory)
-    config, index = directory / "config.json", directory / "model.safetensors.index.json"
-    if not config.is_file():
-        raise UserError(f"{directory} holds no config.json", "give a Hugging Face model directory")
-    files = ["model.safetensors"]
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    if missing := [name for name in files if not (directory / name).is_file()]:
-        raise UserError(f"{directory} lacks {', '.join(missing)}", "copy the safetensors files there")
-    state: dict[str, Tensor] = {}
-    for name in files:
-        state |= load_file(directory / name)
-    spec = spec_from_hf(json.loads(config.read_text(encoding="utf-8")))
-    return from_hf(state, spec), spec
-
-
 def _names(spec: ModelSpec) -> dict[str, str]:
     """Ours to theirs, for all tensors that map one to one."""
     llama = spec.family == "llama"
@@ -193,29 +161,14 @@ def _names(spec: ModelSpec) -> dict[str, str]:
     return names if spec.tied else names | {"head.weight": "lm_head.weight"}
 
 
-def _own_names(spec: ModelSpec) -> Iterable[str]:
-    yield from _names(spec)
-    if spec.family == "gpt2":
-        for layer in range(spec.layers):
-            yield from (f"blocks.{layer}.attention.{p}.{k}" for p in "qkv" for k in ("weight", "bias"))
+def _fused(spec: ModelSpec) -> list[tuple[int, str]]:
+    """GPT-2 keeps q, k and v in one matrix."""
+    layers = range(spec.layers) if spec.family == "gpt2" else ()
+    return [(layer, kind) for layer in layers for kind in ("weight", "bias")]
 
 
 def _is_tied_head(name: str, spec: ModelSpec) -> bool:
     return spec.tied and name in ("head.weight", "lm_head.weight")
-
-
-def _check(state: State, wanted: Iterable[str], spec: ModelSpec, where: str) -> None:
-    have, want = {name for name in state if not _is_tied_head(name, spec)}, set(wanted)
-    problems = [
-        f"{len(names)} {word} ({', '.join(sorted(names))})"
-        for word, names in (("missing", want - have), ("unexpected", have - want))
-        if names
-    ]
-    if problems:
-        raise UserError(
-            f"the tensors of {where} do not fit the model: {'; '.join(problems)}",
-            "check that the weights and the model's shape belong together",
-        )
 
 
 def _with_prefix(name: str, spec: ModelSpec) -> str:
@@ -224,8 +177,20 @@ def _with_prefix(name: str, spec: ModelSpec) -> str:
     return f"transformer.{name}" if bare else name
 
 
-def _conv1d(name: str, tensor: Tensor) -> Tensor:
-    return tensor.t().contiguous() if _CONV1D.search(name) else tensor
+def _made(theirs: str) -> Callable[[Tensor], Tensor]:
+    return _transposed if _CONV1D.search(theirs) else as_it_is
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.t().contiguous()
+
+
+def _fuse(make: Callable[[Tensor], Tensor], *parts: Tensor) -> Tensor:
+    return make(torch.cat(parts))
+
+
+def _third(make: Callable[[Tensor], Tensor], which: int, fused: Tensor) -> Tensor:
+    return make(fused).chunk(3)[which].clone()
 
 
 def _hf_scaling(spec: ModelSpec) -> dict[str, Any] | None:
@@ -253,23 +218,3 @@ def _rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     values = {name.replace("position_embeddings", "seq_len"): rope.get(name) for name in names}
     return {"rope_theta": theta, "rope_scaling": values}
-
-
-def _save_tokenizer(
-    directory: Path, source: Path, spec: ModelSpec, bos_token: str | None, eos_token: str | None
-) -> dict[str, int]:
-    """The ids of the two special tokens, for config.json."""
-    if source.resolve() != (directory / "tokenizer.json").resolve():
-        shutil.copyfile(source, directory / "tokenizer.json")
-    tokenizer = json.loads(source.read_text(encoding="utf-8"))
-    ids = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}
-    special = {name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token}
-    if unknown := [token for token in special.values() if token not in ids]:
-        raise UserError(f"{source} has no special token {', '.join(unknown)}", "name one of its added tokens")
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": spec.max_seq_len, **special}
-    _write_json(directory / "tokenizer_config.json", about | {"clean_up_tokenization_spaces": False})
-    return {f"{name}_id": ids[token] for name, token in special.items()}
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,144 @@
+"""From any format to any other, and several models to their mean, a tensor at a time."""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from arriero.checkpoint.formats.dcp import open_dcp, write_dcp
+from arriero.checkpoint.formats.hf import open_hf, write_hf
+from arriero.checkpoint.formats.meta import open_meta, write_meta
+from arriero.checkpoint.formats.single import NAME as TORCH_NAME
+from arriero.checkpoint.formats.single import open_torch, write_torch
+from arriero.checkpoint.formats.source import AS_IT_IS, Advance, Source, Writing, silent
+from arriero.data.store.staging import staged_directory
+from arriero.errors import UserError
+from arriero.units import human_bytes
+
+Format = Literal["hf", "meta", "dcp", "torch"]
+Write = Callable[[Source, Path, Writing, Advance], None]
+
+WRITERS: dict[str, Write] = {"hf": write_hf, "meta": write_meta, "dcp": write_dcp, "torch": write_torch}
+_LOOKED_FOR = (
+    "config.json and *.safetensors (Hugging Face), params.json and consolidated.*.pth (Meta), "
+    f".metadata (DCP), {TORCH_NAME} (torch)"
+)
+_CHUNK = 1 << 22
+
+
+def open_source(path: Path) -> Source:
+    """The format is seen from the files that are there."""
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path} does not exist", "give the directory of a model or a checkpoint")
+    if path.is_file():
+        if path.suffix in (".pt", ".pth") and not path.name.startswith("consolidated."):
+            return open_torch(path)
+        raise UserError(f"{path} is a file", f"give the directory it is in, or a file like {TORCH_NAME}")
+    if (path / ".metadata").is_file():
+        return open_dcp(path)
+    if (path / "params.json").is_file() or any(path.glob("consolidated.*.pth")):
+        return open_meta(path)
+    if (path / TORCH_NAME).is_file():
+        return open_torch(path)
+    if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
+        return open_hf(path)
+    inside = [path / "model", *sorted(path.glob("checkpoints/step-*"))[-1:]]
+    if (path / "run.toml").is_file() and any(map(Path.is_dir, inside)):
+        names = " or ".join(str(each) for each in inside if each.is_dir())
+        raise UserError(f"{path} is a run, not a model", f"give {names}")
+    raise UserError(f"{path} holds no model that is known here: looked for {_LOOKED_FOR}", "check the path")
+
+
+def convert(
+    source: Source, target: Path, to: Format, writing: Writing = AS_IT_IS, advance: Advance = silent
+) -> None:
+    """The target appears when all of it is on the disk, or not at all."""
+    target = Path(target)
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target} exists already", "choose another place, or remove it first")
+    if target.suffix in (".pt", ".pth", ".safetensors"):
+        raise UserError(
+            f"{target} looks like a file, and a model is a directory",
+            f"give a directory; with --to torch the weights will be DIRECTORY/{TORCH_NAME}",
+        )
+    with staged_directory(target) as making:
+        _refuse_full_disk(making, source.nbytes(writing.dtype))
+        try:
+            WRITERS[to](source, making, writing, advance)
+            _sync(making)
+        except OSError as error:
+            raise UserError(
+                f"{target} cannot be written ({error})", "make room, or choose another place"
+            ) from None
+
+
+def average(sources: Sequence[Source], weights: Sequence[float] | None = None) -> Source:
+    """A model whose every weight is the weighted mean; types, tokenizer and format are the first one's."""
+    if len(sources) < 2:
+        raise UserError("an average needs at least two models", "name more of them")
+    shares = _shares(len(sources), weights)
+    first = sources[0]
+    for other in sources[1:]:
+        _refuse_unlike(first, other)
+
+    def load(name: str) -> Tensor:
+        # a step wider than the widest of them is exact enough, and no more than memory for four
+        wide = any(source.tensors[name].dtype == torch.float32 for source in sources)
+        total = torch.zeros(first.tensors[name].shape, dtype=torch.float64 if wide else torch.float32)
+        for source, share in zip(sources, shares, strict=True):
+            _add(total, source.load(name), share)
+        return total.to(first.tensors[name].dtype)
+
+    where = f"the mean of {', '.join(source.where for source in sources)}"
+    return replace(first, where=where, load=load)
+
+
+def _add(total: Tensor, tensor: Tensor, share: float) -> None:
+    """In chunks, because the sum of two types makes a copy of one of them."""
+    for sums, part in zip(total.flatten().split(_CHUNK), tensor.flatten().split(_CHUNK), strict=True):
+        sums.add_(part, alpha=share)
+
+
+def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
+    weights = [1.0] * count if weights is None else list(weights)
+    if len(weights) != count:
+        raise UserError(f"{len(weights)} weights for {count} models", "give one weight per model")
+    if min(weights) < 0 or not 0 < sum(weights) < float("inf"):
+        raise UserError(f"the weights {weights} have no mean", "give positive numbers")
+    return [weight / sum(weights) for weight in weights]
+
+
+def _refuse_unlike(first: Source, other: Source) -> None:
+    ours, theirs = ({**s.spec.to_dict(), "nominal_params": None} for s in (first, other))
+    odd = [
+        f"{n} {ours.get(n)} and {theirs.get(n)}" for n in {**ours, **theirs} if ours.get(n) != theirs.get(n)
+    ]
+    if odd:
+        raise UserError(
+            f"{first.where} and {other.where} are different models: {', '.join(odd)}",
+            "only models of one shape have a mean",
+        )
+
+
+def _refuse_full_disk(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise UserError(
+            f"the model needs {human_bytes(needed)}, and {directory.parent} has {human_bytes(free)} free",
+            "make room, or choose another place",
+        )
+
+
+def _sync(directory: Path) -> None:
+    for path in [*directory.iterdir(), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,139 @@
+"""torch's sharded checkpoint (DCP): the model's tensors as `model.<name>`, read and written one at a time."""
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from arriero.checkpoint.formats.description import described, write_description
+from arriero.checkpoint.formats.source import (
+    Advance,
+    Source,
+    Writing,
+    cast,
+    companions_of,
+    copy_companions,
+    refuse_other_dtypes,
+    retyped,
+    silent,
+)
+from arriero.errors import UserError
+from arriero.model.formats.recipe import own_tensors, refuse_misfit
+
+_PREFIX = "model."
+_DIGEST = "copy the checkpoint again, or take another"
+
+
+def open_dcp(directory: Path) -> Source:
+    """A checkpoint of training, of which only the weights are read, or one that `write_dcp` made."""
+    spec, tokens = described(directory)
+    reader = CarefulReader(directory)
+    found = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata):
+            found[name.removeprefix(_PREFIX)] = torch.empty(
+                entry.size, dtype=entry.properties.dtype, device="meta"
+            )
+    if spec.tied:
+        found.pop("head.weight", None)
+    refuse_misfit(found, own_tensors(spec), str(directory))
+    refuse_other_dtypes(found, str(directory))
+
+    def load(name: str) -> Tensor:
+        into = {_PREFIX + name: torch.empty(found[name].shape, dtype=found[name].dtype)}
+        try:
+            with _alone():
+                torch_dcp.load(into, storage_reader=reader, no_dist=True)
+        except (torch_dcp.api.CheckpointException, RuntimeError, OSError, EOFError) as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise UserError(f"{directory}: {name} cannot be read ({reason})", _DIGEST) from None
+        return into[_PREFIX + name]
+
+    return Source("dcp", str(directory), spec, found, load, companions_of(directory), tokens)
+
+
+def write_dcp(source: Source, directory: Path, writing: Writing, advance: Advance = silent) -> None:
+    planned = {_PREFIX + name: t for name, t in retyped(source.tensors, writing.dtype).items()}
+    planner = _OneAtATime(source, writing.dtype, advance)
+    # of a file it is writing, torch keeps every tensor until the end: so a file for each
+    writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False)
+    with _alone():
+        torch_dcp.save(planned, storage_writer=writer, planner=planner, no_dist=True)
+    write_description(source, directory)
+    copy_companions(source, directory)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without ranks is how it is meant; torch warns of it each time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+class _OneAtATime(torch_dcp.DefaultSavePlanner):
+    """Plans with tensors on meta and reads each when the writer asks for it."""
+
+    def __init__(self, source: Source, dtype: torch.dtype | None, advance: Advance) -> None:
+        super().__init__()
+        self._source, self._dtype, self._advance = source, dtype, advance
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        name = index.fqn.removeprefix(_PREFIX)
+        tensor = cast(self._source.load(name), self._dtype, name)
+        self._advance(tensor.nbytes)
+        return tensor
+
+
+class CarefulReader(FileSystemReader):
+    """torch unpickles `.metadata` as it comes; here it may name nothing but what DCP itself writes."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._path = Path(directory) / ".metadata"
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = self._read()
+        return self._metadata
+
+    def _read(self) -> Metadata:
+        try:
+            with self._path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+        except pickle.UnpicklingError as error:
+            raise UserError(f"{self._path} is not opened: {error}", _DIGEST) from None
+        except (OSError, EOFError, ValueError, IndexError, AttributeError, KeyError, TypeError) as error:
+            raise UserError(f"{self._path} is damaged ({error})", _DIGEST) from None
+        if not isinstance(metadata, Metadata):
+            raise UserError(f"{self._path} is not the index of a DCP checkpoint", _DIGEST)
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        plain = {
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("collections", "OrderedDict"),
+            ("pathlib", "PosixPath"),
+            ("pathlib", "PurePosixPath"),
+            ("pathlib._local", "PosixPath"),
+        }
+        of_dcp = getattr(getattr(dcp_metadata, name, None), "__module__", None) == module
+        of_dcp = of_dcp and module == dcp_metadata.__name__
+        a_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if of_dcp or a_dtype or (module, name) in plain:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it is a pickle that asks for {module}.{name}, which no index needs")

@@ -1,0 +1,146 @@
+"""A Hugging Face directory: safetensors in shards, config, generation config, tokenizer."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from arriero.checkpoint.formats.description import read_json, write_json
+from arriero.checkpoint.formats.hf_tokenizer import special_ids, write_tokenizer
+from arriero.checkpoint.formats.safetensors import SafetensorsReader, write_safetensors
+from arriero.checkpoint.formats.source import (
+    AS_IT_IS,
+    Advance,
+    Source,
+    Writing,
+    cast,
+    companions_of,
+    copy_companions,
+    refuse_other_dtypes,
+    retyped,
+    silent,
+)
+from arriero.errors import UserError
+from arriero.model.formats.hf import hf_config, hf_from_own, hf_names, own_from_hf, spec_from_hf, to_hf
+from arriero.model.formats.recipe import own_tensors, refuse_misfit
+from arriero.model.spec import ModelSpec
+
+_INDEX = "model.safetensors.index.json"
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def open_hf(directory: Path) -> Source:
+    config = _config(directory)
+    spec = spec_from_hf(config)
+    readers = {name: file for file in map(SafetensorsReader, _files(directory)) for name in file.tensors}
+    found = {name: file.tensors[name] for name, file in readers.items()}
+    names = hf_names(found, spec)
+    refuse_misfit(
+        {theirs: found[name] for theirs, name in names.items()},
+        to_hf(own_tensors(spec), spec),
+        str(directory),
+    )
+    recipe = own_from_hf(spec)
+    tensors = {name: t.to(found[names[recipe[name].parts[0]]].dtype) for name, t in own_tensors(spec).items()}
+    refuse_other_dtypes(tensors, str(directory))
+
+    def read(theirs: str) -> Tensor:
+        return readers[names[theirs]].read(names[theirs])
+
+    return Source(
+        "hf",
+        str(directory),
+        spec,
+        tensors,
+        lambda name: recipe[name].of(read),
+        companions_of(directory),
+        {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None},
+    )
+
+
+def write_hf(source: Source, directory: Path, writing: Writing, advance: Advance = silent) -> None:
+    spec, recipe = source.spec, hf_from_own(source.spec)
+    own = retyped(source.tensors, writing.dtype)
+    planned = {name: made.of(own.__getitem__) for name, made in recipe.items()}
+
+    def load(name: str) -> Tensor:
+        return cast(recipe[name].of(source.load), planned[name].dtype, name)
+
+    shards = _shards(planned, writing.shard_bytes)
+    for file, names in shards.items():
+        write_safetensors(directory / file, {n: planned[n] for n in names}, load, advance)
+    if len(shards) > 1:
+        places = {name: file for file, names in shards.items() for name in names}
+        total = sum(t.nbytes for t in planned.values())
+        write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    copy_companions(source, directory)
+    tokens = write_tokenizer(directory, spec, dict(source.tokens))
+    write_json(directory / "config.json", hf_config(spec, next(iter(planned.values())).dtype) | tokens)
+    if "generation_config.json" not in source.companions:
+        write_json(directory / "generation_config.json", {"do_sample": False, **tokens})
+
+
+def save_hf(
+    directory: str | Path,
+    model_state: Mapping[str, Tensor],
+    spec: ModelSpec,
+    tokenizer_file: str | Path | None = None,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+) -> None:
+    """A directory that `from_pretrained` loads off-line; transformers itself refuses dim % heads != 0."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    state = {n: t for n, t in model_state.items() if not (spec.tied and n == "head.weight")}
+    refuse_misfit(state, own_tensors(spec), "the model state")
+    tensors = {name: tensor.to("meta") for name, tensor in state.items()}
+    source = Source("memory", "the model", spec, tensors, lambda name: state[name].detach().cpu())
+    if tokenizer_file is not None:
+        named = {"bos_token": bos_token, "eos_token": eos_token}
+        source = replace(
+            source,
+            companions={"tokenizer.json": Path(tokenizer_file)},
+            tokens=special_ids(Path(tokenizer_file), {name: token for name, token in named.items() if token}),
+        )
+    write_hf(source, directory, AS_IT_IS)
+
+
+def load_hf(directory: str | Path) -> tuple[dict[str, Tensor], ModelSpec]:
+    source = open_hf(Path(directory))
+    return source.state(), source.spec
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{directory} holds no config.json", "give a Hugging Face model directory")
+    return read_json(directory / "config.json")
+
+
+def _files(directory: Path) -> list[Path]:
+    """One file or several: large published models come in pieces with an index beside them."""
+    files = ["model.safetensors"]
+    if (directory / _INDEX).is_file():
+        places = read_json(directory / _INDEX).get("weight_map")
+        if not isinstance(places, dict):
+            raise UserError(f"{directory / _INDEX} has no weight_map", "copy or download it again")
+        files = sorted(set(places.values()))
+    if missing := [name for name in files if not (directory / name).is_file()]:
+        raise UserError(f"{directory} lacks {', '.join(missing)}", "copy the safetensors files there")
+    return [directory / name for name in files]
+
+
+def _shards(planned: Mapping[str, Tensor], limit: int) -> dict[str, list[str]]:
+    """In order, each at most `limit` bytes; a tensor larger than that has a file of its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in planned.items():
+        if shards[-1] and filled + tensor.nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensor.nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}

@@ -1,0 +1,148 @@
+"""Meta's original files: `params.json` and one `consolidated.NN.pth` per model-parallel shard."""
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arriero.checkpoint.formats.description import read_description, read_json, write_description, write_json
+from arriero.checkpoint.formats.source import (
+    Advance,
+    Source,
+    Writing,
+    cast,
+    companions_of,
+    copy_companions,
+    refuse_other_dtypes,
+    retyped,
+    silent,
+)
+from arriero.checkpoint.formats.torchfile import TorchFile, TorchReader
+from arriero.errors import UserError
+from arriero.model.formats.meta import (
+    EMBEDDING,
+    HEAD,
+    Rule,
+    merge,
+    merged_shape,
+    meta_from_own,
+    meta_params,
+    own_from_meta,
+    refuse_indivisible,
+    rule_of,
+    rule_of_shards,
+    spec_from_params,
+    split,
+    stored_kv_heads,
+)
+from arriero.model.formats.recipe import own_tensors, refuse_misfit, refuse_other_names
+from arriero.model.spec import ModelSpec
+
+_NOT_WEIGHTS = "rope.freqs"
+
+
+def open_meta(directory: Path) -> Source:
+    if not (directory / "params.json").is_file():
+        raise UserError(f"{directory} holds no params.json", "copy the one that came with the weights there")
+    params = read_json(directory / "params.json")
+    files = [TorchReader(path) for path in _shard_files(directory)]
+    pieces = [{n: t for n, t in file.tensors.items() if n != _NOT_WEIGHTS} for file in files]
+    for file, shard in zip(files[1:], pieces[1:], strict=True):
+        refuse_other_names(shard, pieces[0], str(file.path))
+    if EMBEDDING not in pieces[0] or HEAD not in pieces[0]:
+        raise UserError(
+            f"{files[0].path} lacks {EMBEDDING} or {HEAD}", "give Meta's original weights of a Llama"
+        )
+    rule = rule_of_shards(pieces[0][EMBEDDING], int(params.get("dim", 0)))
+    whole = {}
+    for name, piece in pieces[0].items():
+        shape = merged_shape(name, [shard[name] for shard in pieces], rule)
+        whole[name] = torch.empty(shape, dtype=piece.dtype, device="meta")
+
+    def read(name: str) -> Tensor:
+        parts = [partial(file.read, name) for file in files]
+        return merge(name, parts, whole[name].shape, rule)
+
+    spec, tokens = _spec(directory, params, whole, read)
+    kv_heads = params.get("n_kv_heads") or spec.kv_heads
+    wanted = {n: made.of(own_tensors(spec).__getitem__) for n, made in meta_from_own(spec, kv_heads).items()}
+    refuse_misfit(whole, wanted, str(directory))
+    recipe = own_from_meta(spec, kv_heads)
+    tensors = {name: t.to(whole[recipe[name].parts[0]].dtype) for name, t in own_tensors(spec).items()}
+    refuse_other_dtypes(tensors, str(directory))
+    companions = companions_of(directory)
+    return Source(
+        "meta", str(directory), spec, tensors, lambda name: recipe[name].of(read), companions, tokens
+    )
+
+
+def write_meta(source: Source, directory: Path, writing: Writing, advance: Advance = silent) -> None:
+    spec, shards = source.spec, writing.model_parallel
+    rule: Rule = writing.meta_rule or rule_of(spec)
+    kv_heads = stored_kv_heads(spec, shards)
+    params = meta_params(spec, rule, kv_heads)
+    refuse_indivisible(spec, shards, rule)
+    recipe, own = meta_from_own(spec, kv_heads), retyped(source.tensors, writing.dtype)
+    planned = {name: split(name, made.of(own.__getitem__), shards, rule) for name, made in recipe.items()}
+    with ExitStack() as opened:
+        files = [
+            opened.enter_context(TorchFile(directory / _file_name(i), {n: p[i] for n, p in planned.items()}))
+            for i in range(shards)
+        ]
+        for name, made in recipe.items():
+            tensor = cast(made.of(source.load), planned[name][0].dtype, name)
+            for file, piece in zip(files, split(name, tensor, shards, rule), strict=True):
+                file.put(name, piece)
+            advance(tensor.nbytes)
+    write_json(directory / "params.json", params)
+    write_description(source, directory)
+    copy_companions(source, directory)
+
+
+def _shard_files(directory: Path) -> list[Path]:
+    files = sorted(directory.glob("consolidated.*.pth"))
+    wanted = [_file_name(i) for i in range(max(1, len(files)))]
+    if [path.name for path in files] != wanted:
+        last = max((int(m[1]) for p in files if (m := re.search(r"\.(\d+)\.pth$", p.name))), default=0)
+        missing = [n for i in range(last + 1) if not (directory / (n := _file_name(i))).is_file()]
+        raise UserError(f"{directory} lacks {', '.join(missing) or wanted[0]}", "copy all shards there")
+    return files
+
+
+def _file_name(shard: int) -> str:
+    return f"consolidated.{shard:02d}.pth"
+
+
+def _spec(
+    directory: Path, params: Mapping[str, Any], whole: Mapping[str, Tensor], read: Callable[[str], Tensor]
+) -> tuple[ModelSpec, dict[str, Any]]:
+    """What params.json cannot say comes from model.toml where it is ours, else from the weights."""
+    if (directory / "model.toml").is_file() and (found := read_description(directory)):
+        spec, tokens = found
+        kv_heads = params.get("n_kv_heads") or spec.kv_heads
+        if _told(meta_params(spec, "llama3", kv_heads)) != _told(params):
+            raise UserError(
+                f"{directory / 'params.json'} and model.toml tell of different models", "remove the wrong one"
+            )
+        return spec, tokens
+    vocab_size = params.get("vocab_size", -1)
+    vocab_size = whole[HEAD].shape[0] if vocab_size == -1 else vocab_size
+    return spec_from_params(params, vocab_size, _is_tied(whole, read)), {}
+
+
+def _told(params: Mapping[str, Any]) -> list[Any]:
+    defaults = {"rope_theta": 10000.0, "use_scaled_rope": False}
+    names = ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps", "rope_theta", "use_scaled_rope")
+    return [params.get(name, defaults.get(name)) for name in names]
+
+
+def _is_tied(whole: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> bool:
+    """Meta's files of tied models hold the one table twice."""
+    if whole[EMBEDDING].shape != whole[HEAD].shape or whole[EMBEDDING].dtype != whole[HEAD].dtype:
+        return False
+    return torch.equal(read(EMBEDDING), read(HEAD))

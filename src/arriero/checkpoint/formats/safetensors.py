@@ -1,0 +1,77 @@
+"""Safetensors files written and read a tensor at a time."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from arriero.checkpoint.formats.source import Advance, raw_bytes, read_into, silent
+from arriero.errors import UserError
+
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_TYPES = {code: dtype for dtype, code in _CODES.items()} | {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
+_TYPES |= {"U8": torch.uint8, "BOOL": torch.bool, "I64": torch.int64, "I32": torch.int32}
+
+
+class SafetensorsReader:
+    """`tensors` has names, shapes and types, on meta; `read` gives one, and nothing else is held."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(
+                path, framework="pt"
+            ):  # judges the header, and that the file is as long as it says
+                pass
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{path} is not a whole safetensors file ({error})", "copy or download it again"
+            ) from None
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        self.tensors = {name: _on_meta(name, entry, path) for name, entry in entries.items()}
+        self._begins = {name: 8 + length + entry["data_offsets"][0] for name, entry in entries.items()}
+
+    def read(self, name: str) -> Tensor:
+        planned = self.tensors[name]
+        tensor = torch.empty(planned.shape, dtype=planned.dtype)
+        read_into(self.path, self._begins[name], tensor)
+        return tensor
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], load: Callable[[str], Tensor], advance: Advance = silent
+) -> None:
+    """`tensors` tells shapes and types beforehand, as the header comes first."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        header[name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, planned in tensors.items():
+            tensor = load(name)
+            assert tensor.shape == planned.shape and tensor.dtype == planned.dtype, name
+            file.write(raw_bytes(tensor))
+            advance(tensor.nbytes)
+
+
+def _on_meta(name: str, entry: Mapping[str, Any], path: Path) -> Tensor:
+    if entry["dtype"] not in _TYPES:
+        raise UserError(
+            f"{path}: {name} is of type {entry['dtype']}", "only fp32, bf16 and fp16 weights can be read"
+        )
+    return torch.empty(entry["shape"], dtype=_TYPES[entry["dtype"]], device="meta")

@@ -1,0 +1,255 @@
+"""Meta's own layout of Llama: names, params.json, rotary order, and how tensors are cut into shards."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from arriero.errors import UserError
+from arriero.model.formats.recipe import Made, as_it_is
+from arriero.model.spec import ModelSpec, RopeScaling
+
+Rule = Literal["llama2", "llama3"]
+
+EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
+_BLOCK = {
+    "attention_norm": "attention_norm",
+    "attention.q": "attention.wq",
+    "attention.k": "attention.wk",
+    "attention.v": "attention.wv",
+    "attention.o": "attention.wo",
+    "ffn_norm": "ffn_norm",
+    "ffn.gate": "feed_forward.w1",
+    "ffn.up": "feed_forward.w3",
+    "ffn.down": "feed_forward.w2",
+}
+_BY_ROWS, _BY_COLUMNS = ("wq", "wk", "wv", "w1", "w3", "output"), ("wo", "w2")
+_FOREIGN = ("vision_chunk_size", "vision_model", "moe_args", "quantization_args", "lora_args")
+_SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
+# the pairs of Llama 2 and 3 as published
+_WIDTHS = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
+
+
+def rule_of(spec: ModelSpec) -> Rule:
+    """Which of Meta's two code bases a model belongs to: the vocabulary tells, 32,000 or 128,256."""
+    return "llama3" if spec.rope_scaling is not None or spec.vocab_size > 2**16 else "llama2"
+
+
+def meta_from_own(spec: ModelSpec, kv_heads: int | None = None) -> dict[str, Made]:
+    """Meta stores the head even where it is the embedding. `kv_heads` may be more than the model's own."""
+    recipe = {}
+    for ours, theirs in _names(spec).items():
+        recipe[theirs] = Made((ours,), _to_meta(theirs, spec, kv_heads or spec.kv_heads))
+    return recipe if not spec.tied else recipe | {HEAD: Made(("embedding.weight",))}
+
+
+def own_from_meta(spec: ModelSpec, kv_heads: int | None = None) -> dict[str, Made]:
+    recipe = {}
+    for ours, theirs in _names(spec).items():
+        recipe[ours] = Made((theirs,), _from_meta(theirs, spec, kv_heads or spec.kv_heads))
+    return recipe
+
+
+def stored_kv_heads(spec: ModelSpec, shards: int) -> int:
+    """A shard holds whole heads: with more shards than kv heads, each head is stored several times."""
+    return max(spec.kv_heads, shards)
+
+
+def split(name: str, tensor: Tensor, shards: int, rule: Rule) -> list[Tensor]:
+    dim = _split_dim(name, rule)
+    if dim is None:
+        return [tensor] * shards
+    return list(tensor.chunk(shards, dim=dim))
+
+
+def merged_shape(name: str, pieces: Sequence[Tensor], rule: Rule) -> tuple[int, ...]:
+    shape, dim = list(pieces[0].shape), _split_dim(name, rule)
+    if dim is not None and dim < len(shape):
+        shape[dim] = sum(piece.shape[dim] for piece in pieces)
+    return tuple(shape)
+
+
+def merge(name: str, pieces: Sequence[Callable[[], Tensor]], shape: Sequence[int], rule: Rule) -> Tensor:
+    """One piece in memory beside the whole; of what is in every shard alike, the first."""
+    dim = _split_dim(name, rule)
+    if dim is None or len(pieces) == 1:
+        return pieces[0]()
+    whole, start = None, 0
+    for read in pieces:
+        piece = read()
+        whole = torch.empty(tuple(shape), dtype=piece.dtype) if whole is None else whole
+        whole.narrow(dim, start, piece.shape[dim]).copy_(piece)
+        start += piece.shape[dim]
+    assert whole is not None
+    return whole
+
+
+def rule_of_shards(embedding: Tensor, dim: int) -> Rule:
+    """Llama 2 cuts the embedding's columns, Llama 3 its rows; a single shard is whole either way."""
+    return "llama3" if embedding.shape[-1] == dim else "llama2"
+
+
+def refuse_indivisible(spec: ModelSpec, shards: int, rule: Rule) -> None:
+    counts = {"heads": spec.heads, "ffn": spec.ffn, "vocab_size": spec.vocab_size}
+    counts |= {"dim": spec.dim} if rule == "llama2" else {}
+    odd = [f"{name} {count}" for name, count in counts.items() if count % shards]
+    if spec.kv_heads % shards and shards % spec.kv_heads:
+        odd.append(f"kv_heads {spec.kv_heads}")
+    if odd:
+        raise UserError(
+            f"{shards} model-parallel shards do not divide {', '.join(odd)}",
+            "choose another --model-parallel",
+        )
+
+
+def meta_params(spec: ModelSpec, rule: Rule, kv_heads: int | None = None) -> dict[str, Any]:
+    """params.json with no key that Meta's code of that generation would stumble over."""
+    _refuse_inexpressible(spec)
+    multiple, multiplier = _width(spec)
+    params: dict[str, Any] = {
+        "dim": spec.dim,
+        "n_layers": spec.layers,
+        "n_heads": spec.heads,
+        "n_kv_heads": kv_heads or spec.kv_heads,
+        "vocab_size": spec.vocab_size,
+        "multiple_of": multiple,
+    }
+    params |= {} if multiplier is None else {"ffn_dim_multiplier": multiplier}
+    params["norm_eps"] = spec.norm_eps
+    params |= {"rope_theta": spec.rope_theta} if rule == "llama3" or spec.rope_theta != 10000.0 else {}
+    return params | ({"use_scaled_rope": True} if spec.rope_scaling is not None else {})
+
+
+def spec_from_params(params: Mapping[str, Any], vocab_size: int, tied: bool) -> ModelSpec:
+    """`vocab_size` and `tied` are seen in the weights: Llama 2's file says -1, and no file tells of tying."""
+    if odd := [key for key in _FOREIGN if params.get(key) not in (None, -1)]:
+        raise UserError(
+            f"params.json tells of {', '.join(odd)}", "only plain Llama 2 and 3 models can be read"
+        )
+    if missing := [key for key in ("dim", "n_layers", "n_heads") if key not in params]:
+        raise UserError(
+            f"params.json lacks {', '.join(missing)}", "give the file Meta ships with the weights"
+        )
+    theta, scaled = params.get("rope_theta", 10000.0), params.get("use_scaled_rope", False)
+    width = ffn_width(params["dim"], params.get("multiple_of", 256), params.get("ffn_dim_multiplier"))
+    fields = {
+        "family": "llama",
+        "vocab_size": vocab_size,
+        "dim": params["dim"],
+        "layers": params["n_layers"],
+        "heads": params["n_heads"],
+        "kv_heads": params.get("n_kv_heads"),
+        "ffn": width,
+        "max_seq_len": _context(theta, scaled, vocab_size),
+        "norm_eps": params.get("norm_eps", 1e-5),
+        "rope_theta": theta,
+        # the tied models of 3.2 stretch by 32, those of 3.1 and 3.3 by 8; the file does not say
+        "rope_scaling": {"factor": 32.0 if tied else 8.0, **_SCALED} if scaled else None,
+        "tied": tied,
+    }
+    return ModelSpec.from_dict(fields)
+
+
+def ffn_width(dim: int, multiple_of: int, multiplier: float | None) -> int:
+    width = int(2 * (4 * dim) / 3)
+    width = width if multiplier is None else int(multiplier * width)
+    return -(-width // multiple_of) * multiple_of
+
+
+def _names(spec: ModelSpec) -> dict[str, str]:
+    names = {"embedding.weight": EMBEDDING, "norm.weight": "norm.weight"}
+    for layer in range(spec.layers):
+        for ours, theirs in _BLOCK.items():
+            names[f"blocks.{layer}.{ours}.weight"] = f"layers.{layer}.{theirs}.weight"
+    return names if spec.tied else names | {"head.weight": HEAD}
+
+
+def _split_dim(name: str, rule: Rule) -> int | None:
+    kind = name.split(".")[-2]
+    if name == EMBEDDING:
+        return 1 if rule == "llama2" else 0
+    return 0 if kind in _BY_ROWS else 1 if kind in _BY_COLUMNS else None
+
+
+def _to_meta(theirs: str, spec: ModelSpec, kv_heads: int) -> Callable[[Tensor], Tensor]:
+    kind = theirs.split(".")[-2]
+    if kind == "wq":
+        return partial(_interleave, spec.heads, 1)
+    if kind in ("wk", "wv"):
+        repeats = kv_heads // spec.kv_heads
+        return partial(_interleave if kind == "wk" else _repeat, spec.kv_heads, repeats)
+    return as_it_is
+
+
+def _from_meta(theirs: str, spec: ModelSpec, kv_heads: int) -> Callable[[Tensor], Tensor]:
+    kind = theirs.split(".")[-2]
+    if kind == "wq":
+        return partial(_deinterleave, spec.heads, 1)
+    if kind in ("wk", "wv"):
+        repeats = kv_heads // spec.kv_heads
+        return partial(_deinterleave if kind == "wk" else _once, kv_heads, repeats)
+    return as_it_is
+
+
+def _interleave(heads: int, repeats: int, tensor: Tensor) -> Tensor:
+    """Meta turns neighbouring dimensions (2i, 2i + 1) where we turn i and i + E/2."""
+    halves = tensor.unflatten(0, (heads, 2, -1))
+    return _repeat(heads, repeats, halves.transpose(1, 2).flatten(0, 2))
+
+
+def _deinterleave(heads: int, repeats: int, tensor: Tensor) -> Tensor:
+    pairs = _once(heads, repeats, tensor).unflatten(0, (heads // repeats, -1, 2))
+    return pairs.transpose(1, 2).flatten(0, 2)
+
+
+def _repeat(heads: int, repeats: int, tensor: Tensor) -> Tensor:
+    if repeats == 1:
+        return tensor
+    return tensor.unflatten(0, (heads, -1)).repeat_interleave(repeats, 0).flatten(0, 1)
+
+
+def _once(heads: int, repeats: int, tensor: Tensor) -> Tensor:
+    return tensor if repeats == 1 else tensor.unflatten(0, (heads, -1))[::repeats].flatten(0, 1)
+
+
+def _width(spec: ModelSpec) -> tuple[int, float | None]:
+    """A multiple and multiplier that give this ffn: a published pair, else the shortest number that does."""
+    for multiple, multiplier in _WIDTHS:
+        if ffn_width(spec.dim, multiple, multiplier) == spec.ffn:
+            return multiple, multiplier
+    multiple = next(m for m in (256, 128, 64, 32, 16, 8, 4, 2, 1) if spec.ffn % m == 0)
+    target = (spec.ffn - (multiple - 1) / 2 + (0.5 if multiple == 1 else 0.0)) / int(8 * spec.dim / 3)
+    for digits in range(1, 16):
+        if ffn_width(spec.dim, multiple, round(target, digits)) == spec.ffn:
+            return multiple, round(target, digits)
+    raise UserError(f"params.json cannot express ffn {spec.ffn} for dim {spec.dim}", "convert to hf instead")
+
+
+def _context(theta: float, scaled: bool, vocab_size: int) -> int:
+    """Meta's files leave the length to the caller; these are the published ones."""
+    if scaled:
+        return 131072
+    return 8192 if vocab_size > 2**16 else 16384 if theta >= 1e6 else 4096
+
+
+def _refuse_inexpressible(spec: ModelSpec) -> None:
+    if spec.family != "llama":
+        raise UserError(f"Meta's layout knows only Llama, not {spec.family}", "convert to hf, dcp or torch")
+    if spec.head_dim * spec.heads != spec.dim:
+        raise UserError(
+            f"Meta's layout needs heads x head_dim = dim, not {spec.heads} x {spec.head_dim} and {spec.dim}",
+            "convert to hf, dcp or torch",
+        )
+    if spec.rope_scaling is not None and spec.rope_scaling not in _scalings():
+        raise UserError(
+            "Meta's params.json can only say that rope is scaled, by 8 or 32 from 8192 between 1 and 4, not "
+            f"{spec.rope_scaling.factor:g} from {spec.rope_scaling.original_max_seq_len} between "
+            f"{spec.rope_scaling.low_freq_factor:g} and {spec.rope_scaling.high_freq_factor:g}",
+            "convert to hf, dcp or torch",
+        )
+
+
+def _scalings() -> list[RopeScaling]:
+    return [RopeScaling(factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0)]
