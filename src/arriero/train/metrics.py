@@ -27,12 +27,14 @@ class StepMetrics:
     peak_mem_gib: float
     mfu: float | None
     eval_loss: float | None = None
+    save_s: float | None = None
 
     def line(self) -> dict[str, Any]:
-        fields = asdict(self)
-        if self.eval_loss is None:
-            del fields["eval_loss"]
-        return fields
+        """Without what did not happen at this step; `save_s` is how long training waited for a save."""
+        optional = ("eval_loss", "save_s")
+        return {
+            name: value for name, value in asdict(self).items() if value is not None or name not in optional
+        }
 
 
 class Stopwatch:
