@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+import arriero.checkpoint.commands as checkpoint_verbs
 import arriero.config.commands as config_verbs
 import arriero.data.commands.bench as bench_verbs
 import arriero.data.commands.exchange as exchange_verbs
@@ -25,6 +26,8 @@ app = typer.Typer(
 config = typer.Typer(help="Look at run files, keys and model presets.", no_args_is_help=True)
 data = typer.Typer(help="Text to tokens, and what is in them.", no_args_is_help=True)
 
+ckpt = typer.Typer(help="Checkpoints: what is there, is it sound, what may go.", no_args_is_help=True)
+
 app.command()(train_verbs.train)
 app.add_typer(data, name="data")
 data.command()(prepare_verbs.prepare)
@@ -36,6 +39,11 @@ data.command("export")(exchange_verbs.export_tokens)
 data.command()(exchange_verbs.inspect)
 data.command()(exchange_verbs.verify)
 data.command()(bench_verbs.bench)
+app.add_typer(ckpt, name="ckpt")
+ckpt.command("list")(checkpoint_verbs.list_checkpoints)
+ckpt.command()(checkpoint_verbs.inspect)
+ckpt.command()(checkpoint_verbs.verify)
+ckpt.command()(checkpoint_verbs.prune)
 app.add_typer(config, name="config")
 config.command()(model_verbs.show)
 config.command()(config_verbs.schema)

@@ -1,4 +1,5 @@
 import pytest
+
 from checkpoint.running import Runs
 
 

@@ -53,7 +53,9 @@ class Runs:
             plan = arrange(config, world)
             with joined(world, plan.device.torch_device):
                 session = build(plan, silent, hooks)
-                return train(session).remembered() | {"decisions": [(d.name, d.value) for d in session.decisions]}
+                return train(session).remembered() | {
+                    "decisions": [(d.name, d.value) for d in session.decisions]
+                }
 
         return run_ranks(work, ranks, leader_prints=False)
 

@@ -81,8 +81,10 @@ def test_another_run_can_be_continued_or_only_its_weights_taken(runs):
         "hf", f"checkpoint.start_from={source / 'model'}", "train.horizon=1 step", "run.seed=2"
     )
     assert fresh["steps"] == 1
-    assert fresh["first_loss"] == exported["first_loss"] != runs.train(
-        "new", "train.horizon=1 step", "run.seed=2"
-    )["first_loss"]
+    assert (
+        fresh["first_loss"]
+        == exported["first_loss"]
+        != runs.train("new", "train.horizon=1 step", "run.seed=2")["first_loss"]
+    )
     assert ("start from", str(source / "checkpoints" / "step-00000003")) in fresh["decisions"]
     assert "resume" in dict(continued["decisions"])

@@ -85,7 +85,8 @@ class Checkpoints:
         for saved in self._ranks.by_leader(lambda: saved_in(self._run_dir)[::-1]):
             if problem := saved.problem or self._damage(saved):
                 told.append(f"{saved.directory.name} {problem}: not used")
-                self._damaged.add(saved.directory.name)
+                if saved.manifest is not None:
+                    self._damaged.add(saved.directory.name)
                 continue
             return saved, told
         return None, told

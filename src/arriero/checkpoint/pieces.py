@@ -8,7 +8,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
@@ -97,13 +98,18 @@ def write_pieces(directory: Path, pieces: Mapping[str, Piece], ranks: Ranks) -> 
     writer = dcp.FileSystemWriter(directory)
     writer.fs = hashed = _HashedFiles()
     _hush()
-    dcp.save(
-        cast(dict[str, Any], dict(pieces)),
-        storage_writer=writer,
-        planner=_Saving(),
-        process_group=ranks.group,
-        no_dist=ranks.size == 1,
-    )
+    try:
+        dcp.save(
+            cast(dict[str, Any], dict(pieces)),
+            storage_writer=writer,
+            planner=_Saving(),
+            process_group=ranks.group,
+            no_dist=ranks.size == 1,
+        )
+    except (Exception, CheckpointException):
+        # all ranks are here, with what torch's archive writer made of the disk's own words
+        ranks.together(hashed.complain)
+        raise
     return {name.removesuffix(".tmp"): digest.hexdigest() for name, digest in hashed.digests.items()}
 
 
@@ -182,6 +188,14 @@ class _Loading(DefaultLoadPlanner):
 class _HashedFiles(FileSystem):
     def __init__(self) -> None:
         self.digests: dict[str, Any] = {}
+        self._trouble: OSError | None = None
+
+    def complain(self) -> None:
+        if self._trouble is not None:
+            raise self._trouble
+
+    def note(self, trouble: OSError) -> None:
+        self._trouble = trouble
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
@@ -190,17 +204,22 @@ class _HashedFiles(FileSystem):
                 yield stream
                 return
             digest = self.digests[Path(path).name] = hashlib.sha256()
-            yield cast(io.IOBase, _HashedStream(stream, digest))
+            yield cast(io.IOBase, _HashedStream(stream, digest, self.note))
 
 
 class _HashedStream:
-    def __init__(self, stream: Any, digest: Any) -> None:
+    def __init__(self, stream: Any, digest: Any, note: Callable[[OSError], None]) -> None:
         self._stream = stream
         self._digest = digest
+        self._note = note
 
     def write(self, data: Any) -> int:
         self._digest.update(data)
-        return self._stream.write(data)
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self._note(error)
+            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
