@@ -11,6 +11,7 @@ from arriero.train.schedule import make_shape
 
 _FREE_SECTIONS = ("parallel", "memory", "checkpoint", "observe", "schedule")
 _FREE = (
+    "run.name",
     "run.dir",
     "run.device",
     "data.cache",
