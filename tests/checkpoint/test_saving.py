@@ -170,6 +170,20 @@ def test_what_is_written_is_what_was_true_at_the_step(checkpoints, tmp_path):
     assert torch.equal(empty["model.a"], torch.ones(4, 4))
 
 
+def test_training_waits_a_quarter_as_long_at_most_when_saving_in_the_background(tmp_path):
+    waits = {}
+    for background in (True, False):
+        many = Checkpoints(tmp_path / str(background), Ranks(), 10**8, background=background)
+        blocked = []
+        for step in range(1, 5):
+            one = unit(step)
+            large = pieces_of({"model.a": torch.ones(2**22)})
+            blocked.append(many.save(Unit(step, large, one.files, one.about)))
+            many.wait()
+        waits[background] = min(blocked)
+    assert waits[True] < 0.25 * waits[False]
+
+
 class At(Hook):
     def __init__(self, step, act):
         self.step, self.act = step, act
