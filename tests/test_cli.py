@@ -13,7 +13,7 @@ def test_help_lists_only_verbs_that_exist(arriero):
     text = arriero("--help").stdout
     assert "train" in text
     assert "config" in text
-    for absent in ("plan", "bench", "launch", "doctor", "fed", "ckpt"):
+    for absent in ("plan", "bench", "launch", "doctor", "fed"):
         assert f" {absent} " not in text
 
 

@@ -53,7 +53,6 @@ class Range:
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder, self.cache = folder, cache
         self._expected: dict[int, dict[int, float]] = {}
-        self.seconds: dict[int, float] = {}
 
     def config(self, name: str, where: Path | None = None, ranks: int = 1, sets=()):
         place = [f"run.name={name}", f"run.dir='{where or self.folder}'", f"data.cache='{self.cache}'"]
@@ -62,9 +61,7 @@ class Range:
 
     def expected(self, ranks: int) -> dict[int, float]:
         if ranks not in self._expected:
-            began = time.monotonic()
             code = self.finish(self.config(f"alone-{ranks}", ranks=ranks), ranks)
-            self.seconds[ranks] = time.monotonic() - began
             assert code == 0, "the run that was left alone did not end well"
             self._expected[ranks] = losses(self.folder / f"alone-{ranks}")
         return self._expected[ranks]
@@ -144,13 +141,15 @@ def kill_at_random(grounds: Range, seed: int, tally: Tally, ranks: int = 1) -> N
     config = grounds.config(name, ranks=ranks)
     folder = grounds.folder / name / CHECKPOINTS
     grounds.expected(ranks)
-    for _ in range(KILLS):
-        inside = chance.random() < 0.5
-        began, patience = time.time(), chance.uniform(0.1, 0.6) * grounds.seconds[ranks]
+    for number in range(KILLS):
+        inside, began = chance.random() < 0.5, time.time()
+        # a third of the way each time, from the very beginning on
+        goal = chance.randrange(number * STEPS // KILLS, (number + 1) * STEPS // KILLS - 3)
+        pause = chance.uniform(0, 0.05)
         pid = grounds.start(config, ranks)
         while os.waitpid(pid, os.WNOHANG)[0] == 0:
-            if time.time() - began > patience and (not inside or unfinished(folder, began)):
-                time.sleep(chance.uniform(0, 0.05) if inside else 0)
+            if reached(grounds.folder / name) >= goal and (not inside or unfinished(folder, began)):
+                time.sleep(pause)
                 os.kill(pid, signal.SIGKILL)
                 wait(pid)
                 where = "inside a save" if unfinished(folder, began) else "elsewhere"
@@ -163,6 +162,11 @@ def kill_at_random(grounds: Range, seed: int, tally: Tally, ranks: int = 1) -> N
         tally.failures.append(problem)
     tally.counts[f"killed runs resumed to the end, {ranks} rank{'s' if ranks > 1 else ''}"] += 1
     shutil.rmtree(grounds.folder / name)
+
+
+def reached(run: Path) -> int:
+    """The last step that is on record."""
+    return max(losses(run), default=0) if (run / "metrics.jsonl").exists() else 0
 
 
 def unfinished(folder: Path, since: float) -> bool:
