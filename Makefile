@@ -4,7 +4,7 @@ PYTHON ?= python3
 OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check test parity test-oldest test-peers clean
+.PHONY: demo check test parity reliability test-oldest test-peers clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/arriero train
@@ -53,3 +53,7 @@ test-peers: $(VENV)/.installed-test .venv-peers/.installed
 	.venv-peers/bin/python $(PIP_INSTALL) torch==2.13.0
 	.venv-peers/bin/python $(PIP_INSTALL) -e '.[peers]'
 	touch $@
+
+# Kills, damages and starves training runs, and writes docs/reliability.md; about ten minutes.
+reliability: $(VENV)/.installed-test
+	$(VENV)/bin/python tests/checkpoint/kills.py --seeds 30 --write docs/reliability.md

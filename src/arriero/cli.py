@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import arriero.bench.commands as bench_verbs
+import arriero.checkpoint.commands as checkpoint_verbs
 import arriero.checkpoint.convert_commands as convert_verbs
 import arriero.config.commands as config_verbs
 import arriero.data.commands.bench as data_bench_verbs
@@ -45,6 +46,10 @@ bench.command()(bench_verbs.parity)
 app.add_typer(ckpt, name="ckpt")
 ckpt.command()(convert_verbs.convert)
 ckpt.command(cls=convert_verbs.ManyNumbers)(convert_verbs.average)
+ckpt.command("list")(checkpoint_verbs.list_checkpoints)
+ckpt.command()(checkpoint_verbs.inspect)
+ckpt.command()(checkpoint_verbs.verify)
+ckpt.command()(checkpoint_verbs.prune)
 app.add_typer(config, name="config")
 config.command()(model_verbs.show)
 config.command()(config_verbs.schema)

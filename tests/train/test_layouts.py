@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from arriero.checkpoint.formats.hf import load_hf
 from arriero.config.load import load_run
 from arriero.errors import UserError
-from arriero.model.formats.hf import load_hf
 from arriero.model.presets import expand
 from arriero.parallel.world import World
 from arriero.train.arrange import arrange

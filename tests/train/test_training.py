@@ -199,7 +199,7 @@ def test_a_run_directory_holds_what_outside_tools_rely_on(session):
     assert [m["tokens"] for m in metrics] == [512 * (i + 1) for i in range(6)]
     assert all(m["mfu"] is None and 0 <= m["data_wait"] <= 1 for m in metrics)
     events = lines(run.run_dir / "events.jsonl")
-    assert [e["event"] for e in events] == ["start", "evaluation", "evaluation", "evaluation", "end"]
+    assert [e["event"] for e in events] == ["start", "evaluation", "evaluation", "evaluation", "save", "end"]
     assert tomllib.loads((run.run_dir / "run.toml").read_text())["train"]["horizon"] == "6 steps"
     board = EventAccumulator(str(run.run_dir / "tensorboard"))
     board.Reload()

@@ -23,6 +23,7 @@ BASE: dict[str, Any] = {
     "train.horizon": "20 steps",
     "optim.lr": 1e-3,
     "schedule.warmup": "4 steps",
+    "checkpoint.at_end": False,
     "observe.log_every": 1,
     "observe.tensorboard": False,
     "precision.compile": False,

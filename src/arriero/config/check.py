@@ -185,6 +185,13 @@ def _bf16_masters_compute_in_bf16(precision) -> list[Problem]:
     return [Problem("precision.master", what, "set precision.compute = 'bf16', or this to 'fp32'")]
 
 
+def _a_run_has_one_beginning(checkpoint) -> list[Problem]:
+    if checkpoint.start_from is None or checkpoint.resume_from is None:
+        return []
+    what = "a run starts from weights alone, or continues another (checkpoint.resume_from): not both"
+    return [Problem("checkpoint.start_from", what, "remove one of them")]
+
+
 _RULES = [
     (("data", "model"), _sequence_fits_model),
     (("data", "train"), _batch_is_whole_sequences),
@@ -203,4 +210,5 @@ _RULES = [
     (("precision", "data", "parallel"), _float8_multiplies_in_sixteens),
     (("optim",), _momentum_has_a_use),
     (("precision",), _bf16_masters_compute_in_bf16),
+    (("checkpoint",), _a_run_has_one_beginning),
 ]

@@ -274,6 +274,46 @@ class MemorySection(Section):
     )
 
 
+class LoadSection(Section):
+    allow_missing: tuple[str, ...] = Field(
+        (),
+        description="Tensors a checkpoint may lack, by name: 'model.head.*'; they keep their values.",
+    )
+    allow_unexpected: tuple[str, ...] = Field(
+        (), description="Tensors a checkpoint may have without use, by name: 'optim.*'."
+    )
+
+
+class CheckpointSection(Section):
+    every: AnySpan | Literal[False] = Field(
+        "1000 steps",
+        validate_default=True,
+        description="How often to save; also on SIGTERM, SIGUSR1 and `touch RUN/save-now`.",
+    )
+    at_end: bool = Field(True, description="Save when training ends.")
+    keep: Positive = Field(3, description="How many of the newest to keep; older ones go.")
+    keep_every: Progress | Literal[False] = Field(
+        False, description="The first checkpoint after each such stretch is kept for ever."
+    )
+    background: bool = Field(
+        True,
+        description="Copy to host memory and write while training goes on; false waits for the disk.",
+    )
+    start_from: str | None = Field(
+        None,
+        description="Weights a new run starts from: a checkpoint, a run directory or a Hugging Face "
+        "directory. Step, optimizer and data begin anew.",
+    )
+    resume_from: str | None = Field(
+        None,
+        description="A checkpoint or run directory that a new run continues: weights, optimizer, step and "
+        "data position are kept. A run continues its own newest checkpoint without being told.",
+    )
+    load: LoadSection = Field(
+        default_factory=LoadSection, description="What may differ between a checkpoint and the model."
+    )
+
+
 class ObserveSection(Section):
     log_every: Positive = Field(10, description="Steps between lines of metrics.jsonl.")
     tensorboard: bool = Field(True, description="Write TensorBoard files.")
@@ -300,6 +340,9 @@ class RunConfig(Section):
     )
     memory: MemorySection = Field(
         default_factory=MemorySection, description="What is kept, and what is computed again."
+    )
+    checkpoint: CheckpointSection = Field(
+        default_factory=CheckpointSection, description="What is saved, and where a run goes on from."
     )
     observe: ObserveSection = Field(
         default_factory=ObserveSection, description="What is written while it trains."

@@ -1,6 +1,7 @@
 """The ranks of a run as one object with named axes; nothing else makes process groups."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -98,6 +99,9 @@ def make_mesh(layout: Layout, world: World, ulysses: int, device: torch.device) 
         "ends": [[g[0], g[-1]] if len(g) > 1 else g for g in layout.groups("pp")],
     }
     groups = {view: _own_group(lists) for view, lists in views.items() if len(lists[0]) > 1}
+    # used by a thread of its own, while the others carry training
+    own = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+    groups["checkpoint"] = own if isinstance(own, dist.ProcessGroup) else None
     if layout.pp > 1:
         groups["pp"] = root.get_group("pp")
     return Mesh(layout, world, ulysses, root, {k: g for k, g in groups.items() if g is not None})

@@ -7,6 +7,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from arriero.checkpoint.manager import Checkpoints
+from arriero.checkpoint.pieces import pieces_of
+from arriero.checkpoint.ranks import Ranks
+from arriero.checkpoint.space import refuse_no_room
+from arriero.checkpoint.state import bytes_of, described, flat
 from arriero.data.order.ledger import refuse_changed_since
 from arriero.data.order.loader import Loader
 from arriero.data.order.streams import (
@@ -37,7 +42,9 @@ from arriero.train.hooks import EventsFile, Hook, Hooks, LedgerFile, MetricsFile
 from arriero.train.loss import chunked_loss
 from arriero.train.optim import Optimizer, named_parameters
 from arriero.train.passes import Passes
+from arriero.train.resume import Restorer
 from arriero.train.rundir import open_run_directory, run_directory
+from arriero.train.saving import Saver, everywhere
 from arriero.train.schedule import make_shape
 from arriero.train.session import Decision, Session, total_steps
 
@@ -57,6 +64,12 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     run_dir = run_directory(config)
     if plan.world.leads:
         open_run_directory(config)
+    tensors = everywhere(mesh, dict(described(pieces_of(flat(optimizer.weights(), optimizer.state())))))
+    checkpoints = _checkpoints(plan, mesh, bytes_of(tensors))
+    restorer = Restorer(config.checkpoint, _ranks(plan, mesh), partial(everywhere, mesh), optimizer)
+    beginning = restorer.begin(checkpoints, streams.train, tokenizer)
+    room = _room(plan, mesh, checkpoints)
+    ledger = LedgerFile(beginning.checkpoint)
     masked = config.data.document_mask
     batch = plan.sequences * layout.batch
     found = [] if most_steps is None else [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
@@ -78,6 +91,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
         loader=Loader(
             streams.train,
             batch,
+            start_sample=beginning.sample,
             rank=mesh.batch_rank,
             ranks=layout.batch,
             pin=device.is_gpu,
@@ -88,8 +102,18 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
         tokenizer=tokenizer,
         most_steps=most_steps,
         run_dir=run_dir,
-        hooks=_hooks(plan, extra_hooks),
-        decisions=[*plan.decisions, *found],
+        hooks=_hooks(plan, ledger, extra_hooks),
+        decisions=[*plan.decisions, *found, *room, beginning.decision],
+        remarks=beginning.remarks,
+        saver=Saver(
+            checkpoints,
+            Cadence(config.checkpoint.every, config.train.batch.amount),
+            config.checkpoint.at_end,
+            ledger,
+            tensors,
+            beginning.outcome.steps,
+        ),
+        outcome=beginning.outcome,
     )
 
 
@@ -197,10 +221,38 @@ def _positions(plan: Arrangement, mesh: Mesh) -> torch.Tensor:
     return positions_held(plan.config.data.seq_len, mesh.coordinate("cp"), mesh.ulysses, mesh.ring)
 
 
-def _hooks(plan: Arrangement, extra: Sequence[Hook]) -> Hooks:
+def _ranks(plan: Arrangement, mesh: Mesh) -> Ranks:
+    return Ranks(plan.world.rank, plan.world.size, mesh.group("checkpoint"))
+
+
+def _checkpoints(plan: Arrangement, mesh: Mesh, bytes_each: int) -> Checkpoints:
+    section = plan.config.checkpoint
+    period = section.keep_every.in_tokens(plan.config.train.batch.amount) if section.keep_every else None
+    return Checkpoints(
+        run_directory(plan.config),
+        _ranks(plan, mesh),
+        bytes_each,
+        keep=section.keep,
+        period=period,
+        background=section.background,
+    )
+
+
+def _room(plan: Arrangement, mesh: Mesh, checkpoints: Checkpoints) -> list[Decision]:
+    """Said before training, not when the disk is full."""
+    section = plan.config.checkpoint
+    if not section.every and not section.at_end:
+        return []
+    room = _ranks(plan, mesh).by_leader(lambda: refuse_no_room(checkpoints.folder, checkpoints.bytes_each))
+    scarce = "" if room.fits > section.keep else f"; fewer than checkpoint.keep + 1 = {section.keep + 1}"
+    how = f"every {section.every}" if section.every else "at the end"
+    return [Decision("checkpoints", f"{how}, the newest {section.keep} kept", f"{room}{scarce}")]
+
+
+def _hooks(plan: Arrangement, ledger: LedgerFile, extra: Sequence[Hook]) -> Hooks:
     """All ranks keep the ledger, as each knows only what it read; the rest is written once."""
     if not plan.world.leads:
-        return Hooks([LedgerFile()])
+        return Hooks([ledger])
     run_dir = run_directory(plan.config)
     boards = [TensorBoard(run_dir)] if plan.config.observe.tensorboard else []
-    return Hooks([MetricsFile(), LedgerFile(), EventsFile(run_dir), *boards, *extra])
+    return Hooks([MetricsFile(), ledger, EventsFile(run_dir), *boards, *extra])

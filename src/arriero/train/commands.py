@@ -21,6 +21,7 @@ def train(run_file: RunFile = None, sets: Sets = [], nproc: Nproc = None) -> Non
     """Train a model as the run file says.
 
     Without a file it needs no download, no account and no GPU: it trains a small Llama on Python's source.
+    A run that was stopped or killed goes on from its newest checkpoint, on any number of ranks.
     Several ranks are started by --nproc, torchrun or srun; \\[parallel] says how they share the work.
 
     Example: arriero train run.toml --set train.horizon='500 steps' --nproc 4
@@ -48,8 +49,8 @@ def train_as_rank(config: "RunConfig") -> None:
     from arriero.parallel.world import joined, world_from
     from arriero.train.arrange import arrange
     from arriero.train.build import build
-    from arriero.train.console import ConsoleProgress, PreparationBar, show_outcome
-    from arriero.train.finish import sample
+    from arriero.train.console import ConsoleProgress, PreparationBar, show_ended, show_outcome
+    from arriero.train.finish import ended_already, sample
     from arriero.train.interrupt import interruptible
     from arriero.train.loop import train as run
 
@@ -57,9 +58,15 @@ def train_as_rank(config: "RunConfig") -> None:
     world = world_from()
     with interruptible():
         plan = arrange(config, world)
+        if (ended := ended_already(config)) is not None:
+            if world.leads:
+                show_ended(console, config, ended)
+            return
         with joined(world, plan.device.torch_device):
             with PreparationBar(console) as preparation:
                 session = build(plan, preparation, [ConsoleProgress(console)])
             outcome = run(session)
-            if world.leads:
+            if world.leads and not outcome.trained:
+                show_ended(console, config, outcome)
+            elif world.leads:
                 show_outcome(console, session, outcome, sample(session, outcome.model))

@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
+from arriero.checkpoint.manager import Report
 from arriero.train.hooks import Hook
 from arriero.train.interrupt import Interrupted
 from arriero.train.metrics import StepMetrics
@@ -19,8 +20,9 @@ from arriero.units import human_count, human_time
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from arriero.config.schema import RunConfig
     from arriero.data.order.streams import Outlook
-    from arriero.train.loop import Outcome
+    from arriero.train.outcome import Outcome
     from arriero.train.session import Session
 
 
@@ -54,9 +56,13 @@ class ConsoleProgress(Hook):
         self._metrics: StepMetrics | None = None
         self._tenth = 0
         self._printed = time.monotonic()
+        self._saved = 0
 
     def on_start(self, session: "Session") -> None:
-        self._start = time.monotonic()
+        self._start = time.monotonic() - session.outcome.seconds
+        self._saved = session.outcome.steps
+        for remark in session.remarks:
+            self._console.print(f"checkpoint {remark}", style="yellow", markup=False, soft_wrap=True)
         self._console.print(_settings(session))
         self._console.print(sources_table(session.outlooks, session.config.data.packing))
         for outlook in session.outlooks:
@@ -93,14 +99,28 @@ class ConsoleProgress(Hook):
         perplexity = math.exp(min(loss, 700))
         self._console.print(f"step {step:>6}  held-out loss {loss:.3f}  perplexity {perplexity:.1f}")
 
+    def on_save(self, session: "Session", report: Report) -> None:
+        if report.error is not None:
+            text = f"the checkpoint of step {report.step} is NOT saved: {report.error}"
+            self._console.print(f"[bold red]{escape(text)}[/]", soft_wrap=True)
+            return
+        self._saved = report.step
+        if not report.still_fit:
+            text = f"step {report.step} is saved; the next checkpoint will not fit on the disk"
+            self._console.print(f"[bold red]{escape(text)}[/]", soft_wrap=True)
+
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
         self._progress.stop()
 
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
         self._progress.stop()
         if isinstance(error, Interrupted):
-            kept = f"{session.run_dir} keeps the metrics, the model is not saved"
-            self._console.print(f"stopped by {error.name} at step {step}: {kept}", soft_wrap=True)
+            kept = f"step {self._saved} is saved" if self._saved else "nothing is saved"
+            self._console.print(
+                f"stopped by {error.name} at step {step}: {kept} in {session.run_dir}; the same "
+                "command goes on from there",
+                soft_wrap=True,
+            )
 
     def _share(self, session: "Session", tokens: int) -> float:
         if session.total_steps:
@@ -155,6 +175,16 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
     rows.append(("run directory", str(session.run_dir), "metrics, events, ledger, run.toml, tensorboard"))
     rows.append(("model", str(outcome.model), "Hugging Face config, fp32 safetensors, tokenizer"))
     console.print(_grid(rows))
+
+
+def show_ended(console: Console, config: "RunConfig", outcome: "Outcome") -> None:
+    run = f"{config.run.dir}/{config.run.name}"
+    console.print(
+        f"{run} is finished: step {outcome.steps}, {human_count(outcome.tokens)} tokens, "
+        f"training loss {outcome.last_loss:.3f}; raise train.horizon to train it further",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _grid(rows: Iterable[tuple[str, str, str]]) -> Table:

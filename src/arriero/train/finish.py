@@ -1,5 +1,6 @@
 """What a finished run leaves behind: the model in a form others read, and a taste of it."""
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -7,24 +8,51 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from arriero.checkpoint.directory import saved_in
 from arriero.checkpoint.formats.hf import load_hf, save_hf
+from arriero.config.schema import RunConfig
 from arriero.errors import UserError
 from arriero.model.build import build_model
 from arriero.parallel.precision import ordinary
+from arriero.train.outcome import Outcome
+from arriero.train.rundir import run_directory
 from arriero.train.sample import continue_text
-from arriero.train.session import Session
+from arriero.train.saving import read_state
+from arriero.train.session import Session, total_steps
+
+MODEL = "model"
 
 
 def export_model(session: Session) -> Path:
     """A Hugging Face directory with the fp32 weights and the tokenizer. All ranks give their share."""
-    directory, tokenizer = session.run_dir / "model", session.tokenizer
+    directory, tokenizer = session.run_dir / MODEL, session.tokenizer
+    making = directory.with_name(f"{MODEL}.tmp")
     weights = _whole_weights(session)
     try:
         if session.mesh.world.leads:
-            save_hf(directory, weights, session.spec, tokenizer.path, eos_token=tokenizer.eos)
+            for left in (making, directory):
+                shutil.rmtree(left, ignore_errors=True)
+            save_hf(making, weights, session.spec, tokenizer.path, eos_token=tokenizer.eos)
+            making.rename(directory)
     except OSError as error:
         raise UserError(f"the model cannot be written to {directory} ({error})", "make room there") from None
     return directory
+
+
+def ended_already(config: RunConfig) -> Outcome | None:
+    """What a run reached that is at its end and has its model; answered without building anything."""
+    run_dir = run_directory(config)
+    usable = [saved for saved in saved_in(run_dir) if saved.problem is None]
+    if not usable or not (run_dir / MODEL / "config.json").is_file():
+        return None
+    try:
+        outcome = Outcome.recalled(read_state(usable[-1].directory))
+    except (OSError, ValueError, KeyError):
+        return None
+    steps = total_steps(config)
+    if steps is None:
+        return outcome if outcome.seconds >= config.train.horizon.amount else None
+    return outcome if outcome.steps >= steps else None
 
 
 def _whole_weights(session: Session) -> dict[str, Tensor]:

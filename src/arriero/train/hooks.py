@@ -2,19 +2,21 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from arriero.checkpoint.manager import Report
 from arriero.data.order.ledger import Stretch, begin_ledger, write_ledger
 from arriero.events import EventLog
 from arriero.train.interrupt import Interrupted
 from arriero.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from arriero.train.loop import Outcome
+    from arriero.train.outcome import Outcome
     from arriero.train.session import Session
 
 
@@ -28,6 +30,8 @@ class Hook:
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None: ...
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None: ...
+
+    def on_save(self, session: "Session", report: Report) -> None: ...
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None: ...
 
@@ -56,6 +60,10 @@ class Hooks(Hook):
         for hook in self._hooks:
             hook.on_evaluation(session, step, tokens, loss)
 
+    def on_save(self, session: "Session", report: Report) -> None:
+        for hook in self._hooks:
+            hook.on_save(session, report)
+
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
         for hook in self._hooks:
             hook.on_end(session, outcome)
@@ -76,28 +84,36 @@ class MetricsFile(Hook):
 
 
 class LedgerFile(Hook):
-    """What data the run has consumed, up to date at every logged step. All ranks keep it together."""
+    """What data the run has consumed, up to date at every logged step. All ranks keep it together.
+
+    `checkpoint` is what the run goes on from.
+    """
+
+    def __init__(self, checkpoint: Path | None = None) -> None:
+        self._checkpoint = checkpoint
 
     def on_start(self, session: "Session") -> None:
         if session.mesh.world.leads:
             per_step = session.config.train.batch.amount // session.config.data.seq_len
-            self._begun = begin_ledger(session.run_dir, session.stream, per_step)
-        self._write(session)
+            self._begun = begin_ledger(session.run_dir, session.stream, per_step, self._checkpoint)
+        self.write(session)
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
-        self._write(session)
+        self.write(session)
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
-        self._write(session)
+        self.write(session)
 
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
         if session.mesh.world.size == 1:
-            self._write(session)
+            self.write(session)
 
-    def _write(self, session: "Session") -> None:
+    def write(self, session: "Session") -> bytes:
+        """What was written, on the first rank."""
         stretch = _read_by_all(session)
-        if session.mesh.world.leads:
-            write_ledger(session.run_dir, session.stream, self._begun.with_stretch(stretch))
+        if not session.mesh.world.leads:
+            return b""
+        return write_ledger(session.run_dir, session.stream, self._begun.with_stretch(stretch))
 
 
 def _read_by_all(session: "Session") -> Stretch:
@@ -117,9 +133,15 @@ class EventsFile(Hook):
 
     def on_start(self, session: "Session") -> None:
         self._events.write("start", **session.describe())
+        for remark in session.remarks:
+            self._events.write("remark", text=remark)
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
         self._events.write("evaluation", step=step, tokens=tokens, eval_loss=loss)
+
+    def on_save(self, session: "Session", report: Report) -> None:
+        fields = {name: value for name, value in asdict(report).items() if name != "error" or value}
+        self._events.write("save" if report.error is None else "save failed", **fields)
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
         self._events.write("end", **outcome.describe())

@@ -1,66 +1,43 @@
 """The training loop."""
 
 import math
-import statistics
 import time
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
 
 from arriero.errors import UserError
 from arriero.train.finish import export_model
+from arriero.train.interrupt import Interrupted
 from arriero.train.metrics import StepMetrics, Stopwatch
+from arriero.train.outcome import Outcome
 from arriero.train.session import Session
 
 
-@dataclass
-class Outcome:
-    """What a run has to show for itself so far."""
-
-    steps: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    first_loss: float | None = None
-    last_loss: float | None = None
-    first_eval_loss: float | None = None
-    last_eval_loss: float | None = None
-    model: Path | None = None
-    rates: list[float] = field(default_factory=list)
-
-    def saw(self, loss: float, tokens_per_s: float) -> None:
-        self.first_loss = loss if self.first_loss is None else self.first_loss
-        self.last_loss = loss
-        self.rates.append(tokens_per_s)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The median of the logged rates: the first step, compilation and evaluation do not blur it."""
-        return statistics.median(self.rates[1:] or self.rates)
-
-    def describe(self) -> dict[str, Any]:
-        fields = asdict(self)
-        del fields["rates"]
-        return fields | {"tokens_per_s": self.tokens_per_s, "model": str(self.model)}
-
-
 def train(session: Session) -> Outcome:
-    outcome = Outcome()
+    """From where the session begins to its end; a run that is at its end already is only exported."""
+    outcome = session.outcome
     try:
-        session.hooks.on_start(session)
-        _train(session, outcome)
-        outcome.model = export_model(session)
+        if session.finished(outcome.tokens, outcome.seconds):
+            outcome.model = export_model(session)
+            return outcome
+        with session.saver.requests:
+            session.hooks.on_start(session)
+            _train(session, outcome)
+            outcome.model = export_model(session)
+            session.saver.wait(session)
     except BaseException as error:
+        if not isinstance(error, Interrupted):
+            session.saver.wait(session)
         session.hooks.on_fault(session, outcome.steps, error)
         raise
     finally:
         session.loader.close()
     session.hooks.on_end(session, outcome)
+    session.saver.refuse_silence()
     return outcome
 
 
 def _train(session: Session, outcome: Outcome) -> None:
-    start = time.monotonic()
-    _evaluate(session, outcome, start)
+    start = time.monotonic() - outcome.seconds
+    _begin(session, outcome, start)
     watch = Stopwatch(session.device, session.peak_flops, session.mesh)
     done = False
     while not done:
@@ -77,17 +54,37 @@ def _train(session: Session, outcome: Outcome) -> None:
         now = session.seconds_since(start)
         done = session.finished(outcome.tokens, now)
         evaluates = session.evaluation.due(outcome.tokens, now) or done
-        if outcome.steps % session.config.observe.log_every == 0 or outcome.steps == 1 or evaluates:
+        saves = session.saver.due(session, outcome, now, done)
+        if outcome.steps % session.config.observe.log_every == 0 or outcome.steps == 1 or evaluates or saves:
             lap = watch.lap()
             with watch.paused():
                 value = _finite(loss.item(), outcome.steps)
                 eval_loss = _evaluate(session, outcome, start) if evaluates else None
-            outcome.saw(value, lap["tokens_per_s"])
+                outcome.saw(value, lap["tokens_per_s"])
+                save_s = session.saver.save(session, outcome, now) if saves else None
             metrics = StepMetrics(
-                outcome.steps, outcome.tokens, value, grad_norm.item(), lr, eval_loss=eval_loss, **lap
+                outcome.steps,
+                outcome.tokens,
+                value,
+                grad_norm.item(),
+                lr,
+                eval_loss=eval_loss,
+                save_s=save_s,
+                **lap,
             )
             session.hooks.on_metrics(session, metrics)
+        if not done:
+            session.saver.stop_if_told(session)
     outcome.seconds = time.monotonic() - start
+
+
+def _begin(session: Session, outcome: Outcome, start: float) -> None:
+    """A fresh model is evaluated; one that goes on was."""
+    if outcome.steps == 0:
+        _evaluate(session, outcome, start)
+    now = session.seconds_since(start)
+    session.evaluation.restart(now)
+    session.saver.begin(now)
 
 
 def _evaluate(session: Session, outcome: Outcome, start: float) -> float | None:

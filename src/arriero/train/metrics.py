@@ -28,16 +28,19 @@ class StepMetrics:
     peak_mem_gib: float
     mfu: float | None
     eval_loss: float | None = None
+    save_s: float | None = None
 
     def line(self) -> dict[str, Any]:
-        """A norm that is not finite, as of an fp16 step that overflowed, is null: JSON knows no infinity."""
-        fields = {
+        """Without what did not happen at this step; `save_s` is how long training waited for a save.
+
+        A norm that is not finite, as of an fp16 step that overflowed, is null: JSON knows no infinity.
+        """
+        optional = ("eval_loss", "save_s")
+        return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()
+            if value is not None or name not in optional
         }
-        if self.eval_loss is None:
-            del fields["eval_loss"]
-        return fields
 
 
 class Stopwatch:

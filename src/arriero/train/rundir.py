@@ -5,9 +5,22 @@ from pathlib import Path
 from arriero.config.load import config_from_toml
 from arriero.config.schema import RunConfig
 from arriero.config.toml import to_toml, toml_value
+from arriero.data.order.ledger import LEDGER, read_ledger
 from arriero.errors import UserError
+from arriero.train.schedule import make_shape
 
-_PLACES = ("run.dir", "run.device", "data.cache")
+_FREE_SECTIONS = ("parallel", "memory", "checkpoint", "observe", "schedule")
+_FREE = (
+    "run.name",
+    "run.dir",
+    "run.device",
+    "data.cache",
+    "data.phases",
+    "train.micro_batch",
+    "train.horizon",
+    "precision.compile",
+    "eval.every",
+)
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -35,6 +48,9 @@ def refuse_foreign(config: RunConfig) -> None:
             f"{directory} already holds a different run ({'; '.join(changed)})",
             "choose another name with --set run.name=NAME, or remove that directory",
         )
+    if (directory / LEDGER).exists():
+        ledger = read_ledger(directory)
+        refuse_other_rates(there, config, ledger.samples // ledger.batch_sequences)
 
 
 def open_run_directory(config: RunConfig) -> Path:
@@ -50,12 +66,26 @@ def open_run_directory(config: RunConfig) -> Path:
 
 
 def _differences(there: RunConfig, here: RunConfig) -> list[str]:
-    """Keys that decide what is trained; where things lie and what is observed may change."""
+    """Keys that decide what is trained. Later phases are judged by the ledger, schedules by what they did."""
     changed = []
     for section in RunConfig.model_fields:
         old, new = (getattr(config, section).model_dump(mode="json") for config in (there, here))
         for name in new:
             key = f"{section}.{name}"
-            if section != "observe" and key not in _PLACES and old[name] != new[name]:
+            if section not in _FREE_SECTIONS and key not in _FREE and old[name] != new[name]:
                 changed.append(f"{key} was {toml_value(old[name])}, is {toml_value(new[name])}")
     return changed
+
+
+def refuse_other_rates(there: RunConfig, here: RunConfig, steps: int) -> None:
+    """A run may be lengthened, and its schedule change, where the steps it took had the same rates."""
+    old, new = (make_shape(config.schedule, config.train) for config in (there, here))
+    tokens = here.train.batch.amount
+    for step in range(steps):
+        if (was := old.at(step * tokens)) != (now := new.at(step * tokens)):
+            keep = there.schedule.horizon or there.train.horizon
+            raise UserError(
+                f"step {step + 1} of {run_directory(here)} had {was:.4g} of the peak learning rate, and "
+                f"would have {now:.4g} with this train.horizon and [schedule]",
+                f"keep the shape with --set schedule.horizon='{keep}', or choose another run.name",
+            )

@@ -23,7 +23,9 @@ from arriero.train.device import Device
 from arriero.train.evaluate import Evaluator
 from arriero.train.hooks import Hooks
 from arriero.train.optim import Optimizer
+from arriero.train.outcome import Outcome
 from arriero.train.passes import Passes
+from arriero.train.saving import Saver
 from arriero.train.schedule import Shape
 
 
@@ -38,7 +40,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class Session:
-    """`parts` are this rank's stages of the model: one, the whole of it, without a pipeline."""
+    """`parts` are this rank's stages of the model: one, the whole of it, without a pipeline.
+
+    `outcome` is what earlier processes of the run reached.
+    """
 
     config: RunConfig
     spec: ModelSpec
@@ -59,6 +64,9 @@ class Session:
     run_dir: Path
     hooks: Hooks
     decisions: Sequence[Decision]
+    remarks: Sequence[str]
+    saver: Saver
+    outcome: Outcome
 
     @property
     def tokens_per_step(self) -> int:
@@ -71,7 +79,8 @@ class Session:
 
     @property
     def timed(self) -> bool:
-        spans = (self.config.train.horizon, self.config.eval.every)
+        config = self.config
+        spans = (config.train.horizon, config.eval.every, config.checkpoint.every)
         return any(span and span.unit == "s" for span in spans)
 
     def seconds_since(self, start: float) -> float:

@@ -55,7 +55,7 @@ def checksum(samples: np.ndarray, located: Located) -> int:
     return int(block_keys(0, mixed).sum(dtype=np.uint64)) if len(mixed) else 0
 
 
-def write_ledger(directory: Path, stream: Stream, ledger: Ledger) -> None:
+def write_ledger(directory: Path, stream: Stream, ledger: Ledger) -> bytes:
     drawn = stream.drawn(ledger.samples)
     content = {
         "version": VERSION,
@@ -68,7 +68,9 @@ def write_ledger(directory: Path, stream: Stream, ledger: Ledger) -> None:
         ],
         "stretches": [{**asdict(s), "checksum": f"{s.checksum:016x}"} for s in ledger.stretches],
     }
-    write_durably(directory / LEDGER, (json.dumps(content, indent=1) + "\n").encode())
+    written = (json.dumps(content, indent=1) + "\n").encode()
+    write_durably(directory / LEDGER, written)
+    return written
 
 
 def _share(stream: Stream, source: int, drawn: int) -> dict[str, Any]:
@@ -94,13 +96,20 @@ def read_ledger(directory: Path) -> Ledger:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", "restore it") from None
 
 
-def begin_ledger(directory: Path, stream: Stream, batch_sequences: int) -> Ledger:
-    """The ledger of this run directory, to be continued; a new one where there is none."""
+def begin_ledger(
+    directory: Path, stream: Stream, batch_sequences: int, checkpoint: Path | None = None
+) -> Ledger:
+    """The ledger of this run directory, to be continued; a new one where there is none.
+
+    `checkpoint` is what the run goes on from. Its own ledger serves where the run's does not reach it.
+    """
     names = [source.name for source in stream.sources]
     fresh = Ledger(batch_sequences, stream.identity, names, [])
+    saved = read_ledger(checkpoint) if checkpoint else fresh
     if not (directory / LEDGER).exists():
-        return fresh
-    return replace(fresh, stretches=read_ledger(directory).stretches)
+        return replace(fresh, stretches=saved.stretches)
+    own = read_ledger(directory)
+    return replace(fresh, stretches=(own if own.samples >= saved.samples else saved).stretches)
 
 
 def refuse_changed_since(directory: Path, stream: Stream) -> None:

@@ -1,0 +1,225 @@
+"""Tensors spread over ranks, to files and back: through torch's DCP, with checksums of what was written.
+
+DCP knows DTensors by their mesh. A piece knows only where in the whole it lies, so it can wait in host memory
+and be written by a thread while training goes on, and be read on any other layout.
+"""
+
+import hashlib
+import io
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+
+from arriero.checkpoint.ranks import Ranks
+from arriero.parallel.apply import held_here
+from arriero.parallel.precision import ordinary
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank holds of a tensor; `local` is empty where that is nothing."""
+
+    local: Tensor
+    offset: tuple[int, ...]
+    shape: torch.Size
+
+    @property
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        if self.local.numel() == 0:
+            return []
+        return [ChunkStorageMetadata(torch.Size(self.offset), self.local.shape)]
+
+
+def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """They share memory with the tensors: what is read into a piece is in the tensor."""
+    return {name: _piece(tensor) for name, tensor in tensors.items()}
+
+
+def _piece(tensor: Tensor) -> Piece:
+    tensor = ordinary(tensor)
+    for local, offset in held_here(tensor):
+        return Piece(local, tuple(offset), tensor.shape)
+    return Piece(cast(DTensor, tensor).to_local(), (0,) * tensor.ndim, tensor.shape)
+
+
+class Staging:
+    """Host memory for one save, used again by the next."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+        staged = {}
+        for name, piece in pieces.items():
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != piece.local.shape or buffer.dtype != piece.local.dtype:
+                pinned = piece.local.is_cuda
+                buffer = torch.empty_like(piece.local, device="cpu", pin_memory=pinned)
+                self._buffers[name] = buffer
+            buffer.copy_(piece.local, non_blocking=True)
+            staged[name] = Piece(buffer, piece.offset, piece.shape)
+        if any(piece.local.is_cuda for piece in pieces.values()):
+            torch.cuda.synchronize()
+        return staged
+
+
+def write_pieces(directory: Path, pieces: Mapping[str, Piece], ranks: Ranks) -> dict[str, str]:
+    """Called by all ranks. The sha256 of each file this rank wrote, of the bytes on their way to it."""
+    writer = dcp.FileSystemWriter(directory)
+    writer.fs = hashed = _HashedFiles()
+    _hush()
+    try:
+        dcp.save(
+            cast(dict[str, Any], dict(pieces)),
+            storage_writer=writer,
+            planner=_Saving(),
+            process_group=ranks.group,
+            no_dist=ranks.size == 1,
+        )
+    except (Exception, CheckpointException):
+        # all ranks are here, with what torch's archive writer made of the disk's own words
+        ranks.together(hashed.complain)
+        raise
+    return {name.removesuffix(".tmp"): digest.hexdigest() for name, digest in hashed.digests.items()}
+
+
+def read_pieces(directory: Path, pieces: Mapping[str, Piece], ranks: Ranks) -> None:
+    """Called by all ranks, each with the pieces it needs, cut as it needs them."""
+    _hush()
+    dcp.load(
+        cast(dict[str, Any], dict(pieces)),
+        storage_reader=dcp.FileSystemReader(directory),
+        planner=_Loading(),
+        process_group=ranks.group,
+        no_dist=ranks.size == 1,
+    )
+
+
+def _hush() -> None:
+    """One process may well save without others."""
+    warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable)")
+
+
+class _Saving(DefaultSavePlanner):
+    """DCP's own planner leaves a piece that several ranks hold to the one with least to write."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(
+            [_item(name, piece, chunk) for name, piece in self.state_dict.items() for chunk in piece.chunks]
+        )
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn].local
+
+
+def _item(name: str, piece: Piece, chunk: ChunkStorageMetadata) -> WriteItem:
+    properties = TensorProperties(dtype=piece.local.dtype)
+    return WriteItem(
+        index=MetadataIndex(name, chunk.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=piece.shape),
+    )
+
+
+class _Loading(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for name, piece in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, saved, piece.chunks)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].local
+
+
+class _HashedFiles(FileSystem):
+    def __init__(self) -> None:
+        self.digests: dict[str, Any] = {}
+        self._trouble: OSError | None = None
+
+    def complain(self) -> None:
+        if self._trouble is not None:
+            raise self._trouble
+
+    def note(self, trouble: OSError) -> None:
+        self._trouble = trouble
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            digest = self.digests[Path(path).name] = hashlib.sha256()
+            yield cast(io.IOBase, _HashedStream(stream, digest, self.note))
+
+
+class _HashedStream:
+    def __init__(self, stream: Any, digest: Any, note: Callable[[OSError], None]) -> None:
+        self._stream = stream
+        self._digest = digest
+        self._note = note
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self._note(error)
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,105 @@
+"""A run's tensors under the names they have in checkpoints, and back."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arriero.checkpoint.manifest import Manifest
+from arriero.checkpoint.pieces import Piece, pieces_of, read_pieces
+from arriero.checkpoint.ranks import Ranks
+from arriero.errors import UserError
+
+MODEL = "model."
+OPTIM = "optim."
+_LISTED = 12
+
+Moments = Mapping[str, Mapping[str, Tensor]]
+
+
+def flat(weights: Mapping[str, Tensor], state: Moments) -> dict[str, Tensor]:
+    return flat_weights(weights) | {
+        f"{OPTIM}{name}.{kind}": tensor for name, kinds in state.items() for kind, tensor in kinds.items()
+    }
+
+
+def flat_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {MODEL + name: tensor for name, tensor in weights.items()}
+
+
+Described = Mapping[str, tuple[str, list[int]]]
+
+
+def described(pieces: Mapping[str, Piece]) -> Described:
+    """Of each tensor, its type and its whole shape."""
+    return {
+        name: (str(piece.local.dtype).removeprefix("torch."), list(piece.shape))
+        for name, piece in pieces.items()
+    }
+
+
+def bytes_of(tensors: Described) -> int:
+    return sum(getattr(torch, dtype).itemsize * prod(shape) for dtype, shape in tensors.values())
+
+
+@dataclass(frozen=True)
+class Tolerated:
+    """Patterns of names that may be missing from a checkpoint, or be in it without use."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+def load_tensors(
+    directory: Path,
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor],
+    ranks: Ranks,
+    everywhere: Callable[[dict[str, Any]], dict[str, Any]],
+    tolerated: Tolerated,
+    prefix: str = "",
+) -> None:
+    """Fill the tensors, in place, from a checkpoint of any layout; called by all ranks.
+
+    `everywhere` joins what the ranks of a pipeline hold. Only names with `prefix` are looked at.
+    """
+    pieces = pieces_of(tensors)
+    wanted = everywhere({name: list(piece.shape) for name, piece in pieces.items()})
+    there = {name: shape for name, (_, shape) in manifest.tensors.items() if name.startswith(prefix)}
+    _refuse_strangers(directory, wanted, there, tolerated)
+    found = {name: piece for name, piece in pieces.items() if name in there}
+    read_pieces(directory, found, ranks)
+
+
+def _refuse_strangers(
+    directory: Path, wanted: Mapping[str, Any], there: Mapping[str, Any], tolerated: Tolerated
+) -> None:
+    missing = _not_tolerated(wanted.keys() - there.keys(), tolerated.missing)
+    unexpected = _not_tolerated(there.keys() - wanted.keys(), tolerated.unexpected)
+    changed = sorted(name for name in wanted.keys() & there.keys() if list(wanted[name]) != list(there[name]))
+    shapes = [f"{name} {there[name]}, not {wanted[name]}" for name in changed]
+    problems = [
+        f"{heading} {_listed(names)}"
+        for heading, names in (("lacks", missing), ("has unexpected", unexpected), ("has", shapes))
+        if names
+    ]
+    if problems:
+        raise UserError(
+            f"{directory} does not fit this model and optimizer: it {'; it '.join(problems)}",
+            "use the run file it was trained with, or name what may differ in checkpoint.load.allow_missing "
+            "or checkpoint.load.allow_unexpected",
+        )
+
+
+def _not_tolerated(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

@@ -1,0 +1,148 @@
+"""Where a run begins: at its own newest checkpoint, at another's, from weights alone, or from nothing."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arriero.checkpoint.convert import open_source
+from arriero.checkpoint.directory import CHECKPOINTS, Saved, checkpoint_at
+from arriero.checkpoint.formats.source import Source
+from arriero.checkpoint.manager import Checkpoints
+from arriero.checkpoint.manifest import MANIFEST, Invalid, Manifest, damaged_files, read_manifest
+from arriero.checkpoint.pieces import pieces_of
+from arriero.checkpoint.ranks import Ranks
+from arriero.checkpoint.state import MODEL, Tolerated, flat, flat_weights, load_tensors
+from arriero.config.schema import CheckpointSection
+from arriero.data.order.ledger import refuse_other_order
+from arriero.data.order.order import Stream
+from arriero.data.tokens.tokenizer import Tokenizer
+from arriero.errors import UserError
+from arriero.train.optim import Optimizer
+from arriero.train.outcome import Outcome
+from arriero.train.saving import read_state
+from arriero.train.session import Decision
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """`checkpoint` is what is continued; `remarks` are what a person must be told."""
+
+    outcome: Outcome
+    sample: int
+    checkpoint: Path | None
+    decision: Decision
+    remarks: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Restorer:
+    """Called by all ranks together. `everywhere` joins what the ranks of a pipeline hold."""
+
+    section: CheckpointSection
+    ranks: Ranks
+    everywhere: Callable[[dict[str, Any]], dict[str, Any]]
+    optimizer: Optimizer
+
+    def begin(self, checkpoints: Checkpoints, stream: Stream, tokenizer: Tokenizer) -> Beginning:
+        newest, remarks = checkpoints.newest()
+        if newest is not None:
+            return self._resume(
+                newest.directory, newest.manifest, stream, tokenizer, "the run's newest", remarks
+            )
+        if self.section.resume_from is not None:
+            saved = self._given(self.section.resume_from, "checkpoint.resume_from")
+            return self._resume(
+                saved.directory, saved.manifest, stream, tokenizer, "checkpoint.resume_from", remarks
+            )
+        outcome = Outcome()
+        if self.section.start_from is not None:
+            source = self._weights_alone(Path(self.section.start_from))
+            why = "weights alone; step, optimizer and data begin anew"
+            return Beginning(outcome, 0, None, Decision("start from", source, why), remarks)
+        return Beginning(outcome, 0, None, Decision("start", "new weights", "no checkpoint yet"), remarks)
+
+    def _resume(
+        self,
+        directory: Path,
+        manifest: Manifest | None,
+        stream: Stream,
+        tokenizer: Tokenizer,
+        reason: str,
+        remarks: Sequence[str],
+    ) -> Beginning:
+        assert manifest is not None
+        state = read_state(directory)
+        refuse_other_tokenizer(directory, manifest, tokenizer)
+        refuse_other_order(state["data"], stream, str(directory))
+        weights, moments = self.optimizer.weights(), self.optimizer.state()
+        self._load(directory, manifest, flat(weights, moments))
+        self.optimizer.load_weights(weights)
+        self.optimizer.load_state(moments)
+        outcome = Outcome.recalled(state)
+        kept = f"{reason}; optimizer, step and data position go on"
+        decision = Decision("resume", f"step {outcome.steps} of {directory}", kept)
+        return Beginning(outcome, int(state["data"]["sample"]), directory, decision, remarks)
+
+    def _given(self, path: str, key: str) -> Saved:
+        """A checkpoint someone named: if it is damaged there is no other to take."""
+        return self.ranks.by_leader(lambda: sound_checkpoint(Path(path), key))
+
+    def _weights_alone(self, path: Path) -> str:
+        weights = self.optimizer.weights()
+        if not (path / MANIFEST).is_file() and not (path / CHECKPOINTS).is_dir():
+            self._fill_from(open_source(path), weights)
+        else:
+            saved = self._given(str(path), "checkpoint.start_from")
+            assert saved.manifest is not None
+            self._load(saved.directory, saved.manifest, flat_weights(weights), prefix=MODEL)
+            path = saved.directory
+        self.optimizer.load_weights(weights)
+        return str(path)
+
+    @torch.no_grad()
+    def _fill_from(self, source: Source, weights: dict[str, torch.Tensor]) -> None:
+        """From a model of any format, tensor by tensor; each rank takes its own part."""
+        for name, piece in pieces_of(weights).items():
+            told = source.tensors.get(name)
+            if told is None or told.shape != piece.shape:
+                found = "nothing" if told is None else list(told.shape)
+                raise UserError(
+                    f"{source.where} has {found} for {name}, and the model wants {list(piece.shape)}",
+                    "start from weights of the same model: see [model]",
+                )
+            whole = source.load(name)
+            cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True))
+            piece.local.copy_(whole[cut])
+
+    def _load(
+        self, directory: Path, manifest: Manifest, tensors: dict[str, torch.Tensor], prefix: str = ""
+    ) -> None:
+        allowed = self.section.load
+        tolerated = Tolerated(allowed.allow_missing, allowed.allow_unexpected)
+        load_tensors(directory, manifest, tensors, self.ranks, self.everywhere, tolerated, prefix)
+
+
+def sound_checkpoint(path: Path, key: str) -> Saved:
+    directory = checkpoint_at(path)
+    try:
+        manifest = read_manifest(directory)
+    except Invalid as error:
+        raise UserError(
+            f"{key}: {directory} is no checkpoint ({error})", f"give a directory with a {MANIFEST}"
+        ) from None
+    if bad := damaged_files(directory, manifest):
+        named = "; ".join(f"{name} {problem}" for name, problem in sorted(bad.items()))
+        raise UserError(f"{key}: {directory} is damaged ({named})", "give another checkpoint")
+    return Saved(directory, manifest.step, manifest)
+
+
+def refuse_other_tokenizer(directory: Path, manifest: Manifest, tokenizer: Tokenizer) -> None:
+    if manifest.tokenizer != tokenizer.sha256:
+        raise UserError(
+            f"{directory} was trained on text of another tokenizer "
+            f"({manifest.tokenizer[:12]}, the data's is {tokenizer.sha256[:12]})",
+            "prepare the data with its tokenizer.json",
+        )

@@ -1,0 +1,44 @@
+"""`arriero ckpt` as a user meets it."""
+
+import pytest
+from typer.testing import CliRunner
+
+from arriero.cli import app
+
+
+@pytest.fixture
+def ckpt(runs, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    runs.train("run", "checkpoint.every=2 steps")
+    folder = runs.folder / "run"
+    return folder, lambda verb, *rest: CliRunner().invoke(app, ["ckpt", verb, *map(str, rest)])
+
+
+def test_the_verbs_tell_sound_from_damaged_and_remove_what_is_old(ckpt):
+    folder, verb = ckpt
+    newest = folder / "checkpoints" / "step-00000006"
+    inside = verb("inspect", folder).output
+    assert "model.embedding.weight" in inside
+    assert "optim.blocks.0.attention.q.weight.exp_avg_sq" in inside
+    assert "float32" in inside
+    assert 'preset = "llama-test"' in inside
+    assert "is sound" in verb("verify", folder).output
+    victim = newest / "ledger.json"
+    content = victim.read_bytes()
+    victim.write_bytes(content.replace(b"samples", b"Samples", 1))
+    found = verb("verify", newest)
+    assert found.exit_code == 1
+    assert "ledger.json has other bytes" in found.output
+    rows = verb("list", folder).output.splitlines()
+    assert [("yes" in row, "no: ledger.json" in row) for row in rows[1:]] == [
+        (True, False),
+        (True, False),
+        (False, True),
+    ]
+    assert verb("list", folder, "--quick").output.count("yes") == 3
+    refused = verb("prune", folder, "--keep", 1)
+    assert "is damaged, so older ones must stay" in str(refused.exception)
+    victim.write_bytes(content)
+    assert "would remove" in verb("prune", folder, "--keep", 1, "--dry-run").output
+    assert "kept: 6" in verb("prune", folder, "--keep", 1).output
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006"]

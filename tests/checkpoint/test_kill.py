@@ -1,0 +1,45 @@
+"""Kill it anywhere: see kills.py, of which this is the short part; `make reliability` is the long one."""
+
+import pytest
+
+from checkpoint import kills
+
+
+@pytest.fixture(scope="module")
+def grounds(tmp_path_factory, corpus_cache):
+    return kills.Range(tmp_path_factory.mktemp("runs"), corpus_cache)
+
+
+@pytest.mark.parametrize(("seed", "ranks"), [(1, 1), (2, 1), (3, 1), (4, 2)])
+def test_a_killed_run_ends_as_if_it_had_not_been(grounds, seed, ranks):
+    tally = kills.Tally()
+    kills.kill_at_random(grounds, seed, tally, ranks)
+    assert tally.failures == []
+    assert sum(tally.counts.values()) > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "harm"),
+    [
+        ("distcp", "a flipped bit"),
+        ("metadata", "a truncated file"),
+        ("state", "a removed file"),
+        ("manifest", "a manifest from a newer version"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_carries_the_run(grounds, kind, harm):
+    tally = kills.Tally()
+    kills.damage(grounds, kind, harm, 1, tally)
+    assert tally.failures == []
+
+
+def test_a_full_disk_is_loud_and_room_mends_it(grounds):
+    tally = kills.Tally()
+    kills.full_disk(grounds, tally)
+    assert tally.failures == []
+
+
+def test_a_disk_that_becomes_read_only_ends_the_run_and_it_goes_on_after(grounds):
+    tally = kills.Tally()
+    kills.read_only(grounds, tally)
+    assert tally.failures == []

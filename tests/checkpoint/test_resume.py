@@ -1,0 +1,90 @@
+"""A run that stopped goes on as if it had not, whatever the layout it goes on in."""
+
+import pytest
+
+from arriero.errors import UserError
+
+HALF = "train.horizon=3 steps"
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        [],
+        ["optim.name=muon", "optim.state=int8"],
+        ["precision.compute=bf16"],
+        ["precision.compute=bf16", "precision.master=bf16", "optim.state=bf16"],
+        ["precision.compute=fp16", "checkpoint.background=false"],
+    ],
+    ids=["fp32", "muon-int8", "bf16", "bf16-masters", "fp16-waiting"],
+)
+def test_the_same_layout_goes_on_to_the_bit(runs, sets):
+    whole = runs.train("whole", *sets)
+    runs.train("halves", *sets, HALF)
+    assert runs.saved("halves") == ["step-00000003"]
+    outcome = runs.train("halves", *sets)
+    assert runs.losses("halves") == runs.losses("whole")
+    assert outcome["first_loss"] == whole["first_loss"]
+    assert (outcome["steps"], outcome["tokens"]) == (6, 1536)
+
+
+LAYOUTS = {
+    "dp_shard 2": (2, ["parallel.dp_shard=2"]),
+    "tp 2 x pp 2": (4, ["parallel.dp_shard=1", "parallel.tp=2", "parallel.pp=2"]),
+    "one": (1, ["parallel.dp_shard=1"]),
+    "2 copies of 2": (4, ["parallel.dp_replicate=2", "parallel.dp_shard=2"]),
+    "cp 2 x tp 2": (4, ["parallel.dp_shard=1", "parallel.cp=2", "parallel.tp=2"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("order", "sets"),
+    [
+        (["one", "dp_shard 2", "tp 2 x pp 2", "one"], ["optim.name=muon"]),
+        (["tp 2 x pp 2", "2 copies of 2"], ["model.tied=true"]),
+        (["2 copies of 2", "cp 2 x tp 2", "dp_shard 2"], ["optim.state=int8"]),
+    ],
+    ids=lambda value: " to ".join(value) if "=" not in value[0] else value[0],
+)
+def test_any_layout_goes_on_from_any_other(runs, order, sets):
+    """Two steps in each; the losses are those of one process that never stopped."""
+    sets = [*sets, "model.layers=4"]
+    end = 2 * len(order)
+    runs.train("whole", *sets, f"train.horizon={end} steps")
+    for number, name in enumerate(order, 1):
+        ranks, layout = LAYOUTS[name]
+        runs.train("moved", *sets, *layout, f"train.horizon={2 * number} steps", ranks=ranks)
+    expected = runs.losses("whole")
+    # eight bits are rounded by chance, each piece of a tensor by its own
+    tolerance = 1e-4 if "optim.state=int8" not in sets else 1e-3
+    assert runs.losses("moved") == {step: pytest.approx(v, rel=tolerance) for step, v in expected.items()}
+
+
+def test_a_checkpoint_of_other_shape_is_refused_by_name(runs):
+    runs.train("first", HALF)
+    other = ["model.layers=3", f"checkpoint.resume_from={runs.folder / 'first'}"]
+    with pytest.raises(UserError, match=r"lacks model\.blocks\.2\..*allow_missing"):
+        runs.train("second", *other)
+    missing = "checkpoint.load.allow_missing=['*.blocks.2.*']"
+    assert runs.train("second", *other, missing)["steps"] == 6
+
+
+def test_another_run_can_be_continued_or_only_its_weights_taken(runs):
+    runs.train("first", HALF)
+    source = runs.folder / "first"
+    continued = runs.train("continued", f"checkpoint.resume_from={source}")
+    runs.train("whole")
+    assert runs.losses("continued") == {s: v for s, v in runs.losses("whole").items() if s > 3}
+    assert continued["steps"] == 6
+    fresh = runs.train("fresh", f"checkpoint.start_from={source}", "train.horizon=1 step", "run.seed=2")
+    exported = runs.train(
+        "hf", f"checkpoint.start_from={source / 'model'}", "train.horizon=1 step", "run.seed=2"
+    )
+    assert fresh["steps"] == 1
+    assert (
+        fresh["first_loss"]
+        == exported["first_loss"]
+        != runs.train("new", "train.horizon=1 step", "run.seed=2")["first_loss"]
+    )
+    assert ("start from", str(source / "checkpoints" / "step-00000003")) in fresh["decisions"]
+    assert "resume" in dict(continued["decisions"])

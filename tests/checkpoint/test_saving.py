@@ -1,0 +1,270 @@
+"""A checkpoint is wholly valid or not there; saving never hurts what was saved before."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from arriero.checkpoint.directory import CHECKPOINTS, saved_in
+from arriero.checkpoint.manager import Checkpoints, Unit
+from arriero.checkpoint.manifest import MANIFEST, Manifest, damaged_files, read_manifest
+from arriero.checkpoint.pieces import pieces_of, read_pieces
+from arriero.checkpoint.ranks import Ranks
+from arriero.checkpoint.retention import Mark, to_delete
+from arriero.checkpoint.state import described
+from arriero.errors import UserError
+from arriero.train.hooks import Hook
+from arriero.train.interrupt import Interrupted
+
+
+def unit(step, value=0.0):
+    tensors = {"model.a": torch.full((4, 4), value), "optim.optimizer.step": torch.tensor(step)}
+    pieces = pieces_of(tensors)
+
+    def about(files):
+        return Manifest(step, step * 10, time.time(), {"tp": 1}, {}, "tok", described(pieces), files)
+
+    return Unit(step, pieces, {"state.json": b'{"step": 1}', "run.toml": b"[run]"}, about)
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return lambda **options: Checkpoints(tmp_path, Ranks(), 1000, **options)
+
+
+def save(checkpoints, *steps):
+    for step in steps:
+        checkpoints.save(unit(step))
+    checkpoints.wait()
+    return checkpoints.reports()
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / CHECKPOINTS).iterdir())
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+FILES = [".metadata", "__0_0.distcp", "state.json", "run.toml", MANIFEST]
+
+
+@pytest.mark.parametrize("harm", [flip, truncate, Path.unlink], ids=["flipped", "truncated", "removed"])
+@pytest.mark.parametrize("name", FILES)
+def test_damage_to_any_file_is_noticed_and_the_one_before_is_used(checkpoints, tmp_path, name, harm):
+    save(checkpoints(), 1, 2)
+    harm(tmp_path / CHECKPOINTS / "step-00000002" / name)
+    newest, told = checkpoints().newest()
+    assert newest.step == 1
+    assert len(told) == 1
+    assert "step-00000002" in told[0]
+    assert name in told[0]
+
+
+def test_every_bit_of_a_manifest_counts(checkpoints, tmp_path):
+    save(checkpoints(), 1, 2)
+    path = tmp_path / CHECKPOINTS / "step-00000002" / MANIFEST
+    sound = path.read_bytes()
+    for position in range(0, len(sound), 7):
+        damaged = bytearray(sound)
+        damaged[position] ^= 1 << (position % 8)
+        path.write_bytes(damaged)
+        found = saved_in(tmp_path)[-1]
+        same = found.manifest is not None and json.loads(bytes(damaged)) == json.loads(sound)
+        assert found.problem is not None or same, position
+
+
+def test_a_checkpoint_of_a_newer_version_is_named_and_left_alone(checkpoints, tmp_path):
+    save(checkpoints(), 1, 2)
+    path = tmp_path / CHECKPOINTS / "step-00000002" / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    newest, told = checkpoints().newest()
+    assert newest.step == 1
+    assert "newer version (format 99" in told[0]
+    assert path.exists()
+
+
+def test_what_was_never_finished_is_removed_at_the_next_start(checkpoints, tmp_path):
+    save(checkpoints(), 1)
+    shutil.copytree(tmp_path / CHECKPOINTS / "step-00000001", tmp_path / CHECKPOINTS / "step-00000002.tmp")
+    newest, told = checkpoints().newest()
+    assert newest.step == 1
+    assert told == ["step-00000002.tmp was never finished: removed"]
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_the_newest_stay_and_some_for_ever(checkpoints, tmp_path):
+    save(checkpoints(keep=2, period=40), *range(1, 10))
+    assert names(tmp_path) == [f"step-{n:08d}" for n in (4, 8, 9)]
+
+
+def test_the_first_after_each_period_stays_wherever_saves_fall():
+    marks = [Mark(step, step * 10) for step in (3, 7, 12, 13, 21, 22, 23)]
+    assert to_delete(marks, keep=1, period=100) == [3, 7, 13, 22]
+    assert to_delete(marks, keep=3, period=None) == [3, 7, 12, 13]
+
+
+def test_a_damaged_one_goes_when_a_newer_one_is_in_place(checkpoints, tmp_path):
+    save(checkpoints(), 1, 2)
+    flip(tmp_path / CHECKPOINTS / "step-00000002" / "state.json")
+    again = checkpoints(keep=2)
+    again.newest()
+    save(again, 3)
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_a_damaged_one_is_replaced_when_its_step_is_reached_again(checkpoints, tmp_path):
+    save(checkpoints(), 1, 2)
+    flip(tmp_path / CHECKPOINTS / "step-00000002" / "state.json")
+    again = checkpoints()
+    again.newest()
+    save(again, 2)
+    directory = tmp_path / CHECKPOINTS / "step-00000002"
+    assert damaged_files(directory, read_manifest(directory)) == {}
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_that_cannot_be_written_is_reported_and_leaves_the_others(checkpoints, tmp_path, background):
+    many = checkpoints(background=background)
+    save(many, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        reports = save(many, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in reports[0].error
+    assert names(tmp_path) == ["step-00000001"]
+    assert save(many, 3)[0].error is None
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
+    huge = Checkpoints(tmp_path, Ranks(), 10**18)
+    (report,) = save(huge, 1)
+    assert "needs 909494.7 TiB" in report.error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_written_is_what_was_true_at_the_step(checkpoints, tmp_path):
+    """Training changes the tensors while they are being written."""
+    many = checkpoints()
+    one = unit(1, value=1.0)
+    many.save(one)
+    one.pieces["model.a"].local.fill_(2.0)
+    many.wait()
+    empty = {"model.a": torch.zeros(4, 4)}
+    read_pieces(tmp_path / CHECKPOINTS / "step-00000001", pieces_of(empty), Ranks())
+    assert torch.equal(empty["model.a"], torch.ones(4, 4))
+
+
+def test_training_waits_a_quarter_as_long_at_most_when_saving_in_the_background(tmp_path):
+    waits = {}
+    for background in (True, False):
+        many = Checkpoints(tmp_path / str(background), Ranks(), 10**8, background=background)
+        blocked = []
+        for step in range(1, 5):
+            one = unit(step)
+            large = pieces_of({"model.a": torch.ones(2**22)})
+            blocked.append(many.save(Unit(step, large, one.files, one.about)))
+            many.wait()
+        waits[background] = min(blocked)
+    assert waits[True] < 0.25 * waits[False]
+
+
+class At(Hook):
+    def __init__(self, step, act):
+        self.step, self.act = step, act
+
+    def on_step(self, session, step, tokens):
+        if step == self.step:
+            self.act(session)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_saves_and_stops_and_the_run_goes_on_from_there(runs, ranks):
+    stop = At(2, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    runs.train("whole", ranks=ranks)
+    with pytest.raises(Interrupted):
+        runs.train("stopped", ranks=ranks, hooks=[stop])
+    reached = 2 if ranks == 1 else 3
+    assert runs.saved("stopped") == [f"step-{reached:08d}"]
+    events = [event["event"] for event in runs.lines("stopped", "events.jsonl")]
+    assert events == ["start", "save", "signal"]
+    runs.train("stopped", ranks=ranks)
+    assert runs.losses("stopped") == runs.losses("whole")
+    assert len(runs.lines("stopped", "metrics.jsonl")) == 6
+
+
+def test_sigusr1_and_a_touched_file_save_and_go_on(runs):
+    asked = [
+        At(2, lambda _: os.kill(os.getpid(), signal.SIGUSR1)),
+        At(4, lambda session: (session.run_dir / "save-now").touch()),
+    ]
+    runs.train("run", "checkpoint.at_end=false", hooks=asked)
+    assert runs.saved("run") == ["step-00000002", "step-00000004"]
+    assert not (runs.folder / "run" / "save-now").exists()
+    waits = [line["step"] for line in runs.lines("run", "metrics.jsonl") if "save_s" in line]
+    assert waits == [2, 4]
+
+
+def test_a_failed_save_is_told_and_the_run_does_not_end_well(runs):
+    def no_room(_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+
+    def room(session):
+        session.saver.wait(session)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    with pytest.raises(UserError, match=r"checkpoint of step 2 could not be saved .*File too large"):
+        runs.train("run", "checkpoint.every=2 steps", hooks=[At(1, no_room), At(3, room)])
+    assert runs.saved("run") == ["step-00000004", "step-00000006"]
+    events = [event["event"] for event in runs.lines("run", "events.jsonl")]
+    assert events == ["start", "save failed", "save", "save", "end"]
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_training_goes_on(runs):
+    """Only the first rank has hooks."""
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def room(session):
+        session.saver.wait(session)
+        limit(resource.RLIM_INFINITY)
+
+    hooks = [At(1, lambda _: limit(200_000)), At(3, room)]
+    sets = ["checkpoint.every=2 steps", "train.horizon=4 steps"]
+    with pytest.raises(UserError, match=r"step 2 could not be saved .*File too large"):
+        runs.train("run", *sets, ranks=2, hooks=hooks)
+    assert runs.saved("run") == ["step-00000004"]
+
+
+def test_a_finished_run_is_not_trained_again(runs):
+    first = runs.train("run")
+    again = runs.train("run")
+    assert again["last_loss"] == first["last_loss"]
+    assert len(runs.lines("run", "metrics.jsonl")) == 6
+
+
+def test_a_run_may_be_lengthened_where_its_rates_stay_the_same(runs):
+    cosine = ["schedule.kind=cosine", "train.horizon=3 steps"]
+    runs.train("run", *cosine)
+    with pytest.raises(
+        UserError, match=r"step 3 .* had .* keep the shape with --set schedule.horizon='3 steps'"
+    ):
+        runs.train("run", "schedule.kind=cosine", "train.horizon=5 steps")
+    kept = ["schedule.kind=cosine", "train.horizon=5 steps", "schedule.horizon=3 steps"]
+    assert runs.train("run", *kept)["steps"] == 5
