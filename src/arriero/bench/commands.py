@@ -1,5 +1,6 @@
 """`arriero bench parity`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -61,11 +62,17 @@ def parity(
     refuse_absent(device)
     console = Console(highlight=False)
     try:
-        verdicts = {name: _judged(console, name, chosen, cache, device) for name, chosen in wanted.items()}
+        verdicts: dict[str, list[Verdict]] = {}
+        for name, chosen in wanted.items():
+            verdicts[name] = []
+            for verdict in _judged(console, name, chosen, cache, device):
+                verdicts[name].append(verdict)
+                if write is not None:
+                    # after each case: what a long run has shown stays when it is stopped
+                    write.write_text(page(verdicts, device))
     except Interrupted as stop:
         raise typer.Exit(128 + stop.number) from None
     if write is not None:
-        write.write_text(page(verdicts, device))
         console.print(f"written to {write}", soft_wrap=True)
     _show_failures(console, verdicts)
 
@@ -80,10 +87,12 @@ def _chosen(model: str, quick: bool, only: str | None, device: str) -> list[Case
     ]
 
 
-def _judged(console: Console, model: str, chosen: list[Case], cache: Path, device: str) -> "list[Verdict]":
+def _judged(
+    console: Console, model: str, chosen: list[Case], cache: Path, device: str
+) -> "Iterator[Verdict]":
     from arriero.bench.parity import judge_all
 
-    verdicts, group = [], None
+    group = None
     console.print(_row(*_COLUMNS), style="bold")
     with console.status("") as status:
         judging = judge_all(model, chosen, cache, device)
@@ -93,9 +102,8 @@ def _judged(console: Console, model: str, chosen: list[Case], cache: Path, devic
                 console.print(f"{model}: {group}", style="bold")
             status.update(f"{number} of {len(chosen)}: {case.name}")
             verdict = next(judging)
-            verdicts.append(verdict)
             console.print(_verdict_row(verdict))
-    return verdicts
+            yield verdict
 
 
 def _verdict_row(verdict: "Verdict") -> Table:
