@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
+from arriero.checkpoint.formats.dcp import CarefulReader
 from arriero.checkpoint.ranks import Ranks
 from arriero.parallel.apply import held_here
 from arriero.parallel.precision import ordinary
@@ -118,7 +119,7 @@ def read_pieces(directory: Path, pieces: Mapping[str, Piece], ranks: Ranks) -> N
     _hush()
     dcp.load(
         cast(dict[str, Any], dict(pieces)),
-        storage_reader=dcp.FileSystemReader(directory),
+        storage_reader=CarefulReader(directory),
         planner=_Loading(),
         process_group=ranks.group,
         no_dist=ranks.size == 1,
