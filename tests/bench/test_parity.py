@@ -17,9 +17,8 @@ QUICK = {
 
 
 @pytest.fixture(scope="module")
-def proofs(tmp_path_factory):
-    cache = tmp_path_factory.mktemp("data")
-    return {model: Parity(model, cache) for model in MODELS}
+def proofs(synthetic_cache):
+    return {model: Parity(model, synthetic_cache) for model in MODELS}
 
 
 @pytest.mark.parametrize(("model", "title"), [(model, title) for model in MODELS for title in QUICK[model]])

@@ -73,9 +73,12 @@ class Parity:
         self._sets = BASE | where | dict(sets or {})
         self._reference = cache(lambda key: self._trace(dict(key), 1))
 
+    def expected(self, case: Case) -> Trace:
+        return self._reference(tuple(case.against.items()))
+
     def judge(self, case: Case) -> Verdict:
         try:
-            expected = self._reference(tuple(case.against.items()))
+            expected = self.expected(case)
             found = self._trace(case.sets, case.ranks)
         except (UserError, RankFailed) as error:
             nothing = float("nan")
