@@ -10,7 +10,7 @@ def grounds(tmp_path_factory, corpus_cache):
     return kills.Range(tmp_path_factory.mktemp("runs"), corpus_cache)
 
 
-@pytest.mark.parametrize(("seed", "ranks"), [(1, 1), (2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("seed", "ranks"), [(1, 1), (2, 1), (4, 2)])
 def test_a_killed_run_ends_as_if_it_had_not_been(grounds, seed, ranks):
     tally = kills.Tally()
     kills.kill_at_random(grounds, seed, tally, ranks)
@@ -22,8 +22,6 @@ def test_a_killed_run_ends_as_if_it_had_not_been(grounds, seed, ranks):
     ("kind", "harm"),
     [
         ("distcp", "a flipped bit"),
-        ("metadata", "a truncated file"),
-        ("state", "a removed file"),
         ("manifest", "a manifest from a newer version"),
     ],
 )
