@@ -10,37 +10,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from arriero.data.order.rows import IGNORED
 from arriero.model.layers import HeadLoss
 
 
-def chunked_loss(
-    chunk: int | Literal[False], z_loss: float = 0.0, group: dist.ProcessGroup | None = None
-) -> HeadLoss:
+def chunked_loss(chunk: int | Literal[False], z_loss: float = 0.0) -> HeadLoss:
     """For `Head.loss`. The value is the cross-entropy alone, and the z-loss is in the gradients only, so that
     what is reported means the same with and without it.
 
-    The weight may be a slice of the vocabulary: a DTensor sharded by rows, or one of the slices that `group`
-    holds in the order of its ranks. States given as a plain tensor are then the same on all these ranks, and
-    their gradient is this slice's partial sum, for the caller to reduce; as a DTensor they see to it.
+    The weight may be a slice of the vocabulary: a DTensor sharded by rows. The states are then the same on
+    all its ranks, and their gradient is this slice's partial sum, for the caller to reduce.
     """
-    known_starts: dict[int, int] = {}
 
     def loss(x_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
-        ranks, start = group, 0
+        held = _Slice(0, None)
         if isinstance(weight_VD, DTensor):
-            weight_VD, ranks, start = _local_rows(weight_VD)
-        elif ranks is not None:
-            rows = weight_VD.shape[0]
-            if rows not in known_starts:
-                known_starts[rows] = _start_of(rows, ranks, x_BTD.device)
-            start = known_starts[rows]
-        if isinstance(x_BTD, DTensor):
-            x_BTD = _whole_states(x_BTD, sliced=ranks is not None)
+            weight_VD, held = _local_rows(weight_VD)
         x_ND, labels_N = x_BTD.flatten(0, -2), labels_BT.flatten()
-        held = _Slice(start, ranks)
         if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
             return _ChunkedLoss.apply(x_ND, weight_VD, labels_N, chunk, z_loss, held)
         total = x_ND.new_zeros((), dtype=torch.float32)
@@ -169,7 +157,7 @@ def _chunks(labels_N: Tensor, chunk: int | Literal[False]) -> Iterator[slice]:
         yield slice(first, first + (chunk or tokens))
 
 
-def _local_rows(weight_VD: DTensor) -> tuple[Tensor, dist.ProcessGroup, int]:
+def _local_rows(weight_VD: DTensor) -> tuple[Tensor, _Slice]:
     mesh = weight_VD.device_mesh
     if mesh.ndim != 1 or not weight_VD.placements[0].is_shard(0):
         raise ValueError(f"the head's weight must be split by rows over one axis, not {weight_VD.placements}")
@@ -177,20 +165,4 @@ def _local_rows(weight_VD: DTensor) -> tuple[Tensor, dist.ProcessGroup, int]:
     if rows * (mesh.size() - 1) >= weight_VD.shape[0]:
         raise ValueError(f"{weight_VD.shape[0]} rows leave one of {mesh.size()} ranks without any")
     local = weight_VD.to_local(grad_placements=[Shard(0)])
-    return local, mesh.get_group(), rows * mesh.get_local_rank()
-
-
-def _start_of(rows: int, ranks: dist.ProcessGroup, device: torch.device) -> int:
-    own = torch.tensor([rows], device=device)
-    every = [torch.empty_like(own) for _ in range(ranks.size())]
-    dist.all_gather(every, own, group=ranks)
-    sizes = torch.cat(every).tolist()
-    if 0 in sizes:
-        raise ValueError(f"rank {sizes.index(0)} of {len(sizes)} holds no row of the vocabulary")
-    return sum(sizes[: ranks.rank()])
-
-
-def _whole_states(x_BTD: DTensor, sliced: bool) -> Tensor:
-    mesh = x_BTD.device_mesh
-    whole = x_BTD.redistribute(placements=[Replicate()] * mesh.ndim)
-    return whole.to_local(grad_placements=[Partial() if sliced else Replicate()] * mesh.ndim)
+    return local, _Slice(rows * mesh.get_local_rank(), mesh.get_group())
