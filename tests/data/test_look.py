@@ -137,6 +137,7 @@ def test_what_is_shown_is_what_the_model_was_given(run_file):
     drawn = run.stream.locate(np.arange(48)).source
     assert [s["samples"] for s in content["sources"]] == np.bincount(drawn).tolist()
     assert (drawn[32:] == 1).all()
+    shutil.rmtree(run.run_dir / "checkpoints")
     train(session(run_file))
     audit = Audit(read_ledger(run.run_dir), run.stream)
     audit.run(lambda *_: None)
