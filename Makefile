@@ -6,7 +6,9 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo check test parity reliability test-oldest test-peers clean
 
+# Anew each time: a finished run would only be shown again.
 demo: $(VENV)/.installed
+	rm -rf runs/demo
 	$(VENV)/bin/arriero train
 
 check: $(VENV)/.installed-test
