@@ -301,8 +301,8 @@ class CheckpointSection(Section):
     )
     start_from: str | None = Field(
         None,
-        description="Weights a new run starts from: a checkpoint, a run directory or a Hugging Face "
-        "directory. Step, optimizer and data begin anew.",
+        description="Weights a new run starts from: a checkpoint, a run directory or a model in any format "
+        "`arriero ckpt convert` reads. Step, optimizer and data begin anew.",
     )
     resume_from: str | None = Field(
         None,
