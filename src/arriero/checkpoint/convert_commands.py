@@ -6,16 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from typer.core import TyperCommand
 
+from arriero.data.commands.bars import byte_bar
 from arriero.errors import UserError
 from arriero.units import counted, human_bytes, human_count, parse_bytes
 
@@ -124,23 +117,10 @@ def _write(source: "Source", target: Path, to: Format, writing: "Writing") -> No
         f"{human_count(spec.parameters)} parameters",
         soft_wrap=True,
     )
-    with _bar(console) as bar:
+    with byte_bar(console) as bar:
         task = bar.add_task(f"writing {to}", total=total)
         write(source, target, to, writing, lambda got: bar.advance(task, got))
     files = len([path for path in target.iterdir() if path.is_file()])
     size = sum(path.stat().st_size for path in target.iterdir())
     held = f"{to}, {' and '.join(types)}, {human_bytes(size)} in {counted(files, 'file')}"
     console.print(f"[bold]to[/]    {escape(str(target))}: {held}", soft_wrap=True)
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )

@@ -8,16 +8,9 @@ from rich.bar import Bar
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
+from arriero.data.commands.bars import byte_bar
 from arriero.units import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -76,7 +69,7 @@ def import_tokens(
         separator=separator,
         link=link,
     )
-    with _byte_bar(console) as bar:
+    with byte_bar(console) as bar:
         task = bar.add_task(f"importing {len(job.files)} files", total=job.total_bytes)
         made = job.into(out, lambda got: bar.advance(task, got))
     _show_import(console, out, made)
@@ -98,15 +91,15 @@ def export_tokens(
 
     console = Console(highlight=False)
     store = TokenStore.open(directory)
-    with _byte_bar(console) as bar:
+    with byte_bar(console) as bar:
         task = bar.add_task(f"exporting {store.shards} shards", total=store.tokens * store.dtype.itemsize)
         made = export_dataset(
             store, format, target, column=column, link=link, advance=lambda got: bar.advance(task, got)
         )
     how = ", ".join(f"{count} by {how}" for how, count in made.placed.items()) or "rewritten"
-    held = f"{human_count(store.tokens)} tokens in {_count(store.documents, 'document')}"
+    held = f"{human_count(store.tokens)} tokens in {counted(store.documents, 'document')}"
     console.print(
-        f"{held} -> {escape(str(target))}: {_count(made.files, f'{format} file')} ({how})",
+        f"{held} -> {escape(str(target))}: {counted(made.files, f'{format} file')} ({how})",
         soft_wrap=True,
     )
     if format == "fms-arrow":
@@ -119,7 +112,7 @@ def export_tokens(
         )
     if made.empty and format in ("datatrove", "olmo"):
         console.print(
-            f"[yellow]{_count(made.empty, 'document')} without a token[/]: datatrove then counts "
+            f"[yellow]{counted(made.empty, 'document')} without a token[/]: datatrove then counts "
             "positions wrong, OLMo-core refuses one at the end of a file",
             soft_wrap=True,
         )
@@ -171,7 +164,7 @@ def verify(
 
     console = Console(highlight=False)
     store = TokenStore.open(directory)
-    with _byte_bar(console) as bar:
+    with byte_bar(console) as bar:
         task = bar.add_task(f"checking {store.shards} shards", total=store.tokens * store.dtype.itemsize)
         found = verify_dataset(store, workers, lambda got: bar.advance(task, got))
     _show_verified(console, directory, found)
@@ -179,28 +172,11 @@ def verify(
         raise typer.Exit(1)
 
 
-def _count(n: int, word: str) -> str:
-    return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
-
-
-def _byte_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-
 def _show_import(console: Console, out: Path, made: "Imported") -> None:
     how = ", ".join(f"{count} by {how}" for how, count in made.placed.items())
     console.print(
-        f"{human_count(made.tokens)} tokens in {_count(made.documents, 'document')} -> {escape(str(out))}: "
-        f"{_count(len(made.shards), 'shard')}, {how}",
+        f"{human_count(made.tokens)} tokens in {counted(made.documents, 'document')} -> {escape(str(out))}: "
+        f"{counted(len(made.shards), 'shard')}, {how}",
         soft_wrap=True,
     )
     if made.placed["hard link"] or made.placed["symbolic link"]:
@@ -212,15 +188,15 @@ def _show_import(console: Console, out: Path, made: "Imported") -> None:
             "symbolic links break when the originals move; --link copy makes it stand alone", soft_wrap=True
         )
     if made.eos_added:
-        added = _count(made.eos_added, "document")
+        added = counted(made.eos_added, "document")
         console.print(f"an end-of-document token was added to {added}", soft_wrap=True)
     if made.empty:
         are = "is" if made.empty == 1 else "are"
-        console.print(f"{_count(made.empty, 'document')} {are} empty", soft_wrap=True)
+        console.print(f"{counted(made.empty, 'document')} {are} empty", soft_wrap=True)
     if made.without_eos:
         do = "does" if made.without_eos == 1 else "do"
         console.print(
-            f"[yellow]{_count(made.without_eos, 'document')} {do} not end with the end-of-document token",
+            f"[yellow]{counted(made.without_eos, 'document')} {do} not end with the end-of-document token",
             soft_wrap=True,
         )
     for remark in made.remarks[:10]:
