@@ -65,6 +65,7 @@ def test_a_checkpoint_of_other_shape_is_refused_by_name(runs):
     other = ["model.layers=3", f"checkpoint.resume_from={runs.folder / 'first'}"]
     with pytest.raises(UserError, match=r"lacks model\.blocks\.2\..*allow_missing"):
         runs.train("second", *other)
+    assert not (runs.folder / "second").exists()
     missing = "checkpoint.load.allow_missing=['*.blocks.2.*']"
     assert runs.train("second", *other, missing)["steps"] == 6
 

@@ -8,16 +8,21 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from arriero.checkpoint.formats.hf import load_hf
 from arriero.config.load import load_run
+from arriero.data.progress import silent
 from arriero.errors import UserError
 from arriero.model.presets import expand
-from arriero.parallel.world import World
+from arriero.parallel.spawn import run_ranks
+from arriero.parallel.world import World, joined, world_from
 from arriero.train.arrange import arrange
+from arriero.train.build import build
+from arriero.train.loop import train
 
 SETS = [
     "model.preset=llama-test",
@@ -187,3 +192,20 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(cache, tmp_path):
     assert output.count("error:") == 1
     assert re.search(r"rank 1 was killed \(SIGKILL\).*; the others were stopped", " ".join(output.split()))
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_ranks_with_unlike_memory_agree_on_the_micro_batch(tmp_path, corpus_cache):
+    """One that took fewer of them than the others would wait for ever."""
+    where = [f"run.dir='{tmp_path}'", f"data.cache='{corpus_cache}'"]
+    config = load_run(None, [*SETS, *where], expand).config
+
+    def work():
+        world = world_from()
+        plan = arrange(config, world)
+        plan = replace(plan, micro_batch=plan.micro_batch // (4 if world.rank else 1))
+        with joined(world, plan.device.torch_device):
+            session = build(plan, silent)
+            train(session)
+            return [decision.value for decision in session.decisions if decision.name == "micro-batch"]
+
+    assert run_ranks(work, 2, leader_prints=False) == ["1 of 4 sequences"]

@@ -43,8 +43,7 @@ _BOUNDS = {
     "bf16 beside fp32; fp16 beside fp16": BF16,
     "bf16 weights, beside fp32": BF16_WEIGHTS,
     "float8, beside fp32": FLOAT8,
-    "optimizer state in fewer bits, beside fp32": STATES,
-}
+} | {f"optimizer state in {bits}, beside fp32": bounds for bits, bounds in STATES.items()}
 
 _HEAD = "| layout | ranks | loss | gradient | weights | seconds | |\n|---|---:|---:|---:|---:|---:|---|"
 

@@ -51,8 +51,8 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
     sequences = batch // layout.batch
     micro = _micro_batch(config, spec, layout, sequences, per_rank, compute, device)
     compiled, compile_reason = _compiled(config, layout, device)
-    for what, todo in conflicts(config, spec, layout, compute, compiled, device):
-        raise UserError(what, todo)
+    if conflict := next(conflicts(config, spec, layout, compute, compiled, device), None):
+        raise UserError(*conflict)
     cuts = cut_stages(spec, config.data.seq_len, stages)
     held = [0]
     if layout.pp > 1:

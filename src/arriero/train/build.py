@@ -12,6 +12,7 @@ from arriero.checkpoint.pieces import pieces_of
 from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.space import refuse_no_room
 from arriero.checkpoint.state import bytes_of, described, flat
+from arriero.config.schema import RunConfig
 from arriero.data.order.ledger import refuse_changed_since
 from arriero.data.order.loader import Loader
 from arriero.data.order.streams import (
@@ -32,7 +33,7 @@ from arriero.parallel.context import cut_to, positions_held
 from arriero.parallel.fsdp import Sharding
 from arriero.parallel.mesh import Mesh, make_mesh
 from arriero.parallel.pipeline import Pipeline, join_tied_table
-from arriero.parallel.precision import renew_scales
+from arriero.parallel.precision import Float8Layers, renew_scales
 from arriero.plan.schedules import SCHEDULES
 from arriero.train.arrange import Arrangement
 from arriero.train.cadence import Cadence
@@ -50,32 +51,30 @@ from arriero.train.session import Decision, Session, total_steps
 
 
 def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = ()) -> Session:
-    """Called by all ranks together; the run directory is touched last."""
-    config, device, layout = plan.config, plan.device, plan.layout
+    """Called by all ranks together. What can be refused is refused before the run file is written."""
+    config, device = plan.config, plan.device
     streams = _open_data(plan, progress)
     tokenizer = tokenizer_of(streams.stores[0])
     most_steps = steps_within_caps(streams)
     if config.run.deterministic:
         make_deterministic()
-    mesh = make_mesh(layout, plan.world, plan.ulysses, device.torch_device)
+    mesh = make_mesh(plan.layout, plan.world, plan.ulysses, device.torch_device)
     plan = _agreed(plan, mesh)
     parts, float8 = parallelize(plan.spec, plan.stages, mesh, _recipe(plan), device.torch_device)
     optimizer = _optimizer(plan, parts, mesh)
-    run_dir = run_directory(config)
-    if plan.world.leads:
-        open_run_directory(config)
     tensors = everywhere(mesh, dict(described(pieces_of(flat(optimizer.weights(), optimizer.state())))))
     checkpoints = _checkpoints(plan, mesh, bytes_of(tensors))
     restorer = Restorer(config.checkpoint, _ranks(plan, mesh), partial(everywhere, mesh), optimizer)
     beginning = restorer.begin(checkpoints, streams.train, tokenizer)
-    room = _room(plan, mesh, checkpoints)
+    decisions = [
+        *plan.decisions,
+        *_found(config, most_steps, float8),
+        *_room(plan, mesh, checkpoints),
+        beginning.decision,
+    ]
+    if plan.world.leads:
+        open_run_directory(config)
     ledger = LedgerFile(beginning.checkpoint)
-    masked = config.data.document_mask
-    batch = plan.sequences * layout.batch
-    found = [] if most_steps is None else [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
-    if config.precision.float8 != "off":
-        found.append(Decision("float8", config.precision.float8, float8.summary))
-    evaluator = Evaluator(streams.heldout, plan.micro_batch, mesh, masked) if streams.heldout else None
     return Session(
         config=config,
         spec=plan.spec,
@@ -88,22 +87,14 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
         schedule=make_shape(config.schedule, config.train),
         stream=streams.train,
         outlooks=forecast(streams, total_steps(config)),
-        loader=Loader(
-            streams.train,
-            batch,
-            start_sample=beginning.sample,
-            rank=mesh.batch_rank,
-            ranks=layout.batch,
-            pin=device.is_gpu,
-            documents=masked,
-        ),
-        evaluator=evaluator,
+        loader=_loader(plan, mesh, streams, beginning.sample),
+        evaluator=_evaluator(plan, mesh, streams),
         evaluation=Cadence(config.eval.every, config.train.batch.amount),
         tokenizer=tokenizer,
         most_steps=most_steps,
-        run_dir=run_dir,
+        run_dir=run_directory(config),
         hooks=_hooks(plan, ledger, extra_hooks),
-        decisions=[*plan.decisions, *found, *room, beginning.decision],
+        decisions=decisions,
         remarks=beginning.remarks,
         saver=Saver(
             checkpoints,
@@ -141,6 +132,32 @@ def _open_data(plan: Arrangement, progress: Progress) -> Streams:
     refuse_over_repetition(streams, total_steps(config))
     refuse_changed_since(run_directory(config), streams.train)
     return streams
+
+
+def _found(config: RunConfig, most_steps: int | None, float8: Float8Layers) -> list[Decision]:
+    """What only the data and the model could tell."""
+    found = [] if most_steps is None else [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
+    if config.precision.float8 != "off":
+        found.append(Decision("float8", config.precision.float8, float8.summary))
+    return found
+
+
+def _loader(plan: Arrangement, mesh: Mesh, streams: Streams, start_sample: int) -> Loader:
+    return Loader(
+        streams.train,
+        streams.batch_sequences,
+        start_sample=start_sample,
+        rank=mesh.batch_rank,
+        ranks=plan.layout.batch,
+        pin=plan.device.is_gpu,
+        documents=plan.config.data.document_mask,
+    )
+
+
+def _evaluator(plan: Arrangement, mesh: Mesh, streams: Streams) -> Evaluator | None:
+    if streams.heldout is None:
+        return None
+    return Evaluator(streams.heldout, plan.micro_batch, mesh, plan.config.data.document_mask)
 
 
 def _refuse_small_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> None:

@@ -48,6 +48,19 @@ def test_masters_move_by_less_than_the_models_weights_can():
         assert (master - before[name]).abs().max() < 0.5
 
 
+def test_gradients_that_a_pipeline_puts_into_place_itself_are_found():
+    """Schedules that split the backward pass call no hooks for the weights."""
+    model = network()
+    optimizer = Optimizer(named_parameters([model]), PLAIN, masters_of=torch.bfloat16)
+    x = torch.ones(5, 6, dtype=torch.bfloat16)
+    weights = list(model.parameters())
+    for weight, gradient in zip(weights, torch.autograd.grad(model(x).sum(), weights), strict=True):
+        weight.grad = gradient
+    expected = torch.cat([weight.grad.flatten() for weight in weights]).double().norm()
+    assert optimizer.step(lr=1.0).item() == pytest.approx(expected.item())
+    assert all(weight.grad is None for weight in weights)
+
+
 def test_masters_of_a_model_split_over_ranks_are_split_alike():
     def work():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
