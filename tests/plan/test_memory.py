@@ -38,7 +38,7 @@ def test_a_state_that_cannot_fit_is_refused_before_anything_is_allocated():
 
 def test_bf16_compute_keeps_fp32_state_and_its_own_weights():
     assert state_bytes(config(), SPEC, Layout(), 4) == 16 * SPEC.parameters
-    assert state_bytes(config(), SPEC, Layout(), 2) == 20 * SPEC.parameters
+    assert state_bytes(config(), SPEC, Layout(), 2) == 14 * SPEC.parameters
     pure = config("precision.master=bf16", "optim.state=bf16")
     assert state_bytes(pure, SPEC, Layout(), 2) == 8 * SPEC.parameters
 

@@ -1,7 +1,7 @@
 """What a block is made of. B batch, T tokens, D dim, H heads, K kv heads, E head dim, F ffn."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ Rotation = tuple[Tensor, Tensor]
 Mask = Any
 MaskOf = Callable[[Tensor], Mask]
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
+Project = Callable[[Tensor, Sequence[nn.Linear]], Iterable[Tensor]]
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -82,6 +83,17 @@ def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Mask) -> Tensor
     return out.transpose(1, 2)
 
 
+def one_by_one(x_BTD: Tensor, layers: Sequence[nn.Linear]) -> Iterable[Tensor]:
+    return [layer(x_BTD) for layer in layers]
+
+
+def by_one_matmul(x_BTD: Tensor, layers: Sequence[nn.Linear]) -> Iterable[Tensor]:
+    """Faster on a GPU than narrow ones apart, for all that the weights are copied side by side."""
+    weight = torch.cat([layer.weight for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    return F.linear(x_BTD, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+
+
 class Attention(nn.Module):
     """Heads are counted from the projections' width, so a slice of them is an Attention too."""
 
@@ -92,10 +104,12 @@ class Attention(nn.Module):
         self.k = nn.Linear(dim, kv_heads * head_dim, bias=bias)
         self.v = nn.Linear(dim, kv_heads * head_dim, bias=bias)
         self.o = nn.Linear(heads * head_dim, dim, bias=bias)
+        self.project: Project = one_by_one
         self.attend: Attend = attend
 
     def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Mask) -> Tensor:
-        q, k, v = (p(x_BTD).unflatten(-1, (-1, self.head_dim)) for p in (self.q, self.k, self.v))
+        projected = self.project(x_BTD, (self.q, self.k, self.v))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         return self.o(self.attend(q, k, v, mask).flatten(-2))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from arriero.config.schema import MemorySection, PrecisionSection
 from arriero.model.base import LanguageModel
 from arriero.model.build import build_model
 from arriero.model.init import Piece
-from arriero.model.layers import HeadLoss
+from arriero.model.layers import Block, HeadLoss, by_one_matmul
 from arriero.model.spec import ModelSpec
 from arriero.parallel.context import apply_context
 from arriero.parallel.fsdp import Sharding, shard_weights
@@ -52,6 +53,10 @@ def _part(
     model.keep(blocks)
     if model.head is not None:
         model.head.loss = recipe.loss
+    if mesh.layout.tp == 1 and recipe.precision.float8 == "off":
+        # while weights are plain and whole
+        for block in model.blocks.values():
+            cast(Block, block).attention.project = by_one_matmul
     # makes new modules: whatever hooks into modules must come after
     emulate = not computes_float8(device)
     layers = apply_float8(model, recipe.precision, emulate, mesh.layout.tp, mesh.shards)

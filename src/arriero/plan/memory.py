@@ -23,7 +23,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes on one rank. `accumulated` are gradients that wait, unsharded, for the last micro-batch;
+    """Bytes on one rank. `accumulated` are sums of gradients that wait for the last micro-batch;
     `in_flight` is how many micro-batches' activations a rank holds, for each stage's share of the blocks."""
 
     state: int
@@ -47,33 +47,39 @@ class Need:
 def need_of(config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int) -> Need:
     tokens = config.data.seq_len // layout.cp
     holds_all = layout.pp > 1 and config.parallel.schedule in _ALL_IN_FLIGHT
-    last = config.parallel.sync == "last" and layout.fsdp * layout.dp_replicate > 1
+    spread = layout.fsdp * layout.dp_replicate > 1
+    # unsharded, or beside gradients of fewer bits
+    sums = config.parallel.sync == "last" if spread else compute_bytes < _master_bytes(config)
     return Need(
         state=state_bytes(config, spec, layout, compute_bytes),
         per_sequence=tokens * activation_bytes_per_token(config, spec, compute_bytes) // layout.tp,
-        logits_per_token=spec.vocab_size * (2 * compute_bytes + 2 * FP32) // layout.tp,
+        logits_per_token=spec.vocab_size * (compute_bytes + FP32) // layout.tp,
         tokens=tokens,
         chunk=config.memory.loss_chunk or None,
         sequences=config.train.batch.amount // config.data.seq_len // layout.batch,
-        accumulated=spec.parameters * FP32 // (layout.pp * layout.tp) if last else 0,
+        accumulated=spec.parameters * FP32 // (layout.pp * layout.tp) if sums else 0,
         in_flight=1 / layout.pp if holds_all else 1.0,
         holds_all=holds_all,
     )
 
 
 def state_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int) -> int:
-    """Weights, gradients and moments, unless they live in host memory; with fp32 masters beside a bf16 model
-    also its weights and a passing gradient, and where FSDP gathers, the gathered weights."""
-    master = 2 if config.precision.master == "bf16" else FP32
+    """Weights, gradients and moments, unless they live in host memory; where FSDP gathers, also the gathered
+    weights. A model in bf16 beside fp32 masters has the upper halves of them, and gradients in bf16."""
+    master = _master_bytes(config)
     moments = _MOMENTS[config.optim.name] * _STATE[config.optim.state]
     here = spec.parameters / (layout.pp * layout.tp)
-    held = here / layout.fsdp * (2 * master + moments)
     if layout.fsdp * layout.dp_replicate > 1:
+        held = here / layout.fsdp * (2 * master + moments)
         keeps = config.parallel.reshard == "never" or (config.parallel.reshard == "auto" and layout.pp > 1)
         unsharded = here if keeps else 2 * (spec.block_parameters + spec.embedding_parameters) / layout.tp
         return round((0 if config.memory.offload_state else held) + unsharded * (compute_bytes + FP32))
-    working = 2 * compute_bytes if compute_bytes < master else 0
-    return round(held + here * working)
+    shadow = compute_bytes if config.precision.compute == "fp16" else 0
+    return round(here * (master + shadow + min(compute_bytes, master) + moments))
+
+
+def _master_bytes(config: RunConfig) -> int:
+    return 2 if config.precision.master == "bf16" else FP32
 
 
 def activation_bytes_per_token(config: RunConfig, spec: ModelSpec, compute_bytes: int) -> int:

@@ -43,7 +43,9 @@ def test_masters_move_by_less_than_the_models_weights_can():
     _, masters, held = alone()
     for name, master in masters.items():
         assert (master.dtype, held[name].dtype) == (torch.float32, torch.bfloat16)
-        assert torch.equal(held[name], master.to(torch.bfloat16))
+        # where two are as near, either may be taken
+        nearest = (master.to(torch.bfloat16) - master).abs()
+        assert torch.equal((held[name] - master).abs(), nearest)
         assert not torch.equal(master, before[name])
         assert (master - before[name]).abs().max() < 0.5
 

@@ -1,15 +1,27 @@
-"""AdamW: torch's fused kernel where all is fp32, else an element-wise update over stored moments."""
+"""AdamW: on a GPU one kernel for all parameters; elsewhere, and for moments in eight bits, one at a time."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib import import_module
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from arriero.config.schema import OptimSection
-from arriero.train.optim.rounding import Noise, high_half, low_half
-from arriero.train.optim.states import SIGNED, UNSIGNED, Format, Moment
-from arriero.train.optim.weight import Weight, write
+from arriero.kernels import usable
+from arriero.train.optim.rounding import (
+    Noise,
+    high_half,
+    joined,
+    low_half,
+    random_bits,
+    split,
+    third_half,
+    to_bf16,
+)
+from arriero.train.optim.states import SIGNED, UNSIGNED, Format, Moment, Plain
+from arriero.train.optim.weight import Weight
 
 
 class AdamW:
@@ -21,24 +33,70 @@ class AdamW:
             name: {"exp_avg": Moment(first, weight.local), "exp_avg_sq": Moment(second, weight.local)}
             for name, weight in weights.items()
         }
-        self._plain = config.state == "fp32" and not any(weight.rounds for weight in weights.values())
+        self._plain = isinstance(first, Plain) and isinstance(second, Plain)
+        self._exact = config.state == "fp32" and all(
+            weight.parameter.dtype == torch.float32 for weight in weights.values()
+        )
 
-    def step(self, gradients: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """`gradients` are local; names of other rules' weights are passed over."""
+    def step(self, gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int) -> None:
+        """`gradients` are local, and multiplied by `factor`; names of other rules' weights are passed over."""
         names = [name for name in self._weights if name in gradients and gradients[name].numel()]
-        if self._plain:
-            for decay in dict.fromkeys(self._weights[name].decay for name in names):
-                chosen = [name for name in names if self._weights[name].decay == decay]
-                self._fused(chosen, gradients, lr, step, decay)
+        at_once = self._plain and all(
+            usable(gradients[name]) and self._weights[name].shadow is None for name in names
+        )
+        if at_once or self._exact:
+            kind = self._kind if at_once else self._decay
+            update = self._at_once if at_once else self._by_torch
+            for _, alike in groupby(sorted(names, key=kind(gradients)), kind(gradients)):
+                update(list(alike), gradients, factor, lr, step)
             return
         for name in names:
-            self._one(name, gradients[name], lr, step)
+            self._one(name, gradients[name], factor, lr, step)
 
-    def _fused(self, names: list[str], gradients: Mapping[str, Tensor], lr: float, step: int, decay: float):
-        counter = torch.full((), float(step), device=gradients[names[0]].device)
+    def _kind(self, gradients: Mapping[str, Tensor]):
+        return lambda name: f"{self._weights[name].parameter.dtype} {gradients[name].dtype}"
+
+    def _decay(self, gradients: Mapping[str, Tensor]):
+        return lambda name: self._weights[name].decay
+
+    def _at_once(
+        self, names: list[str], gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int
+    ):
+        kernel = import_module("arriero.kernels.adamw")
+        weights = [self._weights[name] for name in names]
+        moments = [self.moments[name] for name in names]
+        decays, keys = self._constants(tuple(names))
+        parameters = kernel.Parameters(
+            weights=[weight.local for weight in weights],
+            lows=[weight.low for weight in weights if weight.low is not None],
+            gradients=[gradients[name].contiguous() for name in names],
+            first=[moment["exp_avg"].stored[0] for moment in moments],
+            second=[moment["exp_avg_sq"].stored[0] for moment in moments],
+            decays=decays,
+            keys=keys,
+        )
+        rates = kernel.Rates(lr, *self._unbiased(lr, step), self._beta1, self._beta2, self._eps)
+        kernel.step_in_place(parameters, rates, factor, self._noise.step_key(step))
+
+    @cache  # noqa: B019 - as long-lived as the run
+    def _constants(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        weights = [self._weights[name] for name in names]
+        keys = torch.stack([weight.key(self._noise) for weight in weights])
+        return torch.tensor([weight.decay for weight in weights], device=keys.device), keys
+
+    def _unbiased(self, lr: float, step: int) -> tuple[float, float]:
+        """The rate over the bias of the first moment, and one over the root of the second's."""
+        return lr / (1 - self._beta1**step), (1 - self._beta2**step) ** -0.5
+
+    def _by_torch(
+        self, names: list[str], gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int
+    ):
+        counter = torch.full((), float(step), device=factor.device)
+        taken = [gradients[name] for name in names]
+        torch._foreach_mul_(taken, factor)
         torch._fused_adamw_(
             [self._weights[name].local for name in names],
-            [gradients[name].to(torch.float32) for name in names],
+            taken,
             [self.moments[name]["exp_avg"].values() for name in names],
             [self.moments[name]["exp_avg_sq"].values() for name in names],
             [],
@@ -46,40 +104,38 @@ class AdamW:
             lr=lr,
             beta1=self._beta1,
             beta2=self._beta2,
-            weight_decay=decay,
+            weight_decay=self._weights[names[0]].decay,
             eps=self._eps,
             amsgrad=False,
             maximize=False,
         )
 
-    def _one(self, name: str, gradient: Tensor, lr: float, step: int) -> None:
+    def _one(self, name: str, gradient: Tensor, factor: Tensor, lr: float, step: int) -> None:
         weight = self._weights[name]
         first, second = self.moments[name]["exp_avg"], self.moments[name]["exp_avg_sq"]
-        numbers = (
-            1 - lr * weight.decay,
-            lr / (1 - self._beta1**step),
-            (1 - self._beta2**step) ** -0.5,
-        )
+        numbers = (1 - lr * weight.decay, *self._unbiased(lr, step))
+        device = gradient.device
+        update = in_place if device.type == "cpu" else _compiled()
         local = weight.local
-        update = in_place if gradient.device.type == "cpu" else _compiled()
         # flat and no views, since each number of dimensions, here or of a base, would be a new compilation
-        flat = local.reshape(-1).data
+        flat = (local if weight.shadow is None else weight.shadow).reshape(-1).data
         update(
             flat,
+            None if weight.low is None else weight.low.reshape(-1).data,
             gradient.reshape(-1).data,
             first.stored,
             second.stored,
             first.format,
             second.format,
-            weight.bits(self._noise, step, "moments") if first.format.rounds else None,
-            weight.bits(self._noise, step, "weight") if weight.rounds else None,
+            weight.key(self._noise) if weight.rounds or first.format.rounds else None,
+            torch.full((), self._noise.step_key(step), dtype=torch.int32, device=device),
             # tensors, for the same reason
-            [torch.full((), number, device=gradient.device) for number in numbers],
+            [*(torch.full((), number, device=device) for number in numbers), factor],
             self._beta1,
             self._beta2,
             self._eps,
         )
-        if not local.is_contiguous():
+        if weight.shadow is not None or not local.is_contiguous():
             local.copy_(flat.view(local.shape))
 
 
@@ -91,41 +147,50 @@ def _compiled():
 @torch.no_grad()
 def in_place(
     weight: Tensor,
+    low: Tensor | None,
     gradient: Tensor,
     first: Sequence[Tensor],
     second: Sequence[Tensor],
     first_format: Format,
     second_format: Format,
-    moment_bits: Tensor | None,
-    weight_bits: Tensor | None,
+    key: Tensor | None,
+    step_key: Tensor,
     numbers: Sequence[Tensor],
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
+    """A key for random bits is given where anything is rounded by chance."""
     count = gradient.numel()
+    *rates, factor = numbers
     values, m, v = adamw(
-        weight.float(),
-        gradient.float(),
+        weight.float() if low is None else joined(weight, low),
+        gradient.float() * factor,
         first_format.read(first, count),
         second_format.read(second, count),
-        numbers,
+        rates,
         beta1,
         beta2,
         eps,
     )
-    first_half = None if moment_bits is None else low_half(moment_bits)
-    second_half = None if moment_bits is None else high_half(moment_bits)
-    _copy(first, first_format.write(m, first_half))
-    _copy(second, second_format.write(v, second_half))
-    write(weight, values, weight_bits)
+    bits = None if key is None else random_bits(key, step_key, count)
+    _copy(first, first_format.write(m, None if bits is None else low_half(bits)))
+    _copy(second, second_format.write(v, None if bits is None else high_half(bits)))
+    if low is not None:
+        upper, lower = split(values)
+        low.copy_(lower)
+        weight.copy_(upper)
+    elif bits is not None and weight.dtype == torch.bfloat16:
+        weight.copy_(to_bf16(values, third_half(bits)))
+    else:
+        weight.copy_(values)
 
 
 def adamw(
-    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, numbers: Sequence[Tensor], beta1, beta2, eps
+    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, rates: Sequence[Tensor], beta1, beta2, eps
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`numbers`: what decay leaves, the rate over the bias of m, one over the root of that of v."""
-    left, rate, unbias = numbers
+    """`rates`: what decay leaves, the rate over the bias of m, one over the root of that of v."""
+    left, rate, unbias = rates
     m = beta1 * m + (1 - beta1) * gradient
     v = beta2 * v + (1 - beta2) * gradient * gradient
     return weight * left - rate * m / (v.sqrt() * unbias + eps), m, v

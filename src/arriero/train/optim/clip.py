@@ -1,6 +1,10 @@
-"""The norm of all gradients of a run, however they are spread over ranks, and scaling by it."""
+"""The norm of all gradients of a run, however they are spread over ranks."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib import import_module
+from itertools import groupby
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -8,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DeviceMesh, DTensor
 
+from arriero.kernels import usable
 from arriero.train.optim.shards import local_of, split_dims
 
 _Spread = tuple[DeviceMesh | None, tuple[int, ...]]
@@ -32,13 +37,6 @@ def global_norm(gradients: Iterable[Tensor], groups: Sequence[ProcessGroup] = ()
     return total.sqrt().float()
 
 
-@torch.no_grad()
-def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
-    parts = [part for part in map(local_of, gradients) if part.numel()]
-    if parts:
-        torch._foreach_mul_(parts, factor)
-
-
 def factor_within(norm: Tensor, limit: float) -> Tensor:
     """What brings gradients of this norm down to the limit; 1 where they are within it."""
     return (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -48,10 +46,22 @@ def _sum_of_squares(parts: list[Tensor]) -> Tensor:
     filled = [part for part in parts if part.numel()]
     if not filled:
         return torch.zeros((), dtype=torch.float64, device=parts[0].device)
-    # on a CPU a long fp32 sum loses digits, and others in each layout
-    exact = torch.float64 if filled[0].device.type == "cpu" else torch.float32
-    norms = torch._foreach_norm(filled, 2, dtype=exact)
+    if usable(filled[0]):
+        by_type = groupby(sorted(filled, key=_type), key=_type)
+        return torch.stack([_many().sum_of_squares(list(same)) for _, same in by_type]).sum()
+    # a long fp32 sum loses digits, and others in each layout
+    norms = torch._foreach_norm(filled, 2, dtype=torch.float64)
     return torch.stack(list(norms)).double().square().sum()
+
+
+def _type(tensor: Tensor) -> str:
+    return str(tensor.dtype)
+
+
+@cache
+def _many() -> ModuleType:
+    """Only on a GPU: Triton is not there without one."""
+    return import_module("arriero.kernels.many")
 
 
 def _reduce_over_meshes(sums: dict[_Spread, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""fp32 copies of weights that the model holds in fewer bits, and fp32 sums of their gradients."""
+"""Weights that the model holds in fewer bits than training needs, and fp32 sums of their gradients."""
 
 from collections.abc import Mapping
 
@@ -6,19 +6,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from arriero.train.optim.rounding import split
 from arriero.train.optim.shards import as_placed, local_of, placed
 
 
 class Masters:
+    """In bf16 the model computes with the upper halves of the fp32 weights; `low` are the lower, so that both
+    together are as large as fp32 alone. In fp16, which is no half of it, `shadows` are the fp32 weights."""
+
     def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
         """Casts the parameters in place; each gives its gradient away as soon as it has one."""
         self._parameters = parameters
         self._gradients: dict[str, Tensor] = {}
-        self.tensors: dict[str, Tensor] = {}
+        self.low: dict[str, Tensor] = {}
+        self.shadows: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
-            self.tensors[name] = parameter.detach().clone()
+            exact = local_of(parameter).contiguous()
+            if dtype == torch.bfloat16:
+                cast, self.low[name] = split(exact)
+            else:
+                cast, self.shadows[name] = exact.to(dtype), exact.clone()
             # a DTensor's parts live in Python, where `parameter.data = ` does not reach
-            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(dtype)))
+            torch.utils.swap_tensors(parameter, nn.Parameter(placed(cast, parameter.detach())))
             parameter.register_post_accumulate_grad_hook(self._gather(name))
 
     def _gather(self, name: str):
@@ -26,7 +35,7 @@ class Masters:
             gradient = parameter.grad
             assert gradient is not None
             parameter.grad = None
-            self._gradients[name] = _sum(self._gradients.get(name), gradient, self.tensors[name])
+            self._gradients[name] = _sum(self._gradients.get(name), gradient, parameter)
 
         return hook
 
@@ -35,25 +44,29 @@ class Masters:
         gradients into place themselves, and no hook hears of those."""
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
-                self._gradients[name] = _sum(self._gradients.get(name), parameter.grad, self.tensors[name])
+                self._gradients[name] = _sum(self._gradients.get(name), parameter.grad, parameter)
                 parameter.grad = None
         taken = {name: self._gradients[name] for name in self._parameters if name in self._gradients}
         self._gradients.clear()
         return taken
 
-    @torch.no_grad()
-    def copy_back(self) -> None:
-        for name, parameter in self._parameters.items():
-            local_of(parameter).copy_(local_of(self.tensors[name]))
-
 
 @torch.no_grad()
 def _sum(gathered: Tensor | None, gradient: Tensor, like: Tensor) -> Tensor:
-    """In fp32. Partial sums are added up as such, and reduced once at the step."""
+    """A single gradient as it is, several in fp32. Partial sums are added up as such, and reduced once at the
+    step: in fp32 too."""
+    partial = isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
     if gathered is None:
-        placements = gradient.placements if isinstance(gradient, DTensor) else None
-        return placed(local_of(gradient).float(), like, placements)
+        return _fp32(gradient, like) if partial else gradient
+    gathered = _fp32(gathered, like)
     if getattr(gathered, "placements", None) != getattr(gradient, "placements", None):
         gathered, gradient = as_placed(gathered, like), as_placed(gradient, like)
     local_of(gathered).add_(local_of(gradient))
     return gathered
+
+
+def _fp32(tensor: Tensor, like: Tensor) -> Tensor:
+    if tensor.dtype == torch.float32:
+        return tensor
+    placements = tensor.placements if isinstance(tensor, DTensor) else None
+    return placed(local_of(tensor).float(), like, placements)

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from arriero.config.schema import OptimSection
 from arriero.model.init import plain_name
 from arriero.train.optim.adamw import AdamW
-from arriero.train.optim.clip import factor_within, global_norm, scale
+from arriero.train.optim.clip import factor_within, global_norm
 from arriero.train.optim.masters import Masters
 from arriero.train.optim.muon import Muon
 from arriero.train.optim.rounding import Noise
@@ -29,7 +29,7 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 class Optimizer:
     """Parameters in fp32 are updated as they are; in bf16, with stochastic rounding.
 
-    `masters_of`: the parameters are fp32 and become this type, and the optimizer holds them in fp32.
+    `masters_of`: the parameters are fp32 and become this type, and the optimizer keeps the rest of their bits.
     `groups`: ranks that hold other parameters, over which the norm is summed too (a pipeline's stages).
     `copies`: parameters that repeat one of another name (the head of a tied model, on the pipeline's last
     stage): they count once in the norm, and go by that name in checkpoints. `join` sums their gradients.
@@ -52,13 +52,16 @@ class Optimizer:
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._groups, self._copies, self._join = groups, copies or {}, join
         self._scale = LossScale() if scaled_loss else None
-        self._masters = Masters(self._parameters, masters_of) if masters_of else None
-        held = self._masters.tensors if self._masters else self._parameters
+        self._masters = masters = Masters(self._parameters, masters_of) if masters_of else None
         self._weights = {
             name: Weight(
-                self._copies.get(name, name), tensor, config.weight_decay if tensor.ndim > 1 else 0.0
+                self._copies.get(name, name),
+                parameter,
+                config.weight_decay if parameter.ndim > 1 else 0.0,
+                masters.low.get(name) if masters else None,
+                masters.shadows.get(name) if masters else None,
             )
-            for name, tensor in held.items()
+            for name, parameter in self._parameters.items()
         }
         self._device = next(iter(self._weights.values())).local.device
         self._rules = _rules(self._weights, config, Noise(seed, self._device))
@@ -86,14 +89,10 @@ class Optimizer:
         if self._scale and not self._scale.saw(finite=bool(norm.isfinite())):
             return norm
         factor = factor_within(norm, self.clip) if self.clip else torch.ones_like(norm)
-        if self.clip or self._scale:
-            scale(gradients.values(), factor / scaled_by)
         self.steps += 1
         local = {name: local_of(gradient) for name, gradient in gradients.items()}
         for rule in self._rules:
-            rule.step(local, lr, self.steps)
-        if self._masters:
-            self._masters.copy_back()
+            rule.step(local, factor / scaled_by, lr, self.steps)
         return norm
 
     def _take_gradients(self) -> dict[str, Tensor]:
@@ -103,18 +102,16 @@ class Optimizer:
             found = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
             for parameter in self._parameters.values():
                 parameter.grad = None
-        return {name: as_placed(g, self._weights[name].master) for name, g in found.items()}
+        return {name: as_placed(g, self._weights[name].parameter) for name, g in found.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """The model's parameters as the optimizer updates them, by their name in checkpoints; not copies."""
-        return {weight.known_as: weight.master.detach() for weight in self._weights.values()}
+        return {weight.known_as: weight.kept() for weight in self._weights.values()}
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         for weight in self._weights.values():
-            weight.master.detach().copy_(weights[weight.known_as])
-        if self._masters:
-            self._masters.copy_back()
+            weight.load(weights[weight.known_as])
 
     @torch.no_grad()
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -124,7 +121,8 @@ class Optimizer:
         """
         state = {
             self._weights[name].known_as: {
-                kind: placed(moment.values(), self._weights[name].master) for kind, moment in moments.items()
+                kind: placed(moment.values(), self._weights[name].parameter)
+                for kind, moment in moments.items()
             }
             for rule in self._rules
             for name, moments in rule.moments.items()
@@ -142,7 +140,7 @@ class Optimizer:
             for name, moments in rule.moments.items():
                 weight = self._weights[name]
                 for kind, moment in moments.items():
-                    moment.load(local_of(as_placed(state[weight.known_as][kind], weight.master)))
+                    moment.load(local_of(as_placed(state[weight.known_as][kind], weight.parameter)))
         counters = state[OWN]
         self.steps = int(counters["step"])
         if self._scale:
@@ -158,7 +156,7 @@ def _rules(weights: Mapping[str, Weight], config: OptimSection, noise: Noise) ->
     hidden = {
         name: weight
         for name, weight in weights.items()
-        if config.name == "muon" and name.startswith("blocks.") and weight.master.ndim == 2
+        if config.name == "muon" and name.startswith("blocks.") and weight.parameter.ndim == 2
     }
     others = {name: weight for name, weight in weights.items() if name not in hidden}
     muon = [Muon(hidden, config, noise)] if hidden else []

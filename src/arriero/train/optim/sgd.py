@@ -8,7 +8,7 @@ from torch import Tensor
 from arriero.config.schema import OptimSection
 from arriero.train.optim.rounding import Noise, low_half
 from arriero.train.optim.states import SIGNED, Moment
-from arriero.train.optim.weight import Weight, write
+from arriero.train.optim.weight import Weight
 
 
 class Sgd:
@@ -21,16 +21,16 @@ class Sgd:
         }
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor], lr: float, step: int) -> None:
+    def step(self, gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int) -> None:
         for name, weight in self._weights.items():
             if name not in gradients or not gradients[name].numel():
                 continue
-            update = gradients[name].float()
+            update = gradients[name].float() * factor
             if self._momentum:
                 moment = self.moments[name]["momentum"]
                 update = gathered(moment, update, self._momentum, weight, self._noise, step)
-            values = weight.local.float() * (1 - lr * weight.decay) - lr * update
-            write(weight.local, values, weight.bits(self._noise, step, "weight") if weight.rounds else None)
+            values = weight.values() * (1 - lr * weight.decay) - lr * update
+            weight.write(values, weight.bits(self._noise, step) if weight.rounds else None)
 
 
 def gathered(
@@ -38,6 +38,6 @@ def gathered(
 ) -> Tensor:
     """The momentum with this gradient in it: as computed, and stored in the precision it has."""
     total = moment.values().float() * share + gradient
-    half = low_half(weight.bits(noise, step, "moments")) if moment.format.rounds else None
+    half = low_half(weight.bits(noise, step)) if moment.format.rounds else None
     moment.keep(moment.format.write(total.flatten(), half))
     return total

@@ -5,32 +5,60 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arriero.train.optim.rounding import Noise, low_half, to_bf16
-from arriero.train.optim.shards import local_of, piece_number
+from arriero.train.optim.rounding import Noise, joined, split, third_half, to_bf16
+from arriero.train.optim.shards import as_placed, local_of, piece_number, placed
 
 
 @dataclass(frozen=True)
 class Weight:
-    """`master` is what is updated: fp32, or bf16 rounded by chance. `known_as` is its name in checkpoints."""
+    """`parameter` is the model's own. In bf16 it may be the upper half of an fp32 weight, `low` the lower;
+    of an fp16 one `shadow` is the fp32 weight; both are local. In bf16 without either it is rounded by chance.
+    `known_as` is its name in checkpoints."""
 
     known_as: str
-    master: Tensor
+    parameter: Tensor
     decay: float
+    low: Tensor | None = None
+    shadow: Tensor | None = None
 
     @property
     def local(self) -> Tensor:
-        return local_of(self.master)
+        return local_of(self.parameter)
 
     @property
     def rounds(self) -> bool:
-        return self.master.dtype != torch.float32
+        return self.parameter.dtype != torch.float32 and self.low is None and self.shadow is None
 
-    def bits(self, noise: Noise, step: int, purpose: str) -> Tensor:
-        name = f"{self.known_as}/{purpose}"
-        return noise.bits(step, name, piece_number(self.master), self.local.numel())
+    def key(self, noise: Noise) -> Tensor:
+        return noise.key(self.known_as, piece_number(self.parameter))
 
+    def bits(self, noise: Noise, step: int) -> Tensor:
+        return noise.bits(step, self.known_as, piece_number(self.parameter), self.local.numel())
 
-def write(weight: Tensor, values: Tensor, bits: Tensor | None) -> None:
-    """New fp32 values into a local weight of any type."""
-    values = values if bits is None else to_bf16(values.flatten(), low_half(bits))
-    weight.copy_(values.view(weight.shape))
+    def values(self) -> Tensor:
+        """In fp32; of an fp32 parameter itself."""
+        if self.low is not None:
+            return joined(self.local, self.low)
+        return (self.local if self.shadow is None else self.shadow).float()
+
+    def write(self, values: Tensor, bits: Tensor | None = None) -> None:
+        """New fp32 values; without random bits they are rounded to the nearest."""
+        if self.low is not None:
+            upper, lower = split(values.contiguous())
+            self.low.copy_(lower)
+            values = upper
+        elif self.shadow is not None:
+            self.shadow.copy_(values)
+        elif bits is not None and self.rounds:
+            values = to_bf16(values.flatten(), third_half(bits))
+        local = self.local
+        local.copy_(values.view(local.shape))
+
+    def kept(self) -> Tensor:
+        """What a checkpoint holds of it: all its bits."""
+        if self.low is None and self.shadow is None:
+            return self.parameter.detach()
+        return placed(self.values(), self.parameter)
+
+    def load(self, kept: Tensor) -> None:
+        self.write(local_of(as_placed(kept, self.parameter)).to(self.local.device, torch.float32))

@@ -1,0 +1,171 @@
+"""AdamW over all parameters in one launch: every number is read once and written once.
+
+The twin is `arriero.train.optim.adamw`; random bits are those of `arriero.train.optim.rounding`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from arriero.kernels.many import BLOCK, addresses, blocks_of, place_of_block, pointer_to, triton_type
+
+_WARPS = 8
+
+
+class Rates(NamedTuple):
+    """`rate` is the learning rate over the bias of the first moment, `unbias` one over the root of the
+    second's."""
+
+    lr: float
+    rate: float
+    unbias: float
+    beta1: float
+    beta2: float
+    eps: float
+
+
+class Parameters(NamedTuple):
+    """Of one kind: types are alike. `lows` are empty unless the weights are upper halves of fp32 ones;
+    `keys` (n, 2) int32 and `decays` (n,) fp32 are on the device."""
+
+    weights: Sequence[Tensor]
+    lows: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    first: Sequence[Tensor]
+    second: Sequence[Tensor]
+    decays: Tensor
+    keys: Tensor
+
+
+def step_in_place(parameters: Parameters, rates: Rates, factor: Tensor, step_key: int) -> None:
+    """`factor` is what gradients are multiplied by."""
+    weights, lows = parameters.weights, parameters.lows
+    blocks = blocks_of(tuple(weight.numel() for weight in weights), weights[0].device)
+    table = addresses(weights)
+    _adamw[(blocks.count,)](
+        blocks.owner,
+        blocks.sizes,
+        blocks.first,
+        table,
+        addresses(lows) if lows else table,
+        addresses(parameters.gradients),
+        addresses(parameters.first),
+        addresses(parameters.second),
+        parameters.decays,
+        parameters.keys,
+        factor,
+        step_key,
+        *rates,
+        WEIGHT=triton_type(weights[0]),
+        GRADIENT=triton_type(parameters.gradients[0]),
+        MOMENT=triton_type(parameters.first[0]),
+        SPLIT=bool(lows),
+        BLOCK=BLOCK,
+        num_warps=_WARPS,
+    )
+
+
+@triton.jit
+def _random_bits(index, key, other, step):
+    h = (index.to(tl.uint32)) ^ key
+    h ^= h >> 16
+    h *= 0x21F0AAAD
+    h += other + step
+    h ^= h >> 15
+    h *= 0x735A2D97
+    return h ^ (h >> 15)
+
+
+@triton.jit
+def _round(values, half):
+    """To bf16, up with the probability that 16 random bits give."""
+    bits = values.to(tl.uint32, bitcast=True)
+    raised = ((bits + half) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where((bits & 0x7F800000) == 0x7F800000, values, raised).to(tl.bfloat16)
+
+
+@triton.jit
+def _load(pointer, at, left, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointer + at, mask=at < left, other=0)
+    return tl.load(pointer + at)
+
+
+@triton.jit
+def _store(pointer, at, left, values, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointer + at, values, mask=at < left)
+    else:
+        tl.store(pointer + at, values)
+
+
+@triton.jit
+def _update(
+    weight, low, gradient, first, second, start, left, decay, key, other, step, factor,
+    lr, rate, unbias, beta1, beta2, eps,
+    SPLIT: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, BLOCK)
+    g = _load(gradient, at, left, MASKED).to(tl.float32) * factor
+    m = _load(first, at, left, MASKED).to(tl.float32)
+    v = _load(second, at, left, MASKED).to(tl.float32)
+    held = _load(weight, at, left, MASKED)
+    if SPLIT:
+        lower = _load(low, at, left, MASKED).to(tl.int32)
+        upper = held.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        w = (upper + lower).to(tl.float32, bitcast=True)
+    else:
+        w = held.to(tl.float32)
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    w = w * (1 - lr * decay) - rate * m / (tl.sqrt(v) * unbias + eps)
+
+    random = _random_bits(start + at, key, other, step)
+    if first.dtype.element_ty == tl.bfloat16:
+        _store(first, at, left, _round(m, random & 0xFFFF), MASKED)
+        _store(second, at, left, _round(v, random >> 16), MASKED)
+    else:
+        _store(first, at, left, m, MASKED)
+        _store(second, at, left, v, MASKED)
+    if SPLIT:
+        bits = w.to(tl.int32, bitcast=True)
+        upper = (bits + 0x8000) >> 16
+        _store(low, at, left, (bits - (upper << 16)).to(tl.int16), MASKED)
+        _store(weight, at, left, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), MASKED)
+    elif weight.dtype.element_ty == tl.bfloat16:
+        _store(weight, at, left, _round(w, (random * 0x9E3779B1) >> 16), MASKED)
+    else:
+        _store(weight, at, left, w, MASKED)
+
+
+@triton.jit(do_not_specialize=["step"])
+def _adamw(
+    owners, sizes, first_blocks, weights, lows, gradients, firsts, seconds, decays, keys, factors, step,
+    lr, rate, unbias, beta1, beta2, eps,
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, MOMENT: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    owner, start, left = place_of_block(owners, sizes, first_blocks, BLOCK)
+    weight = pointer_to(weights, owner, start, WEIGHT)
+    low = pointer_to(lows, owner, start, tl.int16)
+    gradient = pointer_to(gradients, owner, start, GRADIENT)
+    first = pointer_to(firsts, owner, start, MOMENT)
+    second = pointer_to(seconds, owner, start, MOMENT)
+    decay, factor = tl.load(decays + owner), tl.load(factors)
+    key = tl.load(keys + 2 * owner).to(tl.uint32, bitcast=True)
+    other = tl.load(keys + 2 * owner + 1).to(tl.uint32, bitcast=True)
+    stepped = step.to(tl.uint32)
+    # a mask would forbid wide loads, and almost all blocks are whole
+    if left >= BLOCK:
+        _update(
+            weight, low, gradient, first, second, start, left, decay, key, other, stepped, factor,
+            lr, rate, unbias, beta1, beta2, eps, SPLIT, False, BLOCK,
+        )  # fmt: skip
+    else:
+        _update(
+            weight, low, gradient, first, second, start, left, decay, key, other, stepped, factor,
+            lr, rate, unbias, beta1, beta2, eps, SPLIT, True, BLOCK,
+        )  # fmt: skip

@@ -1,0 +1,88 @@
+"""Many tensors in one launch: which tensor a block of elements belongs to, and where each tensor lies."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+_WARPS = 8
+
+
+class Blocks(NamedTuple):
+    """`owner` of each block, and of each tensor its size and its first block."""
+
+    count: int
+    owner: Tensor
+    sizes: Tensor
+    first: Tensor
+
+
+@lru_cache(maxsize=16)
+def blocks_of(sizes: tuple[int, ...], device: torch.device) -> Blocks:
+    counts = torch.tensor([-(-size // BLOCK) for size in sizes])
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), counts).int()
+    first = (counts.cumsum(0) - counts).int()
+    return Blocks(len(owner), owner.to(device), torch.tensor(sizes).to(device), first.to(device))
+
+
+def addresses(tensors: Sequence[Tensor]) -> Tensor:
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("a kernel over many tensors takes contiguous ones")
+    found = torch.tensor([tensor.data_ptr() for tensor in tensors])
+    return found.to(tensors[0].device, non_blocking=True)
+
+
+def triton_type(tensor: Tensor) -> tl.dtype:
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[tensor.dtype]
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """In fp64, of tensors of one type."""
+    tensors = [tensor.contiguous() for tensor in tensors]
+    blocks = blocks_of(tuple(tensor.numel() for tensor in tensors), tensors[0].device)
+    sums = torch.empty(blocks.count, dtype=torch.float32, device=tensors[0].device)
+    _sum_of_squares[(blocks.count,)](
+        sums,
+        blocks.owner,
+        blocks.sizes,
+        blocks.first,
+        addresses(tensors),
+        TYPE=triton_type(tensors[0]),
+        BLOCK=BLOCK,
+        num_warps=_WARPS,
+    )
+    return sums.double().sum()
+
+
+@triton.jit
+def place_of_block(owners, sizes, first_blocks, BLOCK: tl.constexpr):
+    """The tensor's number, where in it the block begins, and how many elements are left from there."""
+    block = tl.program_id(0)
+    owner = tl.load(owners + block)
+    start = (block - tl.load(first_blocks + owner)).to(tl.int64) * BLOCK
+    return owner, start, tl.load(sizes + owner) - start
+
+
+@triton.jit
+def pointer_to(table, owner, start, TYPE: tl.constexpr):
+    # allocations begin at multiples of 16 bytes, and blocks keep it
+    address = tl.load(table + owner).to(tl.pointer_type(TYPE))
+    return tl.multiple_of(address + start, 16)
+
+
+@triton.jit
+def _sum_of_squares(sums, owners, sizes, first_blocks, table, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    owner, start, left = place_of_block(owners, sizes, first_blocks, BLOCK)
+    pointer = pointer_to(table, owner, start, TYPE)
+    at = tl.arange(0, BLOCK)
+    # a mask would forbid wide loads, and almost all blocks are whole
+    if left >= BLOCK:
+        x = tl.load(pointer + at).to(tl.float32)
+    else:
+        x = tl.load(pointer + at, mask=at < left, other=0.0).to(tl.float32)
+    tl.store(sums + tl.program_id(0), tl.sum(x * x, 0))
