@@ -3,12 +3,23 @@ import importlib
 import pytest
 import torch
 
-from gpu.alone import alone
+from gpu.alone import DEVICE, alone
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiler():
-    """Imported once, for all the processes that are forked from here."""
+    """Imported once for all processes forked from here, if a trial shows that they can still use the GPU."""
+    if alone(usable_after_import):
+        importlib.import_module("torch._inductor.compile_fx")
+
+
+def usable_after_import():
     importlib.import_module("torch._inductor.compile_fx")
-    if not alone(torch.cuda.is_available):
-        pytest.exit("importing torch's compiler has touched the GPU: no test could use it any more", 3)
+    return alone(usable)
+
+
+def usable():
+    try:
+        return torch.zeros(1, device=DEVICE).sum().item() == 0.0
+    except RuntimeError:
+        return False
