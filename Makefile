@@ -4,7 +4,7 @@ PYTHON ?= python3
 OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check test parity reliability test-oldest test-peers clean
+.PHONY: demo check test gpu parity reliability test-oldest test-peers clean
 
 # Anew each time: a finished run would only be shown again.
 demo: $(VENV)/.installed
@@ -18,6 +18,11 @@ check: $(VENV)/.installed-test
 
 test: check
 	$(VENV)/bin/python -m pytest
+
+# What only a GPU can show: about two minutes on one. Fails where there is none.
+gpu: $(VENV)/.installed-test
+	$(VENV)/bin/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'torch sees no GPU here')"
+	$(VENV)/bin/python -m pytest -m gpu
 
 # Every layout against one process, both models: about an hour on two cores. Writes docs/parity.md.
 parity: $(VENV)/.installed-test

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from arriero.checkpoint import manager
 from arriero.checkpoint.directory import CHECKPOINTS, saved_in
 from arriero.checkpoint.manager import Checkpoints, Unit
 from arriero.checkpoint.manifest import MANIFEST, Manifest, damaged_files, read_manifest
@@ -182,6 +183,28 @@ def test_training_waits_a_quarter_as_long_at_most_when_saving_in_the_background(
             many.wait()
         waits[background] = min(blocked)
     assert waits[True] < 0.25 * waits[False]
+
+
+def test_the_writing_thread_leaves_the_gpu_alone(checkpoints, monkeypatch):
+    """In a new thread torch's current device is the first GPU, which may be another rank's."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a stream was asked for")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", refuse)
+    assert [report.error for report in save(checkpoints(), 1)] == [None]
+
+
+def test_a_report_that_is_made_while_others_are_taken_is_not_lost(checkpoints, monkeypatch):
+    many, report = checkpoints(), manager.Report
+
+    def made_meanwhile(*fields):
+        many.reports()
+        return report(*fields)
+
+    monkeypatch.setattr(manager, "Report", made_meanwhile)
+    assert [told.step for told in save(many, 1)] == [1]
 
 
 class At(Hook):

@@ -213,14 +213,6 @@ def test_a_cut_batch_says_where_its_tokens_stood():
     assert packed.positions_BT.max() < 20 and packed.documents_BT.shape == (2, TOKENS // 2)
 
 
-GPU = pytest.param(
-    "cuda",
-    marks=pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="the GPU's own attention kernels need a GPU"
-    ),
-)
-
-
 def attention_by_blocks(q, k, v, grad, documents, ring):
     """What the ranks of a ring compute, on one device and one after the other."""
     held = [positions_held(q.shape[1], rank, 1, ring).to(q.device) for rank in range(ring)]
@@ -260,7 +252,7 @@ def errors_of(results, true):
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(results, true, strict=True)]
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_merged_blocks_are_as_near_to_exact_attention_as_one_kernel_is(device, masked, dtype):
@@ -273,6 +265,6 @@ def test_merged_blocks_are_as_near_to_exact_attention_as_one_kernel_is(device, m
         once = errors_of(attention_at_once(q, k, v, grad, documents), true)
         return once, errors_of(attention_by_blocks(q, k, v, grad, documents, 4), true)
 
-    once, blocks = work() if device == "cuda" else run_ranks(work, 1, leader_prints=False)
+    once, blocks = run_ranks(work, 1, leader_prints=False)
     limits = [1e-5] * 4 if dtype == torch.float32 else [1.5 * error for error in once]
     assert all(b <= limit for b, limit in zip(blocks, limits, strict=True)), (blocks, limits)

@@ -31,6 +31,15 @@ def test_a_cpu_computes_fp32_unless_told_otherwise():
     assert choose_compute("auto", CPU, master="bf16")[0] == torch.bfloat16
 
 
+def test_a_second_process_on_the_only_gpu_is_refused(monkeypatch):
+    """NCCL would refuse it later, and less clearly."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    with pytest.raises(UserError, match="process 1 of this node has no GPU of its own: there are 1"):
+        choose_device("auto", local_rank=1, local_size=2)
+
+
 def test_the_cpu_knows_its_free_memory():
     device = choose_device("cpu")
     assert 2**28 < device.memory < 2**50

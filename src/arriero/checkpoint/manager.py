@@ -3,6 +3,7 @@
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ class Checkpoints:
         self._keep, self._period = keep, period
         self._staging = Staging() if background else None
         self._thread: threading.Thread | None = None
-        self._reports: list[Report] = []
+        self._reports: deque[Report] = deque()
         self._damaged: set[str] = set()
 
     def newest(self) -> tuple[Saved | None, list[str]]:
@@ -121,9 +122,8 @@ class Checkpoints:
             self._thread = None
 
     def reports(self) -> list[Report]:
-        """Of the saves that have ended since last asked."""
-        done, self._reports = self._reports, []
-        return done
+        """Of the saves that have ended since last asked; the writing thread may add one meanwhile."""
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def _write(self, unit: Unit, start: float, blocked: float | None = None) -> None:
         making = self.folder / (name_of(unit.step) + UNFINISHED)

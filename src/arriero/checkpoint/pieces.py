@@ -96,7 +96,8 @@ class Staging:
 
 def write_pieces(directory: Path, pieces: Mapping[str, Piece], ranks: Ranks) -> dict[str, str]:
     """Called by all ranks. The sha256 of each file this rank wrote, of the bytes on their way to it."""
-    writer = dcp.FileSystemWriter(directory)
+    # or DCP would wait on a stream of the first GPU, whichever this rank's is: a new thread knows no other
+    writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
     writer.fs = hashed = _HashedFiles()
     _hush()
     try:

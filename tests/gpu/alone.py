@@ -1,0 +1,41 @@
+"""One process with the GPU to itself, and a model in it as a run makes it."""
+
+import torch
+
+from arriero.config.remat import parse_remat
+from arriero.config.schema import MemorySection, PrecisionSection
+from arriero.parallel.apply import Recipe, parallelize
+from arriero.parallel.fsdp import Sharding
+from arriero.parallel.mesh import make_mesh
+from arriero.parallel.spawn import run_ranks
+from arriero.parallel.world import World
+from arriero.plan.layout import Layout
+from arriero.train.loss import chunked_loss
+
+DEVICE = torch.device("cuda")
+MESH = make_mesh(Layout(), World(), 1, DEVICE)
+
+
+def alone(work):
+    """Forked, as the tests' own process must never touch the GPU: see tests/conftest.py."""
+    return run_ranks(work, 1, leader_prints=False)
+
+
+def made(spec, compiled=False, weights=torch.float32, remat="none", loss_chunk=2048):
+    recipe = Recipe(
+        sharding=Sharding(weights, torch.float32, True, 1, False),
+        compiled=compiled,
+        async_tp=False,
+        memory=MemorySection(remat=parse_remat(remat)),
+        precision=PrecisionSection(),
+        loss=chunked_loss(loss_chunk),
+        weights=weights,
+        seed=1,
+    )
+    [model], _ = parallelize(spec, [range(spec.layers)], MESH, recipe, DEVICE)
+    return model
+
+
+def apart(found, expected):
+    """The norm of the difference, by that of what was expected."""
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
