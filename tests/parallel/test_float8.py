@@ -128,6 +128,8 @@ model = build_model(load_preset("llama-test"))
 apply_float8(model, PrecisionSection(), emulate=True)
 assert "torchao" not in sys.modules
 apply_float8(model, PrecisionSection(float8="tensorwise"), emulate=True)
+assert "torchao" not in sys.modules
+apply_float8(model, PrecisionSection(float8="rowwise"), emulate=True)
 assert "torchao" in sys.modules
 """
     result = python("-c", code)

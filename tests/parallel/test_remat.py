@@ -27,7 +27,7 @@ from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
 
 FAMILIES = ["llama-test", "gpt2-test"]
-KINDS = ["none", "full", "selective", "every:2", "fraction:1/3"]
+KINDS = ["none", "full", "selective", "attention", "every:2", "fraction:1/3"]
 LAYERS = 4
 
 
@@ -194,9 +194,9 @@ def kept_bytes(monkeypatch, offloads, backend=None):
     sizes = []
 
     class Weighed(offload._Away):
-        def __init__(self, tensor):
+        def __init__(self, tensor, luggage):
             sizes.append(tensor.numel() * tensor.itemsize)
-            super().__init__(tensor)
+            super().__init__(tensor, luggage)
 
     def weigh(tensor):
         if not isinstance(tensor, torch.nn.Parameter) and tensor._base is None:
@@ -257,9 +257,9 @@ def test_offloading_moves_each_activation_once_and_no_weight(monkeypatch):
     moved = []
 
     class Seen(offload._Away):
-        def __init__(self, tensor):
+        def __init__(self, tensor, luggage):
             moved.append(tensor.detach())
-            super().__init__(tensor)
+            super().__init__(tensor, luggage)
 
     monkeypatch.setattr(offload, "_Away", Seen)
     model = model_of()
@@ -276,8 +276,8 @@ def test_what_came_back_leaves_again_after_its_last_use(monkeypatch):
     made = []
 
     class Seen(offload._Away):
-        def __init__(self, tensor):
-            super().__init__(tensor)
+        def __init__(self, tensor, luggage):
+            super().__init__(tensor, luggage)
             made.append(self)
 
     monkeypatch.setattr(offload, "_Away", Seen)
@@ -286,6 +286,26 @@ def test_what_came_back_leaves_again_after_its_last_use(monkeypatch):
     model(**batch(model)).square().mean().backward(retain_graph=True)
     assert any(away.keepers > 1 for away in made)
     assert [away for away in made if away._back is not None] == []
+
+
+def test_a_block_asks_for_its_own_and_for_what_the_block_before_will_need(monkeypatch):
+    asked = []
+
+    class Seen(offload._Luggage):
+        def _send_back_all(self):
+            asked.append(self)
+            super()._send_back_all()
+
+    made = []
+    monkeypatch.setattr(offload, "_Luggage", lambda *args: made.append(Seen(*args)) or made[-1])
+    model = model_of()
+    apply_remat(model, parse_remat("full"), LAYERS, compiled=False, offload=True)
+    gradients(model)
+    order = [made.index(luggage) for luggage in asked]
+    assert order[:2] == [LAYERS - 1, LAYERS - 2] and order[-1] == 0
+    assert [order.index(block) for block in range(LAYERS)] == sorted(
+        (order.index(block) for block in range(LAYERS)), reverse=True
+    )
 
 
 @pytest.mark.parametrize(("kind", "offloads"), [("full", False), ("none", True), ("full", True)])

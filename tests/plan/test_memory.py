@@ -6,7 +6,14 @@ from arriero.config.load import load_run
 from arriero.errors import UserError
 from arriero.model.presets import expand, load_preset
 from arriero.plan.layout import Layout
-from arriero.plan.memory import Need, micro_batch_that_fits, need_of, refuse_too_large, state_bytes
+from arriero.plan.memory import (
+    Need,
+    loss_chunk,
+    micro_batch_that_fits,
+    need_of,
+    refuse_too_large,
+    state_bytes,
+)
 
 SPEC = load_preset("llama-demo")
 NEED = Need(state=1000, per_sequence=100, logits_per_token=0, tokens=1, chunk=None, sequences=12)
@@ -78,7 +85,7 @@ def test_state_in_host_memory_does_not_count_on_the_device():
 
 def test_logits_count_for_a_chunk_or_for_all_tokens_at_once():
     spec = load_preset("llama3-8b")
-    chunked, whole = (need_of(config(f"memory.loss_chunk={c}"), spec, Layout(), 2) for c in ("512", "false"))
+    chunked, whole = (need_of(config(), spec, Layout(), 2, chunk) for chunk in (512, False))
     assert whole.bytes(4) - chunked.bytes(4) == (4 * whole.tokens - 512) * whole.logits_per_token
 
 
@@ -88,3 +95,12 @@ def test_a_schedule_without_backward_in_between_holds_the_whole_batch():
     )
     assert gpipe.bytes(1) > usual.bytes(1)
     assert gpipe.bytes(1) - gpipe.state > gpipe.per_sequence * gpipe.sequences / 2
+
+
+def test_a_gpu_takes_as_many_logits_at_once_as_a_sixteenth_of_its_memory_holds():
+    spec = load_preset("llama3.1-8b")
+    chosen = [loss_chunk(config(), spec, Layout(), 2, gib << 30, True)[0] for gib in (139, 80, 24, 0)]
+    assert chosen == [32768, 16384, 4096, 256]
+    assert loss_chunk(config(), spec, Layout(tp=4), 2, 24 << 30, True)[0] == 16384
+    assert loss_chunk(config(), spec, Layout(), 4, 139 << 30, False)[0] == 2048
+    assert loss_chunk(config("memory.loss_chunk=77"), spec, Layout(), 2, 1 << 40, True)[0] == 77

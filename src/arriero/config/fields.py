@@ -46,5 +46,7 @@ RematKind = Annotated[
     Remat,
     BeforeValidator(_read_remat),
     PlainSerializer(_write),
-    WithJsonSchema({"type": "string", "examples": ["none", "full", "selective", "every:2", "fraction:1/3"]}),
+    WithJsonSchema(
+        {"type": "string", "examples": ["none", "full", "selective", "attention", "every:2", "fraction:1/3"]}
+    ),
 ]

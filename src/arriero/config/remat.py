@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, cast
 
-Kind = Literal["none", "full", "selective", "every", "fraction", "budget"]
+Kind = Literal["none", "full", "selective", "attention", "every", "fraction", "budget"]
 
 _AMOUNT = re.compile(r"-?\d{1,9}/\d{1,9}|-?\d{0,9}\.?\d{1,9}")
-_HOW = "write it like 'none', 'full', 'selective', 'every:2', 'fraction:1/3' or 'budget:0.5'"
+_HOW = "write it like 'none', 'full', 'selective', 'attention', 'every:2', 'fraction:1/3' or 'budget:0.5'"
+_WORDS = ("none", "full", "selective", "attention")
 
 
 @dataclass(frozen=True)
@@ -19,14 +20,19 @@ class Remat:
     amount: Fraction = Fraction(1)
 
     def __str__(self) -> str:
-        if self.kind in ("none", "full", "selective"):
+        if self.kind in _WORDS:
             return self.kind
         return f"{self.kind}:{float(self.amount) if self.kind == 'budget' else self.amount}"
+
+    @property
+    def keeps_some(self) -> bool:
+        """Of what a block computes, where others keep all or nothing."""
+        return self.kind in ("selective", "attention")
 
     def blocks(self, layers: int) -> frozenset[int]:
         """Those recomputed, wholly or in part, counted from 0 over the whole model, whatever the layout."""
         match self.kind:
-            case "full" | "selective":
+            case "full" | "selective" | "attention":
                 return frozenset(range(layers))
             case "every":
                 return frozenset(range(int(self.amount) - 1, layers, int(self.amount)))
@@ -48,7 +54,7 @@ def _evenly(share: Fraction, layers: int) -> frozenset[int]:
 
 def parse_remat(text: str) -> Remat:
     kind, colon, written = text.strip().partition(":")
-    if kind in ("none", "full", "selective") and not colon:
+    if kind in _WORDS and not colon:
         return Remat(cast(Kind, kind))
     if kind not in ("every", "fraction", "budget"):
         raise ValueError(f"'{text}' is no way to recompute; {_HOW}")

@@ -254,14 +254,17 @@ class PrecisionSection(Section):
 
 
 class MemorySection(Section):
-    loss_chunk: Positive | Literal[False] = Field(
-        2048, description="Tokens whose logits exist at once; false computes those of a micro-batch together."
+    loss_chunk: Positive | Literal[False, "auto"] = Field(
+        "auto",
+        description="Tokens whose logits exist at once; 'auto' lets them take a sixteenth of a GPU's memory, "
+        "false computes those of a micro-batch together.",
     )
     remat: RematKind = Field(
         "none",
         validate_default=True,
         description="Activations computed again in the backward pass instead of kept: 'none', 'full' (all "
-        "blocks), 'every:K' (each K-th), 'fraction:P' (that share, evenly spread), 'selective' (all but "
+        "blocks), 'every:K' (each K-th), 'fraction:P' (that share, evenly spread), 'attention' (all but "
+        "attention), 'selective' (all but "
         "attention and every second matmul), 'budget:B' (what compiled blocks keep, 0 to 1).",
     )
     offload_activations: bool = Field(

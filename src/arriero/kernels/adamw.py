@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arriero.kernels.many import BLOCK, addresses, blocks_of, place_of_block, pointer_to, triton_type
-
-_WARPS = 8
+from arriero.kernels.many import BLOCK, WARPS, addresses, blocks_of, place_of_block, pointer_to, triton_type
 
 
 class Rates(NamedTuple):
@@ -64,7 +62,7 @@ def step_in_place(parameters: Parameters, rates: Rates, factor: Tensor, step_key
         MOMENT=triton_type(parameters.first[0]),
         SPLIT=bool(lows),
         BLOCK=BLOCK,
-        num_warps=_WARPS,
+        num_warps=WARPS,
     )
 
 

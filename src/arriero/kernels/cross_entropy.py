@@ -32,11 +32,26 @@ def slope_in_place(logits_CV: Tensor, columns: int, target_C: Tensor, top_C: Ten
     _launch(_slope, logits_CV, target_C, top_C.contiguous(), share_C.contiguous(), columns)
 
 
+def scaled(tensor: Tensor, factor: Tensor) -> Tensor:
+    """By an fp32 number on the device: PyTorch's own product of two types is four times as slow."""
+    result = torch.empty_like(tensor)
+    blocks = triton.cdiv(tensor.numel(), _BLOCK)
+    _scaled[(blocks,)](tensor, result, factor, tensor.numel(), BLOCK=_BLOCK, num_warps=_WARPS)
+    return result
+
+
 def _launch(kernel, logits_CV: Tensor, *arguments) -> None:
     rows, width = logits_CV.shape
     if logits_CV.stride(1) != 1:
         raise ValueError("rows of logits must be contiguous")
     kernel[(rows,)](logits_CV, logits_CV.stride(0), width, *arguments, BLOCK=_BLOCK, num_warps=_WARPS)
+
+
+@triton.jit
+def _scaled(tensor, result, factor, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(tensor + at, mask=at < count) * tl.load(factor)
+    tl.store(result + at, values.to(tensor.dtype.element_ty), mask=at < count)
 
 
 @triton.jit
@@ -81,7 +96,7 @@ def _whole(logits, stride, width, labels, losses, columns, ignored, z_loss, BLOC
 
 
 @triton.jit
-def _statistics(logits, stride, width, targets, found, columns, rows, BLOCK: tl.constexpr):
+def _statistics(logits, stride, width, targets, found, columns, rows, BLOCK: tl.constexpr):  # noqa: ARG001
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
     target = tl.load(targets + number)

@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-_WARPS = 8
+BLOCK = 2048
+WARPS = 4
+# of reads alone more are in flight
+_READ_BLOCK = 8192
 
 
 class Blocks(NamedTuple):
@@ -23,8 +25,8 @@ class Blocks(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def blocks_of(sizes: tuple[int, ...], device: torch.device) -> Blocks:
-    counts = torch.tensor([-(-size // BLOCK) for size in sizes])
+def blocks_of(sizes: tuple[int, ...], device: torch.device, block: int = BLOCK) -> Blocks:
+    counts = torch.tensor([-(-size // block) for size in sizes])
     owner = torch.repeat_interleave(torch.arange(len(sizes)), counts).int()
     first = (counts.cumsum(0) - counts).int()
     return Blocks(len(owner), owner.to(device), torch.tensor(sizes).to(device), first.to(device))
@@ -44,7 +46,7 @@ def triton_type(tensor: Tensor) -> tl.dtype:
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """In fp64, of tensors of one type."""
     tensors = [tensor.contiguous() for tensor in tensors]
-    blocks = blocks_of(tuple(tensor.numel() for tensor in tensors), tensors[0].device)
+    blocks = blocks_of(tuple(tensor.numel() for tensor in tensors), tensors[0].device, _READ_BLOCK)
     sums = torch.empty(blocks.count, dtype=torch.float32, device=tensors[0].device)
     _sum_of_squares[(blocks.count,)](
         sums,
@@ -53,8 +55,8 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         blocks.first,
         addresses(tensors),
         TYPE=triton_type(tensors[0]),
-        BLOCK=BLOCK,
-        num_warps=_WARPS,
+        BLOCK=_READ_BLOCK,
+        num_warps=WARPS,
     )
     return sums.double().sum()
 

@@ -15,6 +15,7 @@ Mask = Any
 MaskOf = Callable[[Tensor], Mask]
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
 Project = Callable[[Tensor, Sequence[nn.Linear]], Iterable[Tensor]]
+Gated = Callable[[Tensor, nn.Linear, nn.Linear], Tensor]
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -115,15 +116,20 @@ class Attention(nn.Module):
         return self.o(self.attend(q, k, v, mask).flatten(-2))
 
 
+def gated(x_BTD: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
+    return F.silu(gate(x_BTD)) * up(x_BTD)
+
+
 class SwiGLU(nn.Module):
     def __init__(self, dim: int, ffn: int) -> None:
         super().__init__()
         self.gate = nn.Linear(dim, ffn, bias=False)
         self.up = nn.Linear(dim, ffn, bias=False)
         self.down = nn.Linear(ffn, dim, bias=False)
+        self.gated: Gated = gated
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return self.down(self.gated(x_BTD, self.gate, self.up))
 
 
 class Gelu(nn.Module):

@@ -70,7 +70,7 @@ def _part(
         apply_context(model, mesh.group("ring"), mesh.group("ulysses"))
     # only the compiler can keep some of a compiled block's results; whole blocks it need not see recomputed,
     # and torch 2.13 cannot compile that together with tensor parallelism
-    sees_remat = recipe.memory.remat.kind == "selective"
+    sees_remat = recipe.memory.remat.keeps_some
     if recipe.compiled and not sees_remat:
         _compile(model)
     apply_remat(model, recipe.memory.remat, spec.layers, recipe.compiled, recipe.memory.offload_activations)

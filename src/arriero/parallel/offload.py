@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -23,7 +24,10 @@ class Offloaded(ActivationWrapper):
 
     def forward(self, x: Tensor, *others: Any) -> Any:
         staying = (*self.parameters(), *tree_leaves(others))
-        luggage = _Luggage({_storage(part) for tensor in staying for part in _parts(tensor)})
+        luggage = _Luggage(
+            {_storage(part) for tensor in staying for part in _parts(tensor)}, _last.get(x.device)
+        )
+        _last[x.device] = ref(luggage)
         try:
             with saved_tensors_hooks(luggage.pack, _unpack):
                 return self._checkpoint_wrapped_module(x, *others)
@@ -34,8 +38,10 @@ class Offloaded(ActivationWrapper):
 class _Away:
     """A tensor in host memory; it comes back for the first of those that keep it and leaves with the last."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, luggage: "_Luggage") -> None:
         self.keepers = 0
+        self._luggage = luggage
+        self._returned: Any = None
         self._asked = 0
         self._back: Tensor | None = None
         self._device = tensor.device
@@ -51,12 +57,26 @@ class _Away:
             self._copied = beside.record_event()
         tensor.record_stream(beside)
 
-    def fetch(self) -> Tensor:
-        if self._back is None:
-            if self._copied is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._copied)
+    def send_back(self) -> None:
+        if self._back is not None:
+            return
+        if self._copied is None:
+            self._back = self._home.to(self._device)
+            return
+        beside = _stream_beside(self._device)
+        with torch.cuda.stream(beside):
             self._back = self._home.to(self._device, non_blocking=True)
+            self._returned = beside.record_event()
+
+    def fetch(self) -> Tensor:
+        self._luggage.send_back()
+        self.send_back()
         back = self._back
+        assert back is not None
+        if self._returned is not None:
+            now = torch.cuda.current_stream(self._device)
+            now.wait_event(self._returned)
+            back.record_stream(now)
         self._asked += 1
         if self._asked % self.keepers == 0:
             self._back = None
@@ -75,10 +95,13 @@ class _Wrapped:
 
 
 class _Luggage:
-    """Of one forward pass. A tensor that several operations keep travels once."""
+    """Of one forward pass of a module. A tensor that several operations keep travels once. What is asked for
+    comes with all that left with it, and what left `before` follows: backward will ask for that next."""
 
-    def __init__(self, staying: set[int]) -> None:
+    def __init__(self, staying: set[int], before: "ref[_Luggage] | None") -> None:
         self._staying = staying
+        self._before = before
+        self._away: list[ref[_Away]] = []
         self._sent: dict[tuple[Any, ...], tuple[Tensor, _Away]] = {}
 
     def pack(self, tensor: Any) -> Any:
@@ -97,10 +120,24 @@ class _Luggage:
         key = (*view, tensor._version)
         if key not in self._sent:
             # held until the pass is over, lest another tensor take its place in memory and pass for it
-            self._sent[key] = (tensor, _Away(tensor))
+            self._sent[key] = (tensor, _Away(tensor, self))
+            self._away.append(ref(self._sent[key][1]))
         away = self._sent[key][1]
         away.keepers += 1
         return away
+
+    def send_back(self) -> None:
+        """Once."""
+        before, self._before = self._before, None
+        for luggage in (self, before() if before else None):
+            if luggage is not None:
+                luggage._send_back_all()
+
+    def _send_back_all(self) -> None:
+        for away in self._away:
+            if (there := away()) is not None:
+                there.send_back()
+        self._away.clear()
 
     def close(self) -> None:
         """The graph may hold on to the hooks, and they must not hold on to the tensors."""
@@ -127,6 +164,9 @@ def _parts(value: Any) -> Iterator[Tensor]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+_last: "dict[torch.device, ref[_Luggage]]" = {}
 
 
 @cache

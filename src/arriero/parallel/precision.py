@@ -1,4 +1,4 @@
-"""Float8 matmuls in the blocks, by torchao: which layers, on which device, with whose scales."""
+"""Float8 matmuls in the blocks: which layers, on which device, with whose scales and by whose kernels."""
 
 import importlib
 import logging
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from arriero.config.schema import PrecisionSection
 from arriero.errors import UserError, nearest
+from arriero.kernels.float8 import linears
+from arriero.kernels.swiglu import swiglu
 from arriero.model.base import LanguageModel
+from arriero.model.layers import Block, SwiGLU
 
 _MULTIPLE = 16
 _RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp"}
@@ -76,11 +79,50 @@ def apply_float8(
     chosen = tuple(name for name, reason in reasons.items() if reason is None)
     if hooked := [n for n in chosen if linears[n]._forward_pre_hooks or linears[n]._forward_hooks]:
         raise RuntimeError(f"float8 would lose the hooks of {hooked[0]}: it comes before tensor parallelism")
-    torchao = _torchao()
-    torchao.convert_to_float8_training(
-        model, config=_recipe(torchao, settings, emulate), module_filter_fn=lambda _, name: name in chosen
-    )
+    plain = tp == 1 and not settings.float8_all_gather
+    # AMD's float8 is another, which torchao knows
+    if settings.float8 == "tensorwise" and plain and (emulate or torch.version.hip is None):
+        _by_own_kernels(model, chosen)
+    else:
+        torchao = _torchao()
+        torchao.convert_to_float8_training(
+            model, config=_recipe(torchao, settings, emulate), module_filter_fn=lambda _, name: name in chosen
+        )
     return Float8Layers(chosen, {name: reason for name, reason in reasons.items() if reason is not None})
+
+
+class Float8Linear(nn.Linear):
+    """By kernels that cast faster than what the compiler makes of torchao's layers, for weights that are
+    plain tensors while they are computed with."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        (y,) = _in_float8(input, (self,))
+        return y
+
+
+def _in_float8(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
+    joined = linears(x, [layer.weight for layer in layers])
+    products = joined.split([layer.out_features for layer in layers], dim=-1)
+    return [y if layer.bias is None else y + layer.bias for y, layer in zip(products, layers, strict=True)]
+
+
+def _gated_in_float8(x: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
+    return swiglu(linears(x, [gate.weight, up.weight]))
+
+
+def _by_own_kernels(model: LanguageModel, chosen: Sequence[str]) -> None:
+    for name in chosen:
+        model.get_submodule(name).__class__ = Float8Linear
+    for block in model.blocks.values():
+        attention, ffn = cast(Block, block).attention, cast(Block, block).ffn
+        if _all_float8(attention.q, attention.k, attention.v):
+            attention.project = _in_float8
+        if isinstance(ffn, SwiGLU) and _all_float8(ffn.gate, ffn.up):
+            ffn.gated = _gated_in_float8
+
+
+def _all_float8(*layers: nn.Module) -> bool:
+    return all(isinstance(layer, Float8Linear) for layer in layers)
 
 
 def renew_scales(model: nn.Module, settings: PrecisionSection) -> None:

@@ -1,6 +1,7 @@
 """What a block keeps for its backward pass: all, some to be computed again, or all of it in host memory."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from arriero.config.remat import Remat
 from arriero.errors import UserError
+from arriero.kernels import float8 as _float8  # noqa: F401 - names its operations
 from arriero.model.base import LanguageModel
 from arriero.parallel.offload import Offloaded
 
@@ -51,27 +53,29 @@ def apply_remat(
 def _checkpointed(block: nn.Module, remat: Remat) -> nn.Module:
     # nothing in a block is drawn by lot, so there is no random state to bring back
     options: dict[str, Any] = {"preserve_rng_state": False}
-    if remat.kind == "selective":
-        options["context_fn"] = _selective_contexts
+    if remat.keeps_some:
+        options["context_fn"] = partial(_selective_contexts, remat.kind == "selective")
     return checkpoint_wrapper(block, **options)
 
 
-def _selective_contexts() -> Any:
+def _selective_contexts(matmuls: bool) -> Any:
     """Made anew for each forward pass of a block, whose matmuls are counted from the first."""
-    return create_selective_checkpoint_contexts(_Selection())
+    return create_selective_checkpoint_contexts(_Selection(matmuls))
 
 
 class _Selection:
-    """Keeps what costs most to make: attention, what came over the network, every second matmul."""
+    """Keeps what costs most to make: attention, what came over the network, and if wanted every second
+    matmul."""
 
-    def __init__(self) -> None:
+    def __init__(self, matmuls: bool) -> None:
+        self._keeps_matmuls = matmuls
         self._matmuls = {False: 0, True: 0}
 
     def __call__(self, context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         keeps = operation in _KEPT
         if operation in _COUNTED:
             self._matmuls[context.is_recompute] += 1
-            keeps = self._matmuls[context.is_recompute] % 2 == 1
+            keeps = self._keeps_matmuls and self._matmuls[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -82,7 +86,9 @@ def _operations(library: Any, names: Iterable[str]) -> Iterator[Any]:
             yield from (getattr(packet, overload) for overload in packet.overloads() if overload == "default")
 
 
-_COUNTED = frozenset(_operations(torch.ops.aten, _MATMULS))
+_COUNTED = frozenset(
+    [*_operations(torch.ops.aten, _MATMULS), *_operations(torch.ops.arriero, ("float8_linears",))]
+)
 _KEPT = frozenset(
     [
         *_operations(torch.ops.aten, (*_ATTENTION, *_REDUCTIONS)),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from arriero.config.schema import RunConfig
 from arriero.errors import UserError
@@ -12,6 +13,8 @@ from arriero.units import human_bytes, human_count
 FP32 = 4
 _STATE = {"fp32": 4.0, "bf16": 2.0, "int8": 1.02, "float8": 1.02}
 _MOMENTS = {"adamw": 2, "muon": 1, "sgd": 1}
+_CPU_CHUNK = 2048
+_LEAST_CHUNK = 256
 _ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
 
 
@@ -44,7 +47,25 @@ class Need:
         return self.state + waiting + logits + round(held * self.per_sequence * self.in_flight)
 
 
-def need_of(config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int) -> Need:
+def loss_chunk(
+    config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int, memory: int, on_gpu: bool
+) -> tuple[int | Literal[False], str]:
+    """Few large matmuls are faster than many, as long as their logits leave room for the rest."""
+    if config.memory.loss_chunk != "auto":
+        return config.memory.loss_chunk, "as configured"
+    if not on_gpu:
+        return _CPU_CHUNK, "logits that stay near the processor"
+    fitting = memory // 16 * layout.tp // (spec.vocab_size * compute_bytes)
+    return max(_LEAST_CHUNK, 1 << max(fitting, 1).bit_length() - 1), "logits in a sixteenth of the memory"
+
+
+def need_of(
+    config: RunConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    compute_bytes: int,
+    chunk: int | Literal[False] = _CPU_CHUNK,
+) -> Need:
     tokens = config.data.seq_len // layout.cp
     holds_all = layout.pp > 1 and config.parallel.schedule in _ALL_IN_FLIGHT
     spread = layout.fsdp * layout.dp_replicate > 1
@@ -55,7 +76,7 @@ def need_of(config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: i
         per_sequence=tokens * activation_bytes_per_token(config, spec, compute_bytes) // layout.tp,
         logits_per_token=spec.vocab_size * (compute_bytes + FP32) // layout.tp,
         tokens=tokens,
-        chunk=config.memory.loss_chunk or None,
+        chunk=chunk or None,
         sequences=config.train.batch.amount // config.data.seq_len // layout.batch,
         accumulated=spec.parameters * FP32 // (layout.pp * layout.tp) if sums else 0,
         in_flight=1 / layout.pp if holds_all else 1.0,
@@ -90,6 +111,8 @@ def activation_bytes_per_token(config: RunConfig, spec: ModelSpec, compute_bytes
     remat = config.memory.remat
     recomputed = len(remat.blocks(spec.layers))
     kept = block / 2 if remat.kind == "selective" else compute_bytes * spec.dim
+    if remat.kind == "attention":
+        kept += compute_bytes * query + FP32 * spec.heads
     if config.memory.offload_activations:
         return round(2 * block)
     return round((spec.layers - recomputed) * block + recomputed * kept + (block if recomputed else 0))

@@ -1,6 +1,7 @@
 """What a run will be, decided by each process alone and refused, where it cannot be, before any meet."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -9,13 +10,21 @@ from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 from arriero.parallel.world import World
 from arriero.plan.layout import Layout, Work, divide_context, refuse_illegal, resolve
-from arriero.plan.memory import MicroBatch, micro_batch_that_fits, need_of, refuse_too_large
+from arriero.plan.memory import (
+    MicroBatch,
+    Need,
+    loss_chunk,
+    micro_batch_that_fits,
+    need_of,
+    refuse_too_large,
+)
 from arriero.plan.schedules import SCHEDULES, micro_batch_counts, stages_of, stages_per_rank
 from arriero.plan.stages import cut_stages
 from arriero.train.conflicts import conflicts
 from arriero.train.device import Device, choose_compute, choose_device
 from arriero.train.rundir import refuse_foreign
 from arriero.train.session import Decision
+from arriero.units import human_count
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,7 @@ class Arrangement:
     stages: list[range]
     sequences: int
     micro_batch: int
+    loss_chunk: int | Literal[False]
     compiled: bool
     decisions: list[Decision]
 
@@ -49,7 +59,9 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
     heads, kv_heads = spec.heads // layout.tp, spec.kv_heads // layout.tp
     ulysses, ring = divide_context(layout.cp, heads, kv_heads, config.parallel.context)
     sequences = batch // layout.batch
-    micro = _micro_batch(config, spec, layout, sequences, per_rank, compute, device)
+    chunk, chunk_reason = loss_chunk(config, spec, layout, compute.itemsize, device.memory, device.is_gpu)
+    need = need_of(config, spec, layout, compute.itemsize, chunk)
+    micro = _micro_batch(config, spec, layout, sequences, per_rank, need, device)
     compiled, compile_reason = _compiled(config, layout, device)
     if conflict := next(conflicts(config, spec, layout, compute, compiled, device), None):
         raise UserError(*conflict)
@@ -63,6 +75,7 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
         Decision("compute", str(compute).removeprefix("torch."), compute_reason),
         Decision("compile", str(compiled).lower(), compile_reason),
         Decision("micro-batch", f"{micro.sequences} of {sequences} sequences", micro.reason),
+        Decision("loss chunk", f"{human_count(chunk)} tokens" if chunk else "whole", chunk_reason),
         *_layout_decisions(config, layout, ulysses, ring, cuts),
     ]
     return Arrangement(
@@ -76,6 +89,7 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
         stages=[cuts[i] for i in held],
         sequences=sequences,
         micro_batch=micro.sequences,
+        loss_chunk=chunk,
         compiled=compiled,
         decisions=decisions,
     )
@@ -119,7 +133,7 @@ def _micro_batch(
     layout: Layout,
     sequences: int,
     per_rank: int,
-    compute: torch.dtype,
+    need: Need,
     device: Device,
 ) -> MicroBatch:
     """In a pipeline there must be enough of them, and many keep the stages busy."""
@@ -138,7 +152,6 @@ def _micro_batch(
             + (f" for the schedule '{schedule}' over {layout.pp} stages" if layout.pp > 1 else ""),
             "raise train.batch, or leave train.micro_batch out" if given else "raise train.batch",
         )
-    need = need_of(config, spec, layout, compute.itemsize)
     refuse_too_large(need, spec, device.memory)
     if given is not None:
         return MicroBatch(given, "as configured")

@@ -109,7 +109,9 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
 
 
 def _agreed(plan: Arrangement, mesh: Mesh) -> Arrangement:
-    """Free memory differs between ranks, and they must take equally many micro-batches."""
+    """Free memory differs between ranks, and they must take equally many micro-batches and chunks of them."""
+    if plan.loss_chunk:
+        plan = replace(plan, loss_chunk=mesh.least(plan.loss_chunk))
     least = mesh.least(plan.micro_batch)
     if least == plan.micro_batch:
         return plan
@@ -186,7 +188,7 @@ def _recipe(plan: Arrangement) -> Recipe:
         async_tp=parallel.async_tp,
         memory=config.memory,
         precision=config.precision,
-        loss=chunked_loss(config.memory.loss_chunk, config.train.z_loss),
+        loss=chunked_loss(plan.loss_chunk, config.train.z_loss),
         weights=torch.bfloat16 if config.precision.master == "bf16" else torch.float32,
         seed=config.run.seed,
     )

@@ -50,10 +50,10 @@ def conflicts(
 def _pipeline_conflicts(config: RunConfig, compiled: bool, device: Device) -> Iterator[tuple[str, str]]:
     name = config.parallel.schedule
     splits = SCHEDULES[name].splits_backward
-    if splits and config.memory.remat.kind == "selective":
+    if splits and config.memory.remat.keeps_some:
         yield (
-            f"the schedule '{name}' goes backward twice, and what memory.remat 'selective' keeps is gone "
-            "after the first time",
+            f"the schedule '{name}' goes backward twice, and what memory.remat '{config.memory.remat}' keeps "
+            "is gone after the first time",
             "set memory.remat to 'full' or 'none', or parallel.schedule to 'interleaved-1f1b'",
         )
     if splits and compiled:

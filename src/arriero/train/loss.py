@@ -90,8 +90,14 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
-        scaled = (None if saved is None else saved * grad_outputs[0] for saved in ctx.saved_tensors)
+        scaled = (None if saved is None else _scaled(saved, grad_outputs[0]) for saved in ctx.saved_tensors)
         return (*scaled, None, None, None, None)
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    if usable(gradient) and gradient.is_contiguous():
+        return cross_entropy().scaled(gradient, factor)
+    return gradient * factor
 
 
 class _SumOfProducts:

@@ -39,7 +39,7 @@ class AdamW:
         )
 
     def step(self, gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int) -> None:
-        """`gradients` are local, and multiplied by `factor`; names of other rules' weights are passed over."""
+        """`gradients` are local and to be multiplied by `factor`; those of other rules are passed over."""
         names = [name for name in self._weights if name in gradients and gradients[name].numel()]
         at_once = self._plain and all(
             usable(gradients[name]) and self._weights[name].shadow is None for name in names

@@ -29,7 +29,7 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 class Optimizer:
     """Parameters in fp32 are updated as they are; in bf16, with stochastic rounding.
 
-    `masters_of`: the parameters are fp32 and become this type, and the optimizer keeps the rest of their bits.
+    `masters_of`: the parameters are fp32 and become this type; the optimizer keeps the rest of their bits.
     `groups`: ranks that hold other parameters, over which the norm is summed too (a pipeline's stages).
     `copies`: parameters that repeat one of another name (the head of a tied model, on the pipeline's last
     stage): they count once in the norm, and go by that name in checkpoints. `join` sums their gradients.

@@ -12,8 +12,8 @@ from arriero.train.optim.shards import as_placed, local_of, piece_number, placed
 @dataclass(frozen=True)
 class Weight:
     """`parameter` is the model's own. In bf16 it may be the upper half of an fp32 weight, `low` the lower;
-    of an fp16 one `shadow` is the fp32 weight; both are local. In bf16 without either it is rounded by chance.
-    `known_as` is its name in checkpoints."""
+    of an fp16 one `shadow` is the fp32 weight; both are local. In bf16 without either it is rounded by
+    chance. `known_as` is its name in checkpoints."""
 
     known_as: str
     parameter: Tensor
