@@ -8,6 +8,7 @@ from rich.markup import escape
 
 import arriero.bench.commands as bench_verbs
 import arriero.bench.matrix_commands as matrix_verbs
+import arriero.bench.result_commands as result_verbs
 import arriero.bench.step_commands as step_verbs
 import arriero.checkpoint.commands as checkpoint_verbs
 import arriero.checkpoint.convert_commands as convert_verbs
@@ -47,6 +48,8 @@ app.add_typer(bench, name="bench")
 bench.command()(bench_verbs.parity)
 bench.command()(step_verbs.step)
 bench.command()(matrix_verbs.matrix)
+bench.command()(result_verbs.compare)
+bench.command()(result_verbs.page)
 app.add_typer(ckpt, name="ckpt")
 ckpt.command()(convert_verbs.convert)
 ckpt.command(cls=convert_verbs.ManyNumbers)(convert_verbs.average)

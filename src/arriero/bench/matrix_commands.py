@@ -30,7 +30,7 @@ def matrix(
     ] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a cell may take.")] = 1800,
 ) -> None:
-    """Measure models in every layout (one process, DDP, FSDP, HSDP) and mode (bf16, compiled, float8, AC, all).
+    """Measure models in one process, DDP, FSDP and HSDP, each in bf16, compiled, float8, recomputed and all.
 
     Each cell is an `arriero bench step` of its own. One that fails is shown with its reason, and the rest
     goes on. Writes matrix.md, matrix.json, matrix.html and the result of each cell.

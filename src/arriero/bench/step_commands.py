@@ -61,23 +61,24 @@ def step(
     Example: arriero bench step --set model.preset=llama3.2-1b --set data.seq_len=8192
     --set train.batch='32768 tok' --json result.json
     """
-    # read when torch is loaded: its profiler tells standard error when it begins
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from arriero.bench.machine import process_started
-    from arriero.bench.measure import Plan
     from arriero.bench.result import Result, read_result
-    from arriero.bench.step import benchmark
     from arriero.config.load import load_run
     from arriero.model.presets import expand
-    from arriero.train.interrupt import Interrupted
 
     config = load_run(run_file, [*([] if run_file else [_SYNTHETIC]), *sets], expand).config
     if config.data.packing == "none":
         raise UserError(
             "with data.packing 'none' every step is other work", "set it to 'concat' or 'bestfit'"
         )
-    plan = Plan(warmup, steps, PROFILED_STEPS if profile else 0, process_started())
     earlier = read_result(gate_from) if gate_from else None
+    # read when torch is loaded: its profiler tells standard error when it begins
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from arriero.bench.machine import process_started
+    from arriero.bench.measure import Plan
+    from arriero.bench.step import benchmark
+    from arriero.train.interrupt import Interrupted
+
+    plan = Plan(warmup, steps, PROFILED_STEPS if profile else 0, process_started())
     console = Console(highlight=False)
     known_as = name or (config.run.name if run_file else str(config.model.preset or config.model.family))
     try:
