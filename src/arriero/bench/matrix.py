@@ -11,6 +11,7 @@ from typing import Any
 
 from arriero.bench.result import Part, Result, read_result
 from arriero.config.toml import toml_value
+from arriero.model.presets import resolve
 
 MODES: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -108,7 +109,8 @@ def run_cells(order: Order) -> Iterator[Cell]:
     for model in order.models:
         for layout in order.layouts:
             for mode in order.modes:
-                key = (MODELS[model].preset.split("-")[0], mode, *map(str, MODELS[model].extra))
+                family = resolve(MODELS[model].preset, {}).family
+                key = (family, mode, *map(str, MODELS[model].extra))
                 cell = _run_cell(order, model, layout, mode, judged.get(key))
                 if cell.result is not None and cell.result.gate.holds:
                     judged.setdefault(key, _file(order, model, layout, mode))
