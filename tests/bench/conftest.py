@@ -50,7 +50,7 @@ def bench(synthetic_cache, tmp_path, monkeypatch, capsys):
 def measured(tmp_path_factory, synthetic_cache):
     """The result of one real benchmark, as it was written."""
     path = tmp_path_factory.mktemp("measured") / "tiny.json"
-    keys = TINY | {"data.cache": str(synthetic_cache)}
+    keys = TINY | {"data.cache": str(synthetic_cache), "data.sources": "[{path='builtin:synthetic'}]"}
     config = load_run(None, [f"{key}={value}" for key, value in keys.items()], expand).config
     found = benchmark(config, "tiny", Plan(1, 4, 3, time.time()), 1, True, None, lambda _: None)
     assert isinstance(found, Result)

@@ -112,7 +112,7 @@ GPU_TRACE = {
 
 
 def test_a_gpus_trace_is_read_by_kernels_launches_and_ranges():
-    found = broken_down(GPU_TRACE)
+    found = broken_down(GPU_TRACE, on_gpu=True)
     assert found.steps == 2
     assert found.step_ms == pytest.approx(0.5)
     assert found.parts == pytest.approx(
@@ -133,10 +133,20 @@ def test_on_a_cpu_an_operators_time_is_without_those_it_calls():
             on_host("aten::mul", 20, 20, "cpu_op") | {"tid": 100},
         ]
     }
-    parts = broken_down(trace).parts
+    parts = broken_down(trace, on_gpu=False).parts
     assert {name: round(1e3 * time) for name, time in parts.items() if time} == {
         "GEMM": 32,
         "copies": 8,
         "optimizer": 20,
         "idle": 40,
     }
+
+
+def test_a_profiler_that_saw_no_kernels_of_a_gpu_has_nothing_to_say():
+    trace = {
+        "traceEvents": [
+            on_host("ProfilerStep#6", 0, 100, "user_annotation"),
+            on_host("aten::mm", 5, 9, "cpu_op"),
+        ]
+    }
+    assert broken_down(trace, on_gpu=True) is None

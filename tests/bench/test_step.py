@@ -7,7 +7,6 @@ import subprocess
 import pytest
 
 import arriero.bench.machine
-import arriero.bench.measure
 from arriero.bench.energy import EnergyMeter
 from arriero.bench.machine import describe_device
 from arriero.bench.result import Timing, read_result
@@ -24,7 +23,7 @@ def test_a_result_says_what_was_done_and_with_what(measured):
         "off",
         "fp32",
     )
-    assert result.config["data"]["sources"][0]["path"] == "builtin:stdlib"
+    assert result.config["data"]["sources"][0]["path"] == "builtin:synthetic"
     assert result.config["checkpoint"] | {"at_end": False, "export": False} == result.config["checkpoint"]
     assert {"evaluation", "checkpoints", "export"} <= set(result.left_out)
     assert {"data", "optimizer", "clipping", "logging"} <= set(result.inside)
@@ -94,6 +93,7 @@ def test_several_ranks_are_measured_as_one_run(bench):
     assert code == 0
     result = read_result(path)
     assert (result.ranks, result.layout) == (2, "dp_shard 2")
+    assert result.config["data"]["sources"][0]["path"] == "builtin:synthetic"
     assert result.timing.tokens_per_s == pytest.approx(512 / result.timing.median_ms * 1e3)
     assert f"{result.timing.tokens_per_s:,.0f} tok/s" in out
 

@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,12 +207,12 @@ class ProfiledSteps(Hook):
         self._profile = profile(
             activities=activities,
             schedule=schedule(wait=0, warmup=_PROFILER_WARMUP, active=self._profiled, repeat=1),
-            on_trace_ready=self._read,
+            on_trace_ready=partial(self._read, session.device.is_gpu),
         )
         self._profile.start()
 
-    def _read(self, finished: profile) -> None:
+    def _read(self, on_gpu: bool, finished: profile) -> None:
         with tempfile.TemporaryDirectory(prefix="arriero-trace-") as folder:
             path = Path(folder) / "trace.json"
             finished.export_chrome_trace(str(path))
-            self.breakdown = broken_down(json.loads(path.read_text(errors="replace")))
+            self.breakdown = broken_down(json.loads(path.read_text(errors="replace")), on_gpu)

@@ -20,18 +20,17 @@ class _Range(NamedTuple):
     arguments: Mapping[str, Any]
 
 
-def broken_down(trace: Mapping[str, Any]) -> Breakdown:
-    """The mean step of a trace whose steps the profiler has marked.
+def broken_down(trace: Mapping[str, Any], on_gpu: bool) -> Breakdown | None:
+    """The mean step of a trace whose steps the profiler has marked; None where it saw nothing of a GPU.
 
     On a GPU by what its streams did. On a CPU by the operator the main thread was in, its own time without
     those it called; what is left is Python, and waiting for other ranks.
     """
     ranges = [_range(raw) for raw in trace["traceEvents"] if raw.get("ph") == "X"]
     steps = [r for r in ranges if r.name.startswith(_STEP) and r.kind == "user_annotation"]
-    if not steps:
-        raise ValueError("the trace has no steps")
+    if not steps or (on_gpu and not any(r.kind == "kernel" for r in ranges)):
+        return None
     begin, end = min(r.start for r in steps), max(r.end for r in steps)
-    on_gpu = any(r.kind == "kernel" for r in ranges)
     events = _on_streams(ranges) if on_gpu else _innermost(ranges, steps[0].thread)
     parts = spent(events, begin, end)
     each = 1e3 * len(steps)
