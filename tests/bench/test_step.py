@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 import arriero.bench.machine
-from arriero.bench.energy import EnergyMeter
+from arriero.bench.energy import Meter
 from arriero.bench.machine import describe_device
 from arriero.bench.result import Timing, read_result
 from arriero.errors import UserError
@@ -127,19 +127,56 @@ def test_the_spread_is_that_of_the_steps():
     assert (timing.min_ms, timing.max_ms, timing.tokens_per_s) == (10.0, 100.0, 20_000.0)
 
 
-def test_without_a_driver_there_is_no_energy():
-    assert EnergyMeter([]).joules() is None
+class Driver:
+    """Of two GPUs, the second of which may have no meter."""
+
+    def __init__(self, second_fails=False):
+        self._second_fails = second_fails
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid, handle):
+        handle._obj.value = {b"GPU-a": 1, b"GPU-b": 2}.get(uuid, 0)
+        return 0 if handle._obj.value else 6
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle, millijoules):
+        millijoules._obj.value = 1000 * handle.value
+        return 3 if handle.value == 2 and self._second_fails else 0
+
+    def nvmlDeviceGetClockInfo(self, handle, kind, mhz):
+        mhz._obj.value = 1980
+        return 0
+
+
+def test_energy_is_that_of_all_gpus_or_not_reported(monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda _: Driver())
+    assert Meter(["GPU-a", "GPU-b"]).joules() == 3.0
+    assert Meter(["GPU-a"]).sm_mhz() == 1980
+    assert Meter(["GPU-a", "GPU-c"]).joules() is None
+    assert Meter([]).joules() is None
+    monkeypatch.setattr("ctypes.CDLL", lambda _: Driver(second_fails=True))
+    assert Meter(["GPU-a", "GPU-b"]).joules() is None
+
+
+def test_without_a_driver_there_is_no_energy(monkeypatch):
+    def absent(_):
+        raise OSError("no such library")
+
+    monkeypatch.setattr("ctypes.CDLL", absent)
+    assert Meter(["GPU-a"]).joules() is None
+    assert Meter(["GPU-a"]).sm_mhz() is None
 
 
 def test_what_the_driver_says_of_a_gpu_is_kept(monkeypatch):
-    said = "143771 MiB, 575.57.08, 700.00 W, 1980 MHz, 3201 MHz, 1980 MHz, 3201 MHz, 0x0000000000000000\n"
+    said = "143771 MiB, 575.57.08, 700.00 W, 1980 MHz, 3201 MHz, 1980 MHz, 3201 MHz\n"
 
     def answer(command, **_):
         assert command[0] == "nvidia-smi"
         return subprocess.CompletedProcess(command, 0, said, "")
 
     monkeypatch.setattr(arriero.bench.machine.subprocess, "run", answer)
-    device = describe_device("NVIDIA H200", True, 1)
+    device = describe_device("NVIDIA H200", True, 1, 1755)
     assert device.memory_gib == pytest.approx(140.4, abs=0.1)
     assert (device.driver, device.power_limit) == ("575.57.08", "700.00 W")
-    assert device.clocks["sm"] == "1980 MHz"
+    assert (device.clocks["sm"], device.clocks["sm_at_work"]) == ("1980 MHz", "1755 MHz")

@@ -1,11 +1,13 @@
-"""The energy meters of NVIDIA GPUs, through the library their driver brings along."""
+"""The meters of NVIDIA GPUs, through the library their driver brings along."""
 
 import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
 
+_SM_CLOCK = 1
 
-class EnergyMeter:
+
+class Meter:
     """Of several GPUs together; reads None where there is no driver, or a GPU has no meter."""
 
     def __init__(self, uuids: Sequence[str]) -> None:
@@ -22,6 +24,14 @@ class EnergyMeter:
                 self._handles.append(handle)
         if len(self._handles) < len(uuids):
             self._handles = []
+
+    def sm_mhz(self) -> int | None:
+        """The clock of the first GPU, now."""
+        if self._library is None or not self._handles:
+            return None
+        mhz = ctypes.c_uint()
+        failed = self._library.nvmlDeviceGetClockInfo(self._handles[0], _SM_CLOCK, ctypes.byref(mhz))
+        return None if failed else mhz.value
 
     def joules(self) -> float | None:
         """Since the driver was loaded."""

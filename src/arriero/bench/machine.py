@@ -21,21 +21,22 @@ _QUERY = {
     "clocks.mem": "memory",
     "clocks.max.sm": "max_sm",
     "clocks.max.mem": "max_memory",
-    "clocks_throttle_reasons.active": "throttle_reasons",
 }
-_CLOCKS = ("sm", "memory", "max_sm", "max_memory", "throttle_reasons")
+_CLOCKS = ("sm", "memory", "max_sm", "max_memory")
 
 
-def describe_device(name: str, is_gpu: bool, ranks: int) -> Device:
-    """Asked of the driver's own tool: this process may not have touched a GPU."""
+def describe_device(name: str, is_gpu: bool, ranks: int, busy_mhz: int | None = None) -> Device:
+    """Asked of the driver's own tool: this process may not have touched a GPU. By then the GPU rests, so that
+    its clock at work is handed in."""
     told = _from_driver() if is_gpu else {}
+    busy = {"sm_at_work": f"{busy_mhz} MHz"} if busy_mhz else {}
     memory = told.get("memory_total", "").removesuffix(" MiB")
     return Device(
         name=name,
         count=ranks if is_gpu else 1,
         memory_gib=float(memory) / 1024 if memory.isdigit() else None,
         driver=told.get("driver"),
-        clocks={clock: told[clock] for clock in _CLOCKS if clock in told},
+        clocks=busy | {clock: told[clock] for clock in _CLOCKS if clock in told},
         power_limit=told.get("power_limit"),
         cpu=_cpu_model(),
         cores=len(os.sched_getaffinity(0)),

@@ -12,6 +12,7 @@ from typing import Any
 from arriero.bench.result import Part, Result, read_result
 from arriero.config.toml import toml_value
 from arriero.model.presets import resolve
+from arriero.units import counted
 
 MODES: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -72,6 +73,15 @@ class Cell(Part):
     ranks: int
     result: Result | None
     problem: str
+
+    @property
+    def failed(self) -> bool:
+        """Not where there are too few GPUs for it."""
+        return self.result is None and self.problem != _too_few(self.ranks)
+
+
+def _too_few(ranks: int) -> str:
+    return f"needs {counted(ranks, 'GPU')}"
 
 
 class Matrix(Part):
@@ -168,7 +178,7 @@ def _run_cell(order: Order, model: str, layout: str, mode: str, gate_from: Path 
         return Cell(model=model, layout=layout, mode=mode, ranks=ranks, result=result, problem=problem)
 
     if not order.small and ranks > order.devices:
-        return cell(None, f"needs {ranks} GPU{'s' if ranks > 1 else ''}")
+        return cell(None, _too_few(ranks))
     file = _file(order, model, layout, mode)
     file.unlink(missing_ok=True)
     asked = command(order, model, layout, mode, gate_from)

@@ -72,7 +72,7 @@ def matrix(
             (out / "matrix.md").write_text(markdown(found), encoding="utf-8")
             (out / "matrix.html").write_text(html(found), encoding="utf-8")
     console.print(f"written to {out}: matrix.md, matrix.json, matrix.html", soft_wrap=True, markup=False)
-    if any(cell.result is None and not cell.problem.startswith("needs ") for cell in cells):
+    if any(cell.failed for cell in cells):
         raise typer.Exit(1)
 
 

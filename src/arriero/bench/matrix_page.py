@@ -38,15 +38,15 @@ td.none {{ color: var(--dim); font-size: .85rem; }}
 
 
 def markdown(matrix: Matrix) -> str:
-    parts = [f"# {_title(matrix)}\n", *(f"{line}\n" for line in _about(matrix))]
+    parts = [f"# {_title(matrix)}\n", *(f"\n{line}\n" for line in _about(matrix))]
     layouts, modes = _kept(matrix, "layout"), _kept(matrix, "mode")
     for model in _kept(matrix, "model"):
-        parts += [f"\n## {model}\n", f"{_work_words(matrix, model)}\n"]
+        parts.append(f"\n## {model}\n{_work_words(matrix, model)}\n\n")
         parts += [f"| | {' | '.join(layouts)} |\n", f"|---|{'---|' * len(layouts)}\n"]
         for mode in modes:
             cells = [_in_markdown(matrix.of(model, layout, mode)) for layout in layouts]
             parts.append(f"| {mode} | {' | '.join(cells)} |\n")
-    return "\n".join("".join(parts).split("\n"))
+    return "".join(parts)
 
 
 def html(matrix: Matrix) -> str:
@@ -72,10 +72,10 @@ def _title(matrix: Matrix) -> str:
 
 def _about(matrix: Matrix) -> Iterator[str]:
     done = [cell.result for cell in matrix.cells if cell.result]
-    failed = [c for c in matrix.cells if c.result is None and not c.problem.startswith("needs ")]
-    waiting = len(matrix.cells) - len(done) - len(failed)
+    failed = sum(cell.failed for cell in matrix.cells)
+    waiting = len(matrix.cells) - len(done) - failed
     yield (
-        f"{len(done)} of {len(matrix.cells)} cells ran, {len(failed)} failed, {waiting} need more GPUs. "
+        f"{len(done)} of {len(matrix.cells)} cells ran, {failed} failed, {waiting} need more GPUs. "
         f"{matrix.time}"
     )
     if done:
@@ -135,7 +135,7 @@ def _in_markdown(cell: Cell | None) -> str:
 def _in_html(cell: Cell | None, fastest: float) -> str:
     if cell is None or cell.result is None:
         problem = cell.problem if cell else ""
-        kind = "none" if problem.startswith("needs ") or not problem else "bad"
+        kind = "bad" if cell and cell.failed else "none"
         return f'<td class="{kind}">{escape(problem[:300])}</td>'
     speed = cell.result.timing.tokens_per_s
     bar = f'<div class="bar" style="width:{100 * speed / cell.ranks / fastest:.0f}%"></div>'

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from arriero.bench.energy import EnergyMeter
+from arriero.bench.energy import Meter
 from arriero.bench.result import Breakdown, Losses
 from arriero.bench.trace import broken_down
 from arriero.config.schema import RunConfig
@@ -62,6 +62,7 @@ class Measured:
     start_up_s: float
     losses: Losses
     joules: float | None
+    sm_mhz: int | None
     allocated: int
     reserved: int | None
     breakdown: Breakdown | None
@@ -92,6 +93,7 @@ def measure(config: RunConfig, plan: Plan) -> Measured | None:
         start_up_s=clock.start_up_s,
         losses=clock.losses(),
         joules=clock.joules,
+        sm_mhz=clock.sm_mhz,
         allocated=allocated,
         reserved=reserved,
         breakdown=profiler.breakdown,
@@ -118,6 +120,7 @@ class Clock(Hook):
         self._logged: list[StepMetrics] = []
         self.start_up_s = 0.0
         self.joules: float | None = None
+        self.sm_mhz: int | None = None
 
     def on_start(self, session: Session) -> None:
         self._mark, self._meter = _marker(session.device), _meter(session)
@@ -130,6 +133,7 @@ class Clock(Hook):
         if first <= step <= last:
             self._marks.append(self._mark())
         if step == last:
+            self.sm_mhz = self._meter.sm_mhz()
             session.device.synchronize()
             after = self._meter.joules()
             if after is not None and self._joules_before is not None:
@@ -172,14 +176,14 @@ def _marker(device: Device) -> Callable[[], Any]:
     return mark
 
 
-def _meter(session: Session) -> EnergyMeter:
+def _meter(session: Session) -> Meter:
     """The GPUs of this node; a meter of none where the run has others too."""
     world = session.mesh.world
     if not session.device.is_gpu or world.local_size < world.size:
-        return EnergyMeter([])
+        return Meter([])
     own = session.device.torch_device.index or 0
     numbers = range(world.size) if world.size > 1 else [own]
-    return EnergyMeter([f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in numbers])
+    return Meter([f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in numbers])
 
 
 class ProfiledSteps(Hook):

@@ -143,7 +143,7 @@ def _result(config: RunConfig, name: str, plan: Plan, found: Measured, gate: Gat
         gate=gate,
         inside=INSIDE,
         left_out=LEFT_OUT,
-        device=describe_device(found.device, found.is_gpu, found.ranks),
+        device=describe_device(found.device, found.is_gpu, found.ranks, found.sm_mhz),
         code=describe_code(),
         config=config.model_dump(mode="json"),
     )
