@@ -4,7 +4,7 @@ PYTHON ?= python3
 OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check test gpu parity reliability test-oldest test-peers clean
+.PHONY: demo check test gpu parity bench-small reliability test-oldest test-peers clean
 
 # Anew each time: a finished run would only be shown again.
 demo: $(VENV)/.installed
@@ -27,6 +27,10 @@ gpu: $(VENV)/.installed-test
 # Every layout against one process, both models: about an hour on two cores. Writes docs/parity.md.
 parity: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/arriero bench parity --write docs/parity.md
+
+# Small sisters of the benchmark's models in every layout and mode: that all work. Half an hour on two cores.
+bench-small: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(VENV)/bin/arriero bench matrix --small --steps 5 --warmup 2 --out bench-small
 
 # The oldest torch the package allows; its only build is the CUDA one, which also runs on CPU.
 test-oldest: .venv-oldest/.installed-test

@@ -7,6 +7,9 @@ from rich.console import Console
 from rich.markup import escape
 
 import arriero.bench.commands as bench_verbs
+import arriero.bench.matrix_commands as matrix_verbs
+import arriero.bench.result_commands as result_verbs
+import arriero.bench.step_commands as step_verbs
 import arriero.checkpoint.commands as checkpoint_verbs
 import arriero.checkpoint.convert_commands as convert_verbs
 import arriero.config.commands as config_verbs
@@ -28,7 +31,7 @@ app = typer.Typer(
 ckpt = typer.Typer(help="Models and checkpoints at rest.", no_args_is_help=True)
 config = typer.Typer(help="Look at run files, keys and model presets.", no_args_is_help=True)
 data = typer.Typer(help="Text to tokens, and what is in them.", no_args_is_help=True)
-bench = typer.Typer(help="Prove that layouts agree.", no_args_is_help=True)
+bench = typer.Typer(help="Measure steps, honestly, and prove that layouts agree.", no_args_is_help=True)
 
 app.command()(train_verbs.train)
 app.add_typer(data, name="data")
@@ -43,6 +46,10 @@ data.command()(exchange_verbs.verify)
 data.command()(data_bench_verbs.bench)
 app.add_typer(bench, name="bench")
 bench.command()(bench_verbs.parity)
+bench.command()(step_verbs.step)
+bench.command()(matrix_verbs.matrix)
+bench.command()(result_verbs.compare)
+bench.command()(result_verbs.page)
 app.add_typer(ckpt, name="ckpt")
 ckpt.command()(convert_verbs.convert)
 ckpt.command(cls=convert_verbs.ManyNumbers)(convert_verbs.average)

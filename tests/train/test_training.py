@@ -290,6 +290,13 @@ def test_a_model_that_transformers_refuses_is_still_saved_whole(session):
     assert all(torch.equal(state[name], weight) for name, weight in run.optimizer.weights().items())
 
 
+def test_a_run_may_leave_no_model(session):
+    run = session("checkpoint.export=false", "checkpoint.at_end=false")
+    assert train(run).model is None
+    assert not (run.run_dir / "model").exists()
+    assert lines(run.run_dir / "events.jsonl")[-1]["model"] is None
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_recorded_and_ends_the_run(session, number):
     class Stop(Hook):

@@ -294,6 +294,7 @@ class CheckpointSection(Section):
         description="How often to save; also on SIGTERM, SIGUSR1 and `touch RUN/save-now`.",
     )
     at_end: bool = Field(True, description="Save when training ends.")
+    export: bool = Field(True, description="Write the finished model as a Hugging Face directory, RUN/model.")
     keep: Positive = Field(3, description="How many of the newest to keep; older ones go.")
     keep_every: Progress | Literal[False] = Field(
         False, description="The first checkpoint after each such stretch is kept for ever."

@@ -173,7 +173,8 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
         rows.append(("held-out loss", change, f"{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)"))
     rows.append(("speed", f"{human_count(outcome.tokens_per_s)} tok/s", f"median; {whole}"))
     rows.append(("run directory", str(session.run_dir), "metrics, events, ledger, run.toml, tensorboard"))
-    rows.append(("model", str(outcome.model), "Hugging Face config, fp32 safetensors, tokenizer"))
+    if outcome.model is not None:
+        rows.append(("model", str(outcome.model), "Hugging Face config, fp32 safetensors, tokenizer"))
     console.print(_grid(rows))
 
 

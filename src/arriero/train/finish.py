@@ -23,6 +23,10 @@ from arriero.train.session import Session, total_steps
 MODEL = "model"
 
 
+def finished_model(session: Session) -> Path | None:
+    return export_model(session) if session.config.checkpoint.export else None
+
+
 def export_model(session: Session) -> Path:
     """A Hugging Face directory with the fp32 weights and the tokenizer. All ranks give their share."""
     directory, tokenizer = session.run_dir / MODEL, session.tokenizer
@@ -88,7 +92,9 @@ def sample(session: Session, directory: Path | None) -> str | None:
     if config.observe.sample is False or not session.mesh.world.leads:
         return None
     model = session.parts[0]
-    if session.mesh.world.size > 1 and directory is not None:
+    if session.mesh.world.size > 1:
+        if directory is None:
+            return None
         state, spec = load_hf(directory)
         model = build_model(spec)
         model.load_state_dict(state, strict=False)

@@ -4,7 +4,7 @@ import math
 import time
 
 from arriero.errors import UserError
-from arriero.train.finish import export_model
+from arriero.train.finish import finished_model
 from arriero.train.interrupt import Interrupted
 from arriero.train.metrics import StepMetrics, Stopwatch
 from arriero.train.outcome import Outcome
@@ -16,12 +16,12 @@ def train(session: Session) -> Outcome:
     outcome = session.outcome
     try:
         if session.finished(outcome.tokens, outcome.seconds):
-            outcome.model = export_model(session)
+            outcome.model = finished_model(session)
             return outcome
         with session.saver.requests:
             session.hooks.on_start(session)
             _train(session, outcome)
-            outcome.model = export_model(session)
+            outcome.model = finished_model(session)
             session.saver.wait(session)
     except BaseException as error:
         if not isinstance(error, Interrupted):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
+from torch.profiler import record_function
 
 from arriero.data.order.rows import IGNORED
 from arriero.kernels import usable
@@ -31,6 +32,7 @@ def chunked_loss(chunk: int | Literal[False], z_loss: float = 0.0) -> HeadLoss:
     all its ranks, and their gradient is this slice's partial sum, for the caller to reduce.
     """
 
+    @record_function("arriero.loss")
     def loss(x_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
         held = _Slice(0, None)
         if isinstance(weight_VD, DTensor):

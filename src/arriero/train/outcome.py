@@ -48,7 +48,7 @@ class Outcome:
     def describe(self) -> dict[str, Any]:
         fields = asdict(self)
         del fields["rates"]
-        return fields | {"tokens_per_s": self.tokens_per_s, "model": str(self.model)}
+        return fields | {"tokens_per_s": self.tokens_per_s, "model": self.model and str(self.model)}
 
     def remembered(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _REMEMBERED}

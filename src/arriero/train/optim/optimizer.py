@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.profiler import record_function
 
 from arriero.config.schema import OptimSection
 from arriero.model.init import plain_name
@@ -77,6 +78,7 @@ class Optimizer:
         return self._scale.skipped if self._scale else 0
 
     @torch.no_grad()
+    @record_function("arriero.optimizer")
     def step(self, lr: float) -> Tensor:
         """Clip, update, forget the gradients. Returns the gradient norm before clipping."""
         gradients = self._take_gradients()

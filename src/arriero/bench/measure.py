@@ -1,0 +1,222 @@
+"""Steps of an ordinary run, timed from outside, and then some more of them profiled."""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from arriero.bench.energy import Meter
+from arriero.bench.result import Breakdown, Losses
+from arriero.bench.trace import broken_down
+from arriero.config.schema import RunConfig
+from arriero.data.progress import silent
+from arriero.parallel.world import joined, world_from
+from arriero.train.arrange import arrange
+from arriero.train.build import build
+from arriero.train.device import Device
+from arriero.train.hooks import Hook
+from arriero.train.interrupt import interruptible
+from arriero.train.loop import train
+from arriero.train.metrics import StepMetrics
+from arriero.train.session import Session
+
+# its first steps are slower: the profiler itself begins
+_PROFILER_WARMUP = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps of a benchmark, one after the other; `started` is when the first process did."""
+
+    warmup: int
+    timed: int
+    profiled: int
+    started: float
+
+    @property
+    def steps(self) -> int:
+        return self.warmup + self.timed + (_PROFILER_WARMUP + self.profiled if self.profiled else 0)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the ranks saw together; `real_tokens` are those of a step without padding, `joules` those of all
+    timed steps."""
+
+    device: str
+    is_gpu: bool
+    compute: str
+    compiled: bool
+    layout: str
+    ranks: int
+    micro_batch: int
+    step_ms: list[float]
+    real_tokens: int
+    start_up_s: float
+    losses: Losses
+    joules: float | None
+    sm_mhz: int | None
+    allocated: int
+    reserved: int | None
+    breakdown: Breakdown | None
+
+
+def measure(config: RunConfig, plan: Plan) -> Measured | None:
+    """One process of the run, alone or among others; what was measured, on the first."""
+    world = world_from()
+    clock, profiler = Clock(plan), ProfiledSteps(plan)
+    with interruptible():
+        arrangement = arrange(config, world)
+        with joined(world, arrangement.device.torch_device):
+            session = build(arrangement, silent, [clock, *([profiler] if plan.profiled else [])])
+            train(session)
+            allocated, reserved = _fullest(session)
+    if not world.leads:
+        return None
+    return Measured(
+        device=session.device.name,
+        is_gpu=session.device.is_gpu,
+        compute=str(session.compute).removeprefix("torch."),
+        compiled=arrangement.compiled,
+        layout=str(session.mesh.layout),
+        ranks=world.size,
+        micro_batch=arrangement.micro_batch,
+        step_ms=clock.step_ms(),
+        real_tokens=clock.real_tokens(),
+        start_up_s=clock.start_up_s,
+        losses=clock.losses(),
+        joules=clock.joules,
+        sm_mhz=clock.sm_mhz,
+        allocated=allocated,
+        reserved=reserved,
+        breakdown=profiler.breakdown,
+    )
+
+
+def _fullest(session: Session) -> tuple[int, int | None]:
+    device, largest = session.device, session.mesh.largest
+    allocated = int(largest(device.peak_memory()))
+    if not device.is_gpu:
+        return allocated, None
+    return allocated, int(largest(torch.cuda.max_memory_reserved(device.torch_device)))
+
+
+class Clock(Hook):
+    """Marks the end of each timed step where it happens: in the GPU's own queue, without waiting for it.
+
+    The GPU is waited for twice, before the first timed step and after the last, to read its energy meter.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._marks: list[Any] = []
+        self._logged: list[StepMetrics] = []
+        self.start_up_s = 0.0
+        self.joules: float | None = None
+        self.sm_mhz: int | None = None
+
+    def on_start(self, session: Session) -> None:
+        self._mark, self._meter = _marker(session.device), _meter(session)
+
+    def on_step(self, session: Session, step: int, tokens: int) -> None:
+        first, last = self._plan.warmup, self._plan.warmup + self._plan.timed
+        if step == first:
+            session.device.synchronize()
+            self._joules_before = self._meter.joules()
+        if first <= step <= last:
+            self._marks.append(self._mark())
+        if step == last:
+            self.sm_mhz = self._meter.sm_mhz()
+            session.device.synchronize()
+            after = self._meter.joules()
+            if after is not None and self._joules_before is not None:
+                self.joules = after - self._joules_before
+
+    def on_metrics(self, session: Session, metrics: StepMetrics) -> None:
+        if metrics.step == 1:
+            self.start_up_s = time.time() - self._plan.started
+        self._logged.append(metrics)
+
+    def step_ms(self) -> list[float]:
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return [a.elapsed_time(b) if isinstance(a, torch.cuda.Event) else (b - a) * 1e3 for a, b in pairs]
+
+    def real_tokens(self) -> int:
+        counted = [metrics.tokens_per_s * metrics.step_s for metrics in self._logged]
+        return round(sum(counted) / len(counted))
+
+    def losses(self) -> Losses:
+        first, last = self._logged[0], self._logged[-1]
+        return Losses(
+            first_step=first.step,
+            first=first.loss,
+            last_step=last.step,
+            last=last.loss,
+            first_grad_norm=first.line()["grad_norm"],
+            last_grad_norm=last.line()["grad_norm"],
+        )
+
+
+def _marker(device: Device) -> Callable[[], Any]:
+    if not device.is_gpu:
+        return time.perf_counter
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    return mark
+
+
+def _meter(session: Session) -> Meter:
+    """The GPUs of this node; a meter of none where the run has others too."""
+    world = session.mesh.world
+    if not session.device.is_gpu or world.local_size < world.size:
+        return Meter([])
+    own = session.device.torch_device.index or 0
+    numbers = range(world.size) if world.size > 1 else [own]
+    return Meter([f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in numbers])
+
+
+class ProfiledSteps(Hook):
+    """The last steps of the run, which are not timed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._begin = plan.warmup + plan.timed
+        self._profiled = plan.profiled
+        self.breakdown: Breakdown | None = None
+
+    def on_step(self, session: Session, step: int, tokens: int) -> None:
+        done = step - self._begin
+        if done == 0:
+            self._start(session)
+        elif done > 0:
+            if done in (_PROFILER_WARMUP, _PROFILER_WARMUP + self._profiled):
+                # or work of the step before would be counted, and some of the last would not
+                session.device.synchronize()
+            self._profile.step()
+        if done == _PROFILER_WARMUP + self._profiled:
+            self._profile.stop()
+
+    def _start(self, session: Session) -> None:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if session.device.is_gpu else [])]
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=_PROFILER_WARMUP, active=self._profiled, repeat=1),
+            on_trace_ready=partial(self._read, session.device.is_gpu),
+        )
+        self._profile.start()
+
+    def _read(self, on_gpu: bool, finished: profile) -> None:
+        with tempfile.TemporaryDirectory(prefix="arriero-trace-") as folder:
+            path = Path(folder) / "trace.json"
+            finished.export_chrome_trace(str(path))
+            self.breakdown = broken_down(json.loads(path.read_text(errors="replace")), on_gpu)

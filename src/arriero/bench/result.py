@@ -1,0 +1,202 @@
+"""The result of a benchmark as it lies in a file: what was computed, where, how fast, and whether rightly."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from arriero.errors import UserError
+
+SCHEMA = 1
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Work(Part):
+    """What was computed, whoever computed it and how: speeds are compared only where all of it is equal."""
+
+    model: dict[str, Any]
+    parameters: int
+    tokens_per_step: int
+    seq_len: int
+    document_mask: bool
+    compute: str
+    master: str
+    float8: str
+    optimizer: str
+    optimizer_state: str
+    clip: float | Literal[False]
+
+    def differences(self, other: "Work") -> Iterator[tuple[str, Any, Any]]:
+        for name in type(self).model_fields:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, dict):
+                for key in sorted(mine.keys() | theirs.keys()):
+                    if mine.get(key) != theirs.get(key):
+                        yield f"{name}.{key}", mine.get(key), theirs.get(key)
+            elif mine != theirs:
+                yield name, mine, theirs
+
+
+class Timing(Part):
+    """Milliseconds of each timed step, in order; `tokens_per_s` are those of all ranks at the median."""
+
+    warmup_steps: int
+    step_ms: tuple[float, ...]
+    median_ms: float
+    min_ms: float
+    lower_quartile_ms: float
+    upper_quartile_ms: float
+    max_ms: float
+    tokens_per_s: float
+    start_up_s: float
+
+    @classmethod
+    def of(cls, step_ms: Sequence[float], tokens_per_step: int, warmup: int, start_up_s: float) -> "Timing":
+        lower, median, upper = statistics.quantiles(step_ms, n=4, method="inclusive")
+        return cls(
+            warmup_steps=warmup,
+            step_ms=tuple(step_ms),
+            median_ms=median,
+            min_ms=min(step_ms),
+            lower_quartile_ms=lower,
+            upper_quartile_ms=upper,
+            max_ms=max(step_ms),
+            tokens_per_s=tokens_per_step / median * 1e3,
+            start_up_s=start_up_s,
+        )
+
+
+class Rate(Part):
+    """By one way of counting. Shares of the peak are null where the peak, or the count, is not known."""
+
+    convention: str
+    formula: str
+    flops_per_token: float | None
+    tflops_per_device: float | None
+    mfu: float | None
+    mfu_of_float8_peak: float | None
+
+
+class Memory(Part):
+    """Of the fullest rank: of its GPU, or on a CPU of its process."""
+
+    allocated_gib: float
+    reserved_gib: float | None
+
+
+class Energy(Part):
+    """Of all devices of the run, as their own meters say."""
+
+    joules_per_step: float
+    tokens_per_joule: float
+
+
+class Breakdown(Part):
+    """Milliseconds of a profiled step of the first rank, by what the device did; they sum to the step."""
+
+    steps: int
+    step_ms: float
+    parts: dict[str, float]
+
+
+class Losses(Part):
+    """Of the first and the last logged step, before each update."""
+
+    first_step: int
+    first: float
+    last_step: int
+    last: float
+    first_grad_norm: float | None
+    last_grad_norm: float | None
+
+
+class Gate(Part):
+    """The mode on a small model beside fp32. `needed` is false for the reference itself; `holds` is null
+    where it was not judged."""
+
+    needed: bool
+    holds: bool | None
+    model: str | None = None
+    settings: dict[str, Any] = {}
+    steps: int | None = None
+    loss: float | None = None
+    loss_bound: float | None = None
+    norm: float | None = None
+    norm_bound: float | None = None
+    error: str = ""
+
+
+class Device(Part):
+    """Clocks and limits as the driver tells them; null where it does not."""
+
+    name: str
+    count: int
+    memory_gib: float | None
+    driver: str | None
+    clocks: dict[str, str]
+    power_limit: str | None
+    cpu: str
+    cores: int
+
+
+class Code(Part):
+    """`commit` is null outside a checkout."""
+
+    commit: str | None
+    dirty: bool | None
+    versions: dict[str, str | None]
+
+
+class Result(Part):
+    schema_version: Literal[1] = SCHEMA
+    name: str
+    time: str
+    command: list[str]
+    mode: str
+    layout: str
+    ranks: int
+    micro_batch: int
+    work: Work
+    timing: Timing
+    rates: list[Rate]
+    memory: Memory
+    energy: Energy | None
+    breakdown: Breakdown | None
+    losses: Losses
+    gate: Gate
+    inside: list[str]
+    left_out: list[str]
+    device: Device
+    code: Code
+    config: dict[str, Any]
+
+    def rate(self, convention: str) -> Rate:
+        return next(rate for rate in self.rates if rate.convention == convention)
+
+    def write(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error})", "give another file") from None
+
+
+def read_result(path: Path) -> Result:
+    try:
+        return Result.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error})", "give a file of `arriero bench step --json`"
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise UserError(
+            f"{path} is no benchmark result of this version ({where}: {first['msg']})",
+            "make it anew with `arriero bench step --json`",
+        ) from None

@@ -1,0 +1,200 @@
+"""`bench step`: one configuration, trained as `arriero train` trains it, judged and measured."""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from arriero.bench.gate import Mode, as_written, judge, mode_of, sets_of
+from arriero.bench.machine import describe_code, describe_device
+from arriero.bench.measure import Measured, Plan, measure
+from arriero.bench.result import Energy, Gate, Memory, Rate, Result, Timing, Work
+from arriero.config.schema import RunConfig
+from arriero.errors import UserError
+from arriero.model.spec import CONVENTIONS, ModelSpec, flops_per_token
+from arriero.parallel.spawn import run_ranks
+from arriero.parallel.world import World, world_from
+from arriero.plan.hardware import peak_of
+from arriero.train.arrange import arrange
+from arriero.units import Span
+
+INSIDE = ["data", "forward", "backward", "clipping", "optimizer", "logging"]
+LEFT_OUT = ["evaluation", "checkpoints", "export", "warm-up steps"]
+
+
+def benchmark_run(config: RunConfig, steps: int, folder: Path) -> RunConfig:
+    """The run cut to so many steps, without what `LEFT_OUT` names; the schedule keeps its shape."""
+    horizon = config.train.horizon
+    shape = config.schedule.horizon or (horizon if horizon.unit != "s" else None)
+    changes = {
+        "run": {"dir": str(folder), "name": "bench"},
+        "data": {"phases": ()},
+        "train": {"horizon": Span(steps, "steps")},
+        "schedule": {"horizon": shape},
+        "eval": {"heldout": False, "every": False},
+        "checkpoint": {"every": False, "at_end": False, "export": False, "resume_from": None},
+        "observe": {"sample": False},
+    }
+    sections = {name: getattr(config, name).model_copy(update=each) for name, each in changes.items()}
+    return config.model_copy(update=sections)
+
+
+@dataclass(frozen=True)
+class Here:
+    """How a run computes on this machine."""
+
+    mode: Mode
+    device: str
+    device_name: str
+
+
+def mode_here(config: RunConfig, ranks: int) -> Here:
+    """Asked in a process of its own, as one that has
+    looked for GPUs cannot fork others that use them. Refuses what the run itself would refuse."""
+
+    def decide() -> Here:
+        plan = arrange(config, World(0, ranks, 0, ranks))
+        mode = mode_of(config, str(plan.compute).removeprefix("torch."), plan.compiled)
+        return Here(mode, plan.device.torch_device.type, plan.device.name)
+
+    return run_ranks(decide, 1, leader_prints=False)
+
+
+def _gate(here: Here, family: str, cache_dir: Path, earlier: Result | None) -> Gate:
+    if earlier is not None:
+        gate = earlier.gate
+        same = (gate.model, gate.settings) == (f"{family}-test", as_written(sets_of(here.mode)))
+        if (
+            gate.holds
+            and same
+            and earlier.device.name == here.device_name
+            and earlier.code == describe_code()
+        ):
+            return gate
+    return judge(here.mode, family, here.device, cache_dir)
+
+
+def benchmark(
+    config: RunConfig,
+    name: str,
+    plan: Plan,
+    ranks: int,
+    gated: bool,
+    earlier: Result | None,
+    tell: Callable[[str], None],
+) -> Result | Gate | None:
+    """A gate that did not hold instead of a result; None on ranks that do not lead.
+
+    `earlier` is a result whose gate serves here too, if it is of the same mode, device and code.
+    """
+    launched = world_from().size > 1
+    if launched and gated:
+        raise UserError(
+            "the gate trains in processes of its own, and a launcher has started several",
+            "leave the launcher and give --nproc, or give --no-gate",
+        )
+    with tempfile.TemporaryDirectory(prefix="arriero-bench-") as folder:
+        run = benchmark_run(config, plan.steps, Path(folder))
+        gate, begun = Gate(needed=True, holds=None), time.time()
+        if not launched:
+            here = mode_here(run, ranks)
+            if gated:
+                tell(f"the gate: {here.mode}")
+                gate = _gate(here, _spec(run).family, Path(config.data.cache), earlier)
+                if gate.needed and not gate.holds:
+                    return gate
+        plan = replace(plan, started=plan.started + time.time() - begun)
+        tell(f"{plan.warmup} + {plan.timed} steps")
+        found = measure(run, plan) if launched else run_ranks(lambda: measure(run, plan), ranks)
+    return None if found is None else _result(run, name, plan, found, gate)
+
+
+def _spec(config: RunConfig) -> ModelSpec:
+    return ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
+
+
+def _result(config: RunConfig, name: str, plan: Plan, found: Measured, gate: Gate) -> Result:
+    work = _work(config, found)
+    timing = Timing.of(found.step_ms, found.real_tokens, plan.warmup, found.start_up_s)
+    joules = found.joules / plan.timed if found.joules else None
+    return Result(
+        name=name,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=["arriero", *sys.argv[1:]],
+        mode=str(mode_of(config, found.compute, found.compiled)),
+        layout=found.layout,
+        ranks=found.ranks,
+        micro_batch=found.micro_batch,
+        work=work,
+        timing=timing,
+        rates=_rates(config, found, timing),
+        memory=Memory(
+            allocated_gib=found.allocated / 2**30,
+            reserved_gib=found.reserved / 2**30 if found.reserved else None,
+        ),
+        energy=Energy(joules_per_step=joules, tokens_per_joule=found.real_tokens / joules)
+        if joules
+        else None,
+        breakdown=found.breakdown,
+        losses=found.losses,
+        gate=gate,
+        inside=INSIDE,
+        left_out=LEFT_OUT,
+        device=describe_device(found.device, found.is_gpu, found.ranks, found.sm_mhz),
+        code=describe_code(),
+        config=config.model_dump(mode="json"),
+    )
+
+
+def _work(config: RunConfig, found: Measured) -> Work:
+    spec = _spec(config)
+    return Work(
+        model=spec.to_dict(),
+        parameters=spec.parameters,
+        tokens_per_step=config.train.batch.amount,
+        seq_len=config.data.seq_len,
+        document_mask=config.data.document_mask,
+        compute=found.compute,
+        master=config.precision.master,
+        float8=config.precision.float8,
+        optimizer=config.optim.name,
+        optimizer_state=config.optim.state,
+        clip=config.optim.clip,
+    )
+
+
+def _rates(config: RunConfig, found: Measured, timing: Timing) -> list[Rate]:
+    """Against the bf16 peak, which fp32 work has no share of; float8 work against both peaks."""
+    spec = _spec(config)
+    peak = peak_of(found.device) if found.compute == "bfloat16" else None
+    float8_peak = peak.fp8 if peak and config.precision.float8 != "off" else None
+    rates = []
+    for name, convention in CONVENTIONS.items():
+        count = _count(config, spec, name)
+        speed = count and count * timing.tokens_per_s / found.ranks
+        rates.append(
+            Rate(
+                convention=name,
+                formula=convention.formula,
+                flops_per_token=count,
+                tflops_per_device=speed and speed / 1e12,
+                mfu=speed / peak.bf16 if speed and peak else None,
+                mfu_of_float8_peak=speed / float8_peak if speed and float8_peak else None,
+            )
+        )
+    return rates
+
+
+def _count(config: RunConfig, spec: ModelSpec, convention: str) -> float | None:
+    """None where the formula asks for what is not known: the parts of blocks that are computed again, or
+    the lengths of documents whose tokens do not see each other."""
+    remat = config.memory.remat
+    if convention in ("honest", "hfu") and config.data.document_mask:
+        return None
+    if convention == "hfu" and remat.kind in ("selective", "budget"):
+        return None
+    again = len(remat.blocks(spec.layers)) / spec.layers
+    return flops_per_token(spec, config.data.seq_len, convention, recompute=again)

@@ -1,0 +1,75 @@
+"""The published tables are what the kept results say."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from arriero.bench.cases import BF16, FLOAT8, FP32, STATES
+from arriero.bench.gate import COMPILED, MASKED
+from arriero.bench.result import Energy, read_result
+from arriero.bench.results_page import BEGIN, END, page_with, read_results, tables
+from arriero.errors import UserError
+from arriero.model.spec import CONVENTIONS
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "performance.md"
+
+
+def test_the_committed_page_is_the_generated_one():
+    text = PAGE.read_text()
+    kept = read_results(REPOSITORY / "benchmarks" / "results")
+    assert page_with(text, tables(kept, PAGE.parent), "it") == text
+
+
+def test_the_page_has_the_formula_of_every_convention():
+    text = PAGE.read_text()
+    for name, convention in CONVENTIONS.items():
+        assert f"| {name} | {convention.formula.partition(' (causal')[0]}" in text
+
+
+def test_the_page_has_the_bounds_of_the_gate():
+    text = PAGE.read_text()
+    for bounds in (FP32, COMPILED, BF16, MASKED, FLOAT8):
+        assert f"| {_short(bounds.loss)} | {_short(bounds.norm)} |" in text
+    assert "; ".join(_short(bounds.loss) for bounds in STATES.values()) in text
+
+
+def _short(bound):
+    return f"{bound:.1e}".replace(".0e", "e").replace("e-0", "e-")
+
+
+def test_results_become_rows_with_every_convention_and_every_part(arriero, measured, tmp_path):
+    (tmp_path / "results").mkdir()
+    shutil.copy(measured, tmp_path / "results" / "a.json")
+    result = read_result(measured)
+    gate = result.gate.model_copy(update={"needed": True, "holds": True, "loss": 3e-4, "loss_bound": 2e-3})
+    energy = Energy(joules_per_step=1234.0, tokens_per_joule=2.0)
+    changed = {"mode": "bf16, compiled", "energy": energy, "gate": gate}
+    result.model_copy(update=changed).write(tmp_path / "results" / "b.json")
+    page = tmp_path / "page.md"
+    page.write_text(f"# Speed\n\n{BEGIN}\nold\n{END}\n\nafter\n")
+    written = arriero("bench", "page", "--results", "results", "--write", "page.md")
+    assert written.returncode == 0, written.stderr
+    text = page.read_text()
+    assert text.startswith("# Speed\n")
+    assert text.endswith("\n\nafter\n")
+    assert "old" not in text
+    assert f"{result.timing.tokens_per_s:,.0f}" in text
+    assert "[a.json](results/a.json)" in text
+    assert "| not reported | is the reference |" in text
+    assert "| 1,234 | 3e-04 of 2e-03 |" in text
+    for words in ("honest", "nnscaler", "hfu", "GEMM", "communication", "idle"):
+        assert words in text
+    again = arriero("bench", "page", "--results", "results")
+    assert again.stdout.splitlines()[0] in text
+
+
+def test_a_page_without_results_says_so(tmp_path):
+    (tmp_path / "results").mkdir()
+    assert tables(read_results(tmp_path / "results"), tmp_path) == "No results yet.\n"
+
+
+def test_a_page_without_marks_is_left_alone():
+    with pytest.raises(UserError, match="has no"):
+        page_with("# nothing here\n", "tables", "page.md")

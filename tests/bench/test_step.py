@@ -1,0 +1,182 @@
+"""A benchmark is an ordinary run, measured: its numbers add up, and it says all that belongs to them."""
+
+import json
+import statistics
+import subprocess
+
+import pytest
+
+import arriero.bench.machine
+from arriero.bench.energy import Meter
+from arriero.bench.machine import describe_device
+from arriero.bench.result import Timing, read_result
+from arriero.errors import UserError
+from arriero.model.spec import CONVENTIONS, ModelSpec, flops_per_token
+
+
+def test_a_result_says_what_was_done_and_with_what(measured):
+    result = read_result(measured)
+    assert result.work.tokens_per_step == 512
+    assert result.work.parameters == ModelSpec.from_dict(result.work.model).parameters
+    assert (result.work.compute, result.work.float8, result.work.optimizer_state) == (
+        "float32",
+        "off",
+        "fp32",
+    )
+    assert result.config["data"]["sources"][0]["path"] == "builtin:synthetic"
+    assert result.config["checkpoint"] | {"at_end": False, "export": False} == result.config["checkpoint"]
+    assert {"evaluation", "checkpoints", "export"} <= set(result.left_out)
+    assert {"data", "optimizer", "clipping", "logging"} <= set(result.inside)
+    assert result.code.versions["torch"]
+    assert result.device.cpu
+    assert result.energy is None
+    assert not result.gate.needed
+
+
+def test_speed_is_the_tokens_of_a_step_by_the_median_step(measured):
+    timing = read_result(measured).timing
+    assert len(timing.step_ms) == 4
+    assert timing.median_ms == pytest.approx(statistics.median(timing.step_ms))
+    assert timing.tokens_per_s == pytest.approx(512 / timing.median_ms * 1e3)
+    ordered = (
+        timing.min_ms,
+        timing.lower_quartile_ms,
+        timing.median_ms,
+        timing.upper_quartile_ms,
+        timing.max_ms,
+    )
+    assert list(ordered) == sorted(ordered)
+    assert timing.start_up_s > timing.median_ms / 1e3
+
+
+def test_every_convention_has_its_formula_and_no_share_of_an_unknown_peak(measured):
+    result = read_result(measured)
+    spec = ModelSpec.from_dict(result.work.model)
+    assert [rate.convention for rate in result.rates] == list(CONVENTIONS)
+    for rate in result.rates:
+        assert rate.formula == CONVENTIONS[rate.convention].formula
+        assert rate.flops_per_token == flops_per_token(spec, 64, rate.convention)
+        assert rate.tflops_per_device == pytest.approx(
+            rate.flops_per_token * result.timing.tokens_per_s / 1e12
+        )
+        assert rate.mfu is None
+
+
+def test_the_parts_of_a_real_profile_sum_to_its_step(measured):
+    found = read_result(measured).breakdown
+    assert found.steps == 3
+    assert sum(found.parts.values()) == pytest.approx(found.step_ms, rel=1e-6)
+    for part in ("GEMM", "attention", "elementwise", "loss", "optimizer", "idle"):
+        assert found.parts[part] > 0, part
+
+
+def test_it_trains_what_train_trains(bench, arriero, synthetic_cache, tmp_path):
+    """The losses are those of `arriero train` with the same run file."""
+    (tmp_path / "run.toml").write_text(
+        "[model]\npreset = 'llama-test'\nvocab_size = 4096\n[data]\nseq_len = 64\n"
+        f"cache = '{synthetic_cache}'\nsources = [{{ path = 'builtin:synthetic' }}]\n"
+        "[train]\nbatch = '512 tok'\nhorizon = '6 steps'\n[observe]\nlog_every = 1\n"
+    )
+    code, _, path = bench("run.toml", "--no-profile")
+    assert code == 0
+    assert arriero("train", "run.toml", "--set", "run.device=cpu", cwd=tmp_path).returncode == 0
+    lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    losses = read_result(path).losses
+    assert (losses.first_step, losses.last_step) == (1, 6)
+    assert (losses.first, losses.last) == (lines[0]["loss"], lines[-1]["loss"])
+    assert losses.first_grad_norm == lines[0]["grad_norm"]
+    assert not (tmp_path / "runs" / "bench").exists()
+
+
+def test_several_ranks_are_measured_as_one_run(bench):
+    code, out, path = bench("--no-profile", nproc=2)
+    assert code == 0
+    result = read_result(path)
+    assert (result.ranks, result.layout) == (2, "dp_shard 2")
+    assert result.config["data"]["sources"][0]["path"] == "builtin:synthetic"
+    assert result.timing.tokens_per_s == pytest.approx(512 / result.timing.median_ms * 1e3)
+    assert f"{result.timing.tokens_per_s:,.0f} tok/s" in out
+
+
+def test_a_mistake_ends_in_one_sentence(arriero, tmp_path):
+    for arguments, words in [
+        (["bench", "step", "absent.toml"], "no run file absent.toml"),
+        (["bench", "step", "--set", "data.packing=none"], "every step is other work"),
+        (["bench", "step", "--gate-from", "absent.json"], "absent.json cannot be read"),
+        (["bench", "matrix", "--models", "gpt2-1.5"], "did you mean 'gpt2-1.5b'"),
+        (["bench", "compare", "a.json", "b.json"], "a.json cannot be read"),
+        (["bench", "page", "--results", "nowhere"], "no folder nowhere"),
+    ]:
+        result = arriero(*arguments)
+        assert result.returncode == 2, arguments
+        assert words in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_another_schema_is_refused(measured, tmp_path):
+    changed = json.loads(measured.read_text()) | {"schema_version": 99}
+    (tmp_path / "old.json").write_text(json.dumps(changed))
+    with pytest.raises(UserError, match="schema_version"):
+        read_result(tmp_path / "old.json")
+
+
+def test_the_spread_is_that_of_the_steps():
+    timing = Timing.of([10.0, 20.0, 30.0, 40.0, 100.0], 600, 2, 1.0)
+    assert (timing.lower_quartile_ms, timing.median_ms, timing.upper_quartile_ms) == (20.0, 30.0, 40.0)
+    assert (timing.min_ms, timing.max_ms, timing.tokens_per_s) == (10.0, 100.0, 20_000.0)
+
+
+class Driver:
+    """Of two GPUs, the second of which may have no meter."""
+
+    def __init__(self, second_fails=False):
+        self._second_fails = second_fails
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid, handle):
+        handle._obj.value = {b"GPU-a": 1, b"GPU-b": 2}.get(uuid, 0)
+        return 0 if handle._obj.value else 6
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle, millijoules):
+        millijoules._obj.value = 1000 * handle.value
+        return 3 if handle.value == 2 and self._second_fails else 0
+
+    def nvmlDeviceGetClockInfo(self, handle, kind, mhz):
+        mhz._obj.value = 1980
+        return 0
+
+
+def test_energy_is_that_of_all_gpus_or_not_reported(monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda _: Driver())
+    assert Meter(["GPU-a", "GPU-b"]).joules() == 3.0
+    assert Meter(["GPU-a"]).sm_mhz() == 1980
+    assert Meter(["GPU-a", "GPU-c"]).joules() is None
+    assert Meter([]).joules() is None
+    monkeypatch.setattr("ctypes.CDLL", lambda _: Driver(second_fails=True))
+    assert Meter(["GPU-a", "GPU-b"]).joules() is None
+
+
+def test_without_a_driver_there_is_no_energy(monkeypatch):
+    def absent(_):
+        raise OSError("no such library")
+
+    monkeypatch.setattr("ctypes.CDLL", absent)
+    assert Meter(["GPU-a"]).joules() is None
+    assert Meter(["GPU-a"]).sm_mhz() is None
+
+
+def test_what_the_driver_says_of_a_gpu_is_kept(monkeypatch):
+    said = "143771 MiB, 575.57.08, 700.00 W, 1980 MHz, 3201 MHz, 1980 MHz, 3201 MHz\n"
+
+    def answer(command, **_):
+        assert command[0] == "nvidia-smi"
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+    monkeypatch.setattr(arriero.bench.machine.subprocess, "run", answer)
+    device = describe_device("NVIDIA H200", True, 1, 1755)
+    assert device.memory_gib == pytest.approx(140.4, abs=0.1)
+    assert (device.driver, device.power_limit) == ("575.57.08", "700.00 W")
+    assert (device.clocks["sm"], device.clocks["sm_at_work"]) == ("1980 MHz", "1755 MHz")
