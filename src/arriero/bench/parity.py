@@ -4,6 +4,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import isnan
@@ -77,6 +78,10 @@ class Parity:
         return self._reference(tuple(case.against.items()))
 
     def judge(self, case: Case) -> Verdict:
+        with _without_threads():
+            return self._judge(case)
+
+    def _judge(self, case: Case) -> Verdict:
         try:
             expected = self.expected(case)
             found = self._trace(case.sets, case.ranks)
@@ -115,6 +120,17 @@ def judge_all(model: str, wanted: Iterable[Case], cache_dir: Path, device: str =
 def refuse_absent(device: str) -> None:
     """Asked in a process of its own: one that has looked for GPUs cannot fork others that use them."""
     run_ranks(lambda: choose_device(device).name, 1, leader_prints=False)
+
+
+@contextmanager
+def _without_threads() -> Iterator[None]:
+    """A process that has used torch's threads cannot fork others that do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Recorder(Hook):

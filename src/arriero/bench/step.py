@@ -194,7 +194,7 @@ def _count(config: RunConfig, spec: ModelSpec, convention: str) -> float | None:
     remat = config.memory.remat
     if convention in ("honest", "hfu") and config.data.document_mask:
         return None
-    if convention == "hfu" and remat.kind in ("selective", "budget"):
+    if convention == "hfu" and (remat.keeps_some or remat.kind == "budget"):
         return None
     again = len(remat.blocks(spec.layers)) / spec.layers
     return flops_per_token(spec, config.data.seq_len, convention, recompute=again)
