@@ -3,9 +3,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from arriero.model.build import build_model
-from arriero.model.layers import Rope, rope_frequencies
+from arriero.model.layers import Rope, by_one_matmul, one_by_one, rope_frequencies
 from arriero.model.presets import load_preset, resolve
 from arriero.model.spec import RopeScaling
 
@@ -129,3 +130,17 @@ def test_gpt2_refuses_more_tokens_than_positions():
     model = made(load_preset("gpt2-test"))
     with pytest.raises(ValueError, match="128 learned positions"):
         model(torch.zeros(1, 129, dtype=torch.long))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_projections_by_one_matmul_are_those_one_by_one(bias):
+    torch.manual_seed(0)
+    layers = [nn.Linear(24, out, bias=bias) for out in (32, 8, 8)]
+    x = torch.randn(2, 5, 24, requires_grad=True)
+    results = []
+    for project in (one_by_one, by_one_matmul):
+        outs = list(project(x, layers))
+        weights = [p for layer in layers for p in layer.parameters()]
+        results.append([*outs, *torch.autograd.grad([out.square().sum() for out in outs], [x, *weights])])
+    for apart, together in zip(*results, strict=True):
+        torch.testing.assert_close(together, apart)

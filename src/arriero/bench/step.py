@@ -109,7 +109,9 @@ def benchmark(
         plan = replace(plan, started=plan.started + time.time() - begun)
         tell(f"{plan.warmup} + {plan.timed} steps")
         found = measure(run, plan) if launched else run_ranks(lambda: measure(run, plan), ranks)
-    return None if found is None else _result(run, name, plan, found, gate)
+    # not where this measurement happened to lie
+    told = run.model_copy(update={"run": config.run})
+    return None if found is None else _result(told, name, plan, found, gate)
 
 
 def _spec(config: RunConfig) -> ModelSpec:

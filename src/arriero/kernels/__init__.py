@@ -1,13 +1,21 @@
 """What is worth a kernel of its own on a GPU. Each has a twin in plain PyTorch, which other devices use."""
 
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 from torch import Tensor
 
 
 def usable(tensor: Tensor) -> bool:
     return tensor.is_cuda and _has_triton()
+
+
+@cache
+def kernels(name: str) -> ModuleType:
+    """The module of that name here; asked for only where it is usable, as Triton comes with GPUs alone."""
+    return import_module(f"arriero.kernels.{name}")
 
 
 @cache

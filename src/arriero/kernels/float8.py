@@ -5,15 +5,12 @@ rows and along its columns. One kernel therefore casts a tensor to both layouts 
 """
 
 from collections.abc import Sequence
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arriero.kernels import usable
+from arriero.kernels import kernels, usable
 
 # more digits for what is multiplied forward, more range for gradients
 _VALUES, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -92,7 +89,7 @@ def _product(
 def _both_layouts(parts: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The parts, one below the other, in float8; the same transposed; what to multiply them by."""
     if _computes(parts[0]):
-        return _casts().both_layouts([part.contiguous() for part in parts], kind)
+        return kernels("float8_cast").both_layouts([part.contiguous() for part in parts], kind)
     whole = torch.cat(list(parts)).float()
     scale = whole.abs().amax().clamp(min=1e-12) / torch.finfo(kind).max
     cast = (whole / scale).to(kind)
@@ -102,9 +99,3 @@ def _both_layouts(parts: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, T
 def _computes(tensor: Tensor) -> bool:
     """Elsewhere float8 is emulated."""
     return usable(tensor) and torch.cuda.get_device_capability(tensor.device) >= (8, 9)
-
-
-@cache
-def _casts() -> ModuleType:
-    """Only on a GPU: Triton is not there without one."""
-    return import_module("arriero.kernels.float8_cast")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arriero.kernels import usable
+from arriero.kernels import kernels, usable
 
 _BLOCK = 4096
 
@@ -23,14 +23,16 @@ def swiglu(y: Tensor) -> Tensor:
 @torch.library.custom_op("arriero::swiglu", mutates_args=())
 def _swiglu(y: Tensor) -> Tensor:
     h = y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
-    kernels().forward[_grid(h)](y, h, h.shape[-1], BLOCK=_BLOCK, num_warps=8)
+    kernels("swiglu_triton").forward[_grid(h)](y, h, h.shape[-1], BLOCK=_BLOCK, num_warps=8)
     return h
 
 
 @torch.library.custom_op("arriero::swiglu_backward", mutates_args=())
 def _swiglu_backward(gradient: Tensor, y: Tensor) -> Tensor:
     y_grad = torch.empty_like(y)
-    kernels().backward[_grid(gradient)](gradient, y, y_grad, gradient.shape[-1], BLOCK=_BLOCK, num_warps=8)
+    kernels("swiglu_triton").backward[_grid(gradient)](
+        gradient, y, y_grad, gradient.shape[-1], BLOCK=_BLOCK, num_warps=8
+    )
     return y_grad
 
 
@@ -58,10 +60,3 @@ _swiglu.register_autograd(_backward, setup_context=_keep)
 def _grid(h: Tensor) -> tuple[int, int]:
     width = h.shape[-1]
     return h.numel() // width, -(-width // _BLOCK)
-
-
-def kernels():
-    """Only on a GPU: Triton is not there without one."""
-    from arriero.kernels import swiglu_triton
-
-    return swiglu_triton

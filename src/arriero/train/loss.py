@@ -4,9 +4,6 @@ C tokens of a chunk, N of a batch, V rows of the vocabulary held here.
 """
 
 from collections.abc import Iterator
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import record_function
 
 from arriero.data.order.rows import IGNORED
-from arriero.kernels import usable
+from arriero.kernels import kernels, usable
 from arriero.model.layers import HeadLoss
 
 _ROWS = 64
@@ -98,7 +95,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     if usable(gradient) and gradient.is_contiguous():
-        return cross_entropy().scaled(gradient, factor)
+        return kernels("cross_entropy").scaled(gradient, factor)
     return gradient * factor
 
 
@@ -134,7 +131,7 @@ def _aligned(weight_VD: Tensor) -> Tensor:
 def _slope_in_place(logits_CV: Tensor, columns: int, labels_C: Tensor, z_loss: float, held: _Slice) -> Tensor:
     """The chunk's summed loss; its gradient by the logits takes their place. Columns beyond are padding."""
     if usable(logits_CV) and held.ranks is None:
-        return cross_entropy().loss_and_slope(logits_CV, columns, labels_C, IGNORED, z_loss)
+        return kernels("cross_entropy").loss_and_slope(logits_CV, columns, labels_C, IGNORED, z_loss)
     softmax = _softmax(logits_CV, labels_C, held, columns)
     share_C1 = softmax.share_C1
     if z_loss:
@@ -142,7 +139,9 @@ def _slope_in_place(logits_CV: Tensor, columns: int, labels_C: Tensor, z_loss: f
     target_C1 = softmax.target_C1
     if softmax.scores_CV is None:
         top_C1 = softmax.top_C1
-        cross_entropy().slope_in_place(logits_CV, columns, target_C1[:, 0], top_C1[:, 0], share_C1[:, 0])
+        kernels("cross_entropy").slope_in_place(
+            logits_CV, columns, target_C1[:, 0], top_C1[:, 0], share_C1[:, 0]
+        )
         return softmax.loss
     scores_CV = softmax.scores_CV.mul_(share_C1)
     scores_CV.scatter_(1, target_C1, scores_CV.gather(1, target_C1) - softmax.mine_C1.float())
@@ -175,7 +174,9 @@ def _softmax(logits_CV: Tensor, labels_C: Tensor, held: _Slice, columns: int) ->
     if usable(logits_CV):
         scores_CV = None
         target_C1 = target_C1.where(mine_C1, -1)
-        top_C1, sum_C1, wanted_C1 = cross_entropy().statistics(logits_CV, columns, target_C1[:, 0])[..., None]
+        top_C1, sum_C1, wanted_C1 = kernels("cross_entropy").statistics(logits_CV, columns, target_C1[:, 0])[
+            ..., None
+        ]
     else:
         target_C1 = target_C1.where(mine_C1, 0)
         scores_CV = logits_CV.float()
@@ -202,12 +203,6 @@ def _of_all_slices(
     tops, totals, targets = torch.stack(every).unbind(1)
     top = tops.amax(0)
     return top, (totals * (tops - top).exp()).sum(0), targets.sum(0)
-
-
-@cache
-def cross_entropy() -> ModuleType:
-    """Only on a GPU: Triton is not there without one."""
-    return import_module("arriero.kernels.cross_entropy")
 
 
 def _chunks(labels_N: Tensor, chunk: int | Literal[False]) -> Iterator[slice]:

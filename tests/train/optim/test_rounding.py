@@ -2,7 +2,7 @@ import torch
 
 from arriero.config.schema import OptimSection
 from arriero.train.optim import Optimizer
-from arriero.train.optim.rounding import Noise, low_half, to_bf16
+from arriero.train.optim.rounding import Noise, high_half, joined, low_half, split, third_half, to_bf16
 
 NOISE = Noise(1, torch.device("cpu"))
 
@@ -22,6 +22,27 @@ def test_rounding_takes_a_neighbour_and_the_mean_is_the_value():
         assert neighbours[0] < value < neighbours[1]
         # five standard errors of the mean of so many coin tosses
         assert abs(got.double().mean().item() - values[0].item()) < 5 * 0.5 * gap.item() / count**0.5
+
+
+def test_the_three_halves_of_the_same_bits_are_uniform_and_independent():
+    bits = NOISE.bits(1, "w", 0, 1 << 20)
+    halves = [half(bits).double() / 2**16 - 0.5 for half in (low_half, high_half, third_half)]
+    for number, half in enumerate(halves):
+        assert abs(half.mean().item()) < 5 * (1 / 12) ** 0.5 / 2**10
+        assert abs(half.var().item() - 1 / 12) < 1e-3
+        for other in halves[:number]:
+            assert abs((half * other).mean().item()) < 5 / 12 / 2**10
+
+
+def test_an_fp32_number_is_the_nearest_bf16_and_the_rest_of_its_bits():
+    bits = torch.randint(-(1 << 31), (1 << 31) - 1, (1 << 18,), generator=torch.Generator().manual_seed(1))
+    values = bits.int().view(torch.float32)
+    upper, lower = split(values)
+    assert (upper.dtype, lower.dtype) == (torch.bfloat16, torch.int16)
+    assert torch.equal(joined(upper, lower).view(torch.int32), values.view(torch.int32))
+    usual = values.isfinite() & upper.isfinite()
+    off, least = (values - upper.float()).abs(), (values - values.bfloat16().float()).abs()
+    assert torch.equal(off[usual], least[usual])
 
 
 def test_what_bf16_can_hold_is_kept():

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import import_module
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from arriero.config.schema import OptimSection
-from arriero.kernels import usable
+from arriero.kernels import kernels, usable
 from arriero.train.optim.rounding import (
     Noise,
     high_half,
@@ -62,7 +61,7 @@ class AdamW:
     def _at_once(
         self, names: list[str], gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int
     ):
-        kernel = import_module("arriero.kernels.adamw")
+        kernel = kernels("adamw")
         weights = [self._weights[name] for name in names]
         moments = [self.moments[name] for name in names]
         decays, keys = self._constants(tuple(names))

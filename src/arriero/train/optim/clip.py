@@ -1,10 +1,7 @@
 """The norm of all gradients of a run, however they are spread over ranks."""
 
 from collections.abc import Iterable, Sequence
-from functools import cache
-from importlib import import_module
 from itertools import groupby
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -12,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DeviceMesh, DTensor
 
-from arriero.kernels import usable
+from arriero.kernels import kernels, usable
 from arriero.train.optim.shards import local_of, split_dims
 
 _Spread = tuple[DeviceMesh | None, tuple[int, ...]]
@@ -48,7 +45,7 @@ def _sum_of_squares(parts: list[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=parts[0].device)
     if usable(filled[0]):
         by_type = groupby(sorted(filled, key=_type), key=_type)
-        return torch.stack([_many().sum_of_squares(list(same)) for _, same in by_type]).sum()
+        return torch.stack([kernels("many").sum_of_squares(list(same)) for _, same in by_type]).sum()
     # a long fp32 sum loses digits, and others in each layout
     norms = torch._foreach_norm(filled, 2, dtype=torch.float64)
     return torch.stack(list(norms)).double().square().sum()
@@ -56,12 +53,6 @@ def _sum_of_squares(parts: list[Tensor]) -> Tensor:
 
 def _type(tensor: Tensor) -> str:
     return str(tensor.dtype)
-
-
-@cache
-def _many() -> ModuleType:
-    """Only on a GPU: Triton is not there without one."""
-    return import_module("arriero.kernels.many")
 
 
 def _reduce_over_meshes(sums: dict[_Spread, Tensor]) -> None:

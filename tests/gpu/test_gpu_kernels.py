@@ -1,0 +1,111 @@
+"""Each kernel beside its twin in plain PyTorch, on fresh numbers."""
+
+import pytest
+import torch
+
+from arriero.kernels import float8
+from arriero.kernels.swiglu import swiglu
+from arriero.train.optim.adamw import in_place
+from arriero.train.optim.rounding import Noise
+from arriero.train.optim.states import Plain
+from gpu.alone import DEVICE, alone, apart
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SIZES = (7, 2048, 5000, 123_457)
+
+
+def fresh(*shape, dtype=BF16, std=1.0):
+    return (torch.randn(*shape, device=DEVICE) * std).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("weights", "moments", "halves"),
+    [(BF16, BF16, False), (BF16, FP32, True), (BF16, BF16, True), (FP32, FP32, False)],
+    ids=["bf16, rounded by chance", "fp32 in halves", "fp32 in halves, bf16 moments", "fp32"],
+)
+def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halves):
+    def work():
+        from arriero.kernels.adamw import Parameters, Rates, step_in_place
+
+        noise = Noise(1, DEVICE)
+        w = [fresh(n, dtype=weights) for n in SIZES]
+        g = [fresh(n, dtype=weights) for n in SIZES]
+        m, v = ([torch.zeros(n, dtype=moments, device=DEVICE) for n in SIZES] for _ in range(2))
+        low = [torch.randint(-999, 999, (n,), dtype=torch.int16, device=DEVICE) for n in SIZES]
+        low = low if halves else []
+        decays = torch.tensor([0.1, 0.0, 0.1, 0.3], device=DEVICE)
+        keys = torch.stack([noise.key(str(n), 0) for n in SIZES])
+        factor = torch.tensor(0.7, device=DEVICE)
+        twins = [[t.clone() for t in each] for each in (w, low, m, v)]
+        for step in (1, 2, 3):
+            rates = Rates(0.01, 0.01 / (1 - 0.9**step), (1 - 0.95**step) ** -0.5, 0.9, 0.95, 1e-8)
+            step_key = noise.step_key(step)
+            step_in_place(Parameters(w, low, g, m, v, decays, keys), rates, factor, step_key)
+            for i in range(len(SIZES)):
+                numbers = (1 - 0.01 * decays[i].item(), rates.rate, rates.unbias)
+                in_place(
+                    twins[0][i],
+                    twins[1][i] if halves else None,
+                    g[i],
+                    [twins[2][i]],
+                    [twins[3][i]],
+                    Plain(moments),
+                    Plain(moments),
+                    keys[i],
+                    torch.tensor(step_key, dtype=torch.int32, device=DEVICE),
+                    [*(torch.tensor(number, device=DEVICE) for number in numbers), factor],
+                    0.9,
+                    0.95,
+                    1e-8,
+                )
+        return [
+            apart(a, b) for ours, twin in zip((w, m, v), (twins[0], *twins[2:]), strict=True)
+            for a, b in zip(ours, twin, strict=True)
+        ]  # fmt: skip
+
+    # a last bit of fp32 may tip a coin, of one element in many
+    assert max(alone(work)) < 1e-4
+
+
+def test_the_norm_of_many_tensors_is_that_of_all_their_elements():
+    def work():
+        from arriero.kernels.many import sum_of_squares
+
+        tensors = [fresh(n) for n in SIZES]
+        return sum_of_squares(tensors).item(), sum(t.double().square().sum() for t in tensors).item()
+
+    found, expected = alone(work)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("outs", [(512,), (256, 64, 64), (48,)])
+@pytest.mark.parametrize("tokens", [256, 100])
+def test_float8_products_and_gradients_are_those_emulated(tokens, outs):
+    def work():
+        x = fresh(tokens, 128).requires_grad_()
+        weights = [fresh(out, 128, std=0.02).requires_grad_() for out in outs]
+        gradient = fresh(tokens, sum(outs), std=1e-3)
+        here = [x.detach().cpu().requires_grad_(), *(w.detach().cpu().requires_grad_() for w in weights)]
+        found, expected = float8.linears(x, weights), float8.linears(here[0], here[1:])
+        grads = torch.autograd.grad(found, [x, *weights], gradient)
+        twins = torch.autograd.grad(expected, here, gradient.cpu())
+        pairs = zip([found, *grads], [expected, *twins], strict=True)
+        return [apart(a.detach().cpu(), b.detach()) for a, b in pairs]
+
+    # an element on the border between two float8 numbers may fall to either side
+    assert max(alone(work)) < 0.02
+
+
+def test_swiglu_of_two_halves_is_the_plain_one():
+    def work():
+        y = fresh(3, 50, 2 * 5000).requires_grad_()
+        exact = y.detach().double().cpu().requires_grad_()
+        gradient = fresh(3, 50, 5000)
+        found, expected = swiglu(y), swiglu(exact)
+        (mine,) = torch.autograd.grad(found, y, gradient)
+        (theirs,) = torch.autograd.grad(expected, exact, gradient.double().cpu())
+        return apart(found.detach().cpu(), expected.detach()), apart(mine.cpu(), theirs)
+
+    assert max(alone(work)) < 2**-8
