@@ -9,8 +9,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "arriero"
 
 # A room may import from its own floor and from those below it.
 FLOORS = [
-    {"units", "errors", "events", "kernels", "__version__"},
-    {"config"},
+    {"units", "errors", "events", "__version__"},
+    {"config", "kernels"},
     {"model", "data", "plan"},
     {"parallel", "checkpoint"},
     {"train"},

@@ -11,6 +11,7 @@ from torch import Tensor
 from arriero.kernels import kernels, usable
 
 _BLOCK = 4096
+_WARPS = 8
 
 
 def swiglu(y: Tensor) -> Tensor:
@@ -23,16 +24,16 @@ def swiglu(y: Tensor) -> Tensor:
 @torch.library.custom_op("arriero::swiglu", mutates_args=())
 def _swiglu(y: Tensor) -> Tensor:
     h = y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
-    kernels("swiglu_triton").forward[_grid(h)](y, h, h.shape[-1], BLOCK=_BLOCK, num_warps=8)
+    launch = kernels("swiglu_triton").forward[_grid(h)]
+    launch(y, h, h.shape[-1], BLOCK=_BLOCK, num_warps=_WARPS)
     return h
 
 
 @torch.library.custom_op("arriero::swiglu_backward", mutates_args=())
 def _swiglu_backward(gradient: Tensor, y: Tensor) -> Tensor:
     y_grad = torch.empty_like(y)
-    kernels("swiglu_triton").backward[_grid(gradient)](
-        gradient, y, y_grad, gradient.shape[-1], BLOCK=_BLOCK, num_warps=8
-    )
+    launch = kernels("swiglu_triton").backward[_grid(gradient)]
+    launch(gradient, y, y_grad, gradient.shape[-1], BLOCK=_BLOCK, num_warps=_WARPS)
     return y_grad
 
 

@@ -138,10 +138,8 @@ def _slope_in_place(logits_CV: Tensor, columns: int, labels_C: Tensor, z_loss: f
         share_C1 = share_C1 * (1.0 + 2.0 * z_loss * softmax.log_sum_C1)
     target_C1 = softmax.target_C1
     if softmax.scores_CV is None:
-        top_C1 = softmax.top_C1
-        kernels("cross_entropy").slope_in_place(
-            logits_CV, columns, target_C1[:, 0], top_C1[:, 0], share_C1[:, 0]
-        )
+        columns_C = (column_C1[:, 0] for column_C1 in (target_C1, softmax.top_C1, share_C1))
+        kernels("cross_entropy").slope_in_place(logits_CV, columns, *columns_C)
         return softmax.loss
     scores_CV = softmax.scores_CV.mul_(share_C1)
     scores_CV.scatter_(1, target_C1, scores_CV.gather(1, target_C1) - softmax.mine_C1.float())
@@ -174,9 +172,8 @@ def _softmax(logits_CV: Tensor, labels_C: Tensor, held: _Slice, columns: int) ->
     if usable(logits_CV):
         scores_CV = None
         target_C1 = target_C1.where(mine_C1, -1)
-        top_C1, sum_C1, wanted_C1 = kernels("cross_entropy").statistics(logits_CV, columns, target_C1[:, 0])[
-            ..., None
-        ]
+        found_3C = kernels("cross_entropy").statistics(logits_CV, columns, target_C1[:, 0])
+        top_C1, sum_C1, wanted_C1 = found_3C[..., None]
     else:
         target_C1 = target_C1.where(mine_C1, 0)
         scores_CV = logits_CV.float()
