@@ -1,7 +1,11 @@
 import pytest
 import torch
 
+from arriero.config.load import load_run
 from arriero.errors import UserError
+from arriero.model.presets import expand, load_preset
+from arriero.plan.layout import Layout
+from arriero.train.arrange import _compiled
 from arriero.train.device import Device, choose_compute, choose_device
 
 GPU = Device(torch.device("cuda"), "a GPU", 2**30, None)
@@ -44,3 +48,12 @@ def test_the_cpu_knows_its_free_memory():
     device = choose_device("cpu")
     assert 2**28 < device.memory < 2**50
     assert device.peak_memory() > 2**20
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "compiled"),
+    [("llama3.2-1b", GPU, True), ("llama-demo", GPU, False), ("llama3.2-1b", CPU, False)],
+)
+def test_blocks_are_compiled_on_gpus_unless_they_are_tiny(model, device, compiled):
+    config = load_run(None, [f"model.preset={model}"], expand).config
+    assert _compiled(config, load_preset(model), Layout(), device)[0] is compiled

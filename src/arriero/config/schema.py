@@ -249,7 +249,7 @@ class PrecisionSection(Section):
         description="Layers that stay in the compute precision, by name: 'blocks.0.*' or '*.attention.k'.",
     )
     compile: bool | Literal["auto"] = Field(
-        "auto", description="torch.compile each block; 'auto' compiles on GPUs."
+        "auto", description="torch.compile each block; 'auto' compiles on GPUs, unless blocks are tiny."
     )
 
 

@@ -91,8 +91,10 @@ def _both_layouts(parts: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, T
     if _computes(parts[0]):
         return kernels("float8_cast").both_layouts([part.contiguous() for part in parts], kind)
     whole = torch.cat(list(parts)).float()
-    scale = whole.abs().amax().clamp(min=1e-12) / torch.finfo(kind).max
-    cast = (whole / scale).to(kind)
+    most = torch.finfo(kind).max
+    scale = whole.abs().amax().clamp(min=1e-12) / most
+    # rounding may step over the largest number there is
+    cast = (whole / scale).clamp(-most, most).to(kind)
     return cast, cast.T.contiguous(), scale
 
 

@@ -26,6 +26,8 @@ from arriero.train.rundir import refuse_foreign
 from arriero.train.session import Decision
 from arriero.units import human_count
 
+_WORTH_COMPILING = 1_000_000
+
 
 @dataclass(frozen=True)
 class Arrangement:
@@ -62,7 +64,7 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
     chunk, chunk_reason = loss_chunk(config, spec, layout, compute.itemsize, device.memory, device.is_gpu)
     need = need_of(config, spec, layout, compute.itemsize, chunk)
     micro = _micro_batch(config, spec, layout, sequences, per_rank, need, device)
-    compiled, compile_reason = _compiled(config, layout, device)
+    compiled, compile_reason = _compiled(config, spec, layout, device)
     if conflict := next(conflicts(config, spec, layout, compute, compiled, device), None):
         raise UserError(*conflict)
     cuts = cut_stages(spec, config.data.seq_len, stages)
@@ -119,11 +121,13 @@ def _layout_decisions(
     return decisions
 
 
-def _compiled(config: RunConfig, layout: Layout, device: Device) -> tuple[bool, str]:
+def _compiled(config: RunConfig, spec: ModelSpec, layout: Layout, device: Device) -> tuple[bool, str]:
     if config.precision.compile != "auto":
         return config.precision.compile, "as configured"
     if device.is_gpu and layout.pp > 1 and SCHEDULES[config.parallel.schedule].splits_backward:
         return False, f"the schedule '{config.parallel.schedule}' splits the backward pass"
+    if device.is_gpu and spec.block_parameters < _WORTH_COMPILING:
+        return False, "blocks so small would not repay it"
     return device.is_gpu, "GPUs only"
 
 
