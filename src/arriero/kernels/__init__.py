@@ -5,11 +5,21 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 
 def usable(tensor: Tensor) -> bool:
     return tensor.is_cuda and _has_triton()
+
+
+def in_line(tensor: Tensor) -> bool:
+    """Contiguous from a multiple of 16 bytes on, as kernels read it; a slice of another tensor may not be."""
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def lined_up(tensor: Tensor) -> Tensor:
+    return tensor if in_line(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 @cache

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from arriero.kernels import in_line, lined_up
+
 BLOCK = 2048
 WARPS = 4
 # of reads alone more are in flight
@@ -33,8 +35,8 @@ def blocks_of(sizes: tuple[int, ...], device: torch.device, block: int = BLOCK) 
 
 
 def addresses(tensors: Sequence[Tensor]) -> Tensor:
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        raise ValueError("a kernel over many tensors takes contiguous ones")
+    if not all(in_line(tensor) for tensor in tensors):
+        raise ValueError("a kernel over many tensors takes contiguous ones from multiples of 16 bytes on")
     found = torch.tensor([tensor.data_ptr() for tensor in tensors])
     return found.to(tensors[0].device, non_blocking=True)
 
@@ -45,7 +47,7 @@ def triton_type(tensor: Tensor) -> tl.dtype:
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """In fp64, of tensors of one type."""
-    tensors = [tensor.contiguous() for tensor in tensors]
+    tensors = [lined_up(tensor) for tensor in tensors]
     blocks = blocks_of(tuple(tensor.numel() for tensor in tensors), tensors[0].device, _READ_BLOCK)
     sums = torch.empty(blocks.count, dtype=torch.float32, device=tensors[0].device)
     _sum_of_squares[(blocks.count,)](
@@ -72,7 +74,7 @@ def place_of_block(owners, sizes, first_blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def pointer_to(table, owner, start, TYPE: tl.constexpr):
-    # allocations begin at multiples of 16 bytes, and blocks keep it
+    # as `in_line` has it, and blocks keep it
     address = tl.load(table + owner).to(tl.pointer_type(TYPE))
     return tl.multiple_of(address + start, 16)
 

@@ -1,14 +1,14 @@
 """AdamW: on a GPU one kernel for all parameters; elsewhere, and for moments in eight bits, one at a time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from arriero.config.schema import OptimSection
-from arriero.kernels import kernels, usable
+from arriero.kernels import in_line, kernels, lined_up, usable
 from arriero.train.optim.rounding import (
     Noise,
     high_half,
@@ -40,23 +40,21 @@ class AdamW:
     def step(self, gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int) -> None:
         """`gradients` are local and to be multiplied by `factor`; those of other rules are passed over."""
         names = [name for name in self._weights if name in gradients and gradients[name].numel()]
-        at_once = self._plain and all(
-            usable(gradients[name]) and self._weights[name].shadow is None for name in names
-        )
-        if at_once or self._exact:
-            kind = self._kind if at_once else self._decay
-            update = self._at_once if at_once else self._by_torch
-            for _, alike in groupby(sorted(names, key=kind(gradients)), kind(gradients)):
-                update(list(alike), gradients, factor, lr, step)
-            return
-        for name in names:
-            self._one(name, gradients[name], factor, lr, step)
+        if self._plain and all(self._fits_kernel(name, gradients[name]) for name in names):
+            for alike in _groups(
+                names, lambda name: (self._weights[name].parameter.dtype, gradients[name].dtype)
+            ):
+                self._at_once(alike, gradients, factor, lr, step)
+        elif self._exact:
+            for alike in _groups(names, lambda name: self._weights[name].decay):
+                self._by_torch(alike, gradients, factor, lr, step)
+        else:
+            for name in names:
+                self._one(name, gradients[name], factor, lr, step)
 
-    def _kind(self, gradients: Mapping[str, Tensor]):
-        return lambda name: f"{self._weights[name].parameter.dtype} {gradients[name].dtype}"
-
-    def _decay(self, gradients: Mapping[str, Tensor]):
-        return lambda name: self._weights[name].decay
+    def _fits_kernel(self, name: str, gradient: Tensor) -> bool:
+        weight = self._weights[name]
+        return usable(gradient) and weight.shadow is None and in_line(weight.local)
 
     def _at_once(
         self, names: list[str], gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int
@@ -68,7 +66,7 @@ class AdamW:
         parameters = kernel.Parameters(
             weights=[weight.local for weight in weights],
             lows=[weight.low for weight in weights if weight.low is not None],
-            gradients=[gradients[name].contiguous() for name in names],
+            gradients=[lined_up(gradients[name]) for name in names],
             first=[moment["exp_avg"].stored[0] for moment in moments],
             second=[moment["exp_avg_sq"].stored[0] for moment in moments],
             decays=decays,
@@ -136,6 +134,13 @@ class AdamW:
         )
         if weight.shadow is not None or not local.is_contiguous():
             local.copy_(flat.view(local.shape))
+
+
+def _groups(names: Sequence[str], kind: Callable[[str], Any]) -> list[list[str]]:
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+        groups.setdefault(kind(name), []).append(name)
+    return list(groups.values())
 
 
 @cache
