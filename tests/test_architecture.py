@@ -58,3 +58,9 @@ def test_planning_and_the_command_table_do_not_load_torch(python):
     """`arriero --help` answers at once; only work that needs torch pays for its import."""
     result = python("-c", "import sys, arriero.cli, arriero.plan.hardware; sys.exit('torch' in sys.modules)")
     assert result.returncode == 0, result.stderr
+
+
+def test_kernels_know_torch_and_triton_alone():
+    for path in (SOURCE / "kernels").rglob("*.py"):
+        for name in imports_of(path):
+            assert not name.startswith("arriero.") or name.startswith("arriero.kernels"), (path, name)

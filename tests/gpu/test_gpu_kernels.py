@@ -6,7 +6,7 @@ import torch
 from arriero.kernels import float8
 from arriero.kernels.swiglu import swiglu
 from arriero.train.optim.adamw import in_place
-from arriero.train.optim.rounding import Noise
+from arriero.train.optim.rounding import Noise, joined
 from arriero.train.optim.states import Plain
 from gpu.alone import DEVICE, alone, apart
 
@@ -20,18 +20,26 @@ def fresh(*shape, dtype=BF16, std=1.0):
     return (torch.randn(*shape, device=DEVICE) * std).to(dtype)
 
 
+def out_of_line(tensor):
+    """The same numbers from one element later on: no multiple of 16 bytes."""
+    moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=DEVICE)[1:]
+    return moved.copy_(tensor)
+
+
+@pytest.mark.parametrize("shifted", [False, True], ids=["in line", "out of line"])
 @pytest.mark.parametrize(
     ("weights", "moments", "halves"),
     [(BF16, BF16, False), (BF16, FP32, True), (BF16, BF16, True), (FP32, FP32, False)],
     ids=["bf16, rounded by chance", "fp32 in halves", "fp32 in halves, bf16 moments", "fp32"],
 )
-def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halves):
+def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halves, shifted):
     def work():
         from arriero.kernels.adamw import Parameters, Rates, step_in_place
 
         noise = Noise(1, DEVICE)
         w = [fresh(n, dtype=weights) for n in SIZES]
         g = [fresh(n, dtype=weights) for n in SIZES]
+        g = [out_of_line(each) for each in g] if shifted else g
         m, v = ([torch.zeros(n, dtype=moments, device=DEVICE) for n in SIZES] for _ in range(2))
         low = [torch.randint(-999, 999, (n,), dtype=torch.int16, device=DEVICE) for n in SIZES]
         low = low if halves else []
@@ -40,7 +48,8 @@ def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halv
         factor = torch.tensor(0.7, device=DEVICE)
         twins = [[t.clone() for t in each] for each in (w, low, m, v)]
         for step in (1, 2, 3):
-            rates = Rates(0.01, 0.01 / (1 - 0.9**step), (1 - 0.95**step) ** -0.5, 0.9, 0.95, 1e-8)
+            unbiased = (0.01 / (1 - 0.9**step), (1 - 0.95**step) ** -0.5)
+            rates = Rates(0.01, *unbiased, 0.9, 1 - 0.9, 0.95, 1 - 0.95, 1e-8)
             step_key = noise.step_key(step)
             step_in_place(Parameters(w, low, g, m, v, decays, keys), rates, factor, step_key)
             for i in range(len(SIZES)):
@@ -60,6 +69,10 @@ def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halv
                     0.95,
                     1e-8,
                 )
+        if halves:
+            w, twins[0] = (
+                [joined(*pair) for pair in zip(*each, strict=True)] for each in ((w, low), twins[:2])
+            )
         return [
             apart(a, b) for ours, twin in zip((w, m, v), (twins[0], *twins[2:]), strict=True)
             for a, b in zip(ours, twin, strict=True)
@@ -69,11 +82,12 @@ def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halv
     assert max(alone(work)) < 1e-4
 
 
-def test_the_norm_of_many_tensors_is_that_of_all_their_elements():
+@pytest.mark.parametrize("shifted", [False, True], ids=["in line", "out of line"])
+def test_the_norm_of_many_tensors_is_that_of_all_their_elements(shifted):
     def work():
         from arriero.kernels.many import sum_of_squares
 
-        tensors = [fresh(n) for n in SIZES]
+        tensors = [out_of_line(fresh(n)) if shifted else fresh(n) for n in SIZES]
         return sum_of_squares(tensors).item(), sum(t.double().square().sum() for t in tensors).item()
 
     found, expected = alone(work)
@@ -109,3 +123,30 @@ def test_swiglu_of_two_halves_is_the_plain_one():
         return apart(found.detach().cpu(), expected.detach()), apart(mine.cpu(), theirs)
 
     assert max(alone(work)) < 2**-8
+
+
+def test_slices_of_the_vocabulary_have_the_slope_of_the_whole():
+    """As the ranks of tensor parallelism compute it, which exchange their statistics between the halves."""
+
+    def work():
+        from arriero.kernels.cross_entropy import loss_and_slope, slope_in_place, statistics
+
+        logits, labels = fresh(64, 1000, std=3.0), torch.randint(0, 1000, (64,), device=DEVICE)
+        labels[::5] = -100
+        slices = [logits[:, :600].contiguous(), logits[:, 600:].contiguous()]
+        targets = [labels.where((labels >= 0) & (labels < 600), -1), (labels - 600).where(labels >= 600, -1)]
+        loss = loss_and_slope(logits, 1000, labels, -100, 0.0)
+        found = [
+            statistics(part, part.shape[1], target) for part, target in zip(slices, targets, strict=True)
+        ]
+        top = torch.maximum(found[0][0], found[1][0])
+        total = sum(each[1] * (each[0] - top).exp() for each in found)
+        counted = labels != -100
+        for (part, target), own in zip(pairs, found, strict=True):
+            share = counted * (own[0] - top).exp() / total
+            slope_in_place(part, part.shape[1], target, own[0], share)
+        joined_loss = ((total.log() + top - found[0][2] - found[1][2]) * counted).sum()
+        return apart(joined_loss, loss), apart(torch.cat(slices, dim=1), logits)
+
+    value, slope = alone(work)
+    assert value < 1e-6 and slope < 2**-8

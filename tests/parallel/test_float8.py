@@ -11,9 +11,10 @@ from arriero.config.load import load_run
 from arriero.config.problems import ConfigError
 from arriero.config.schema import PrecisionSection
 from arriero.errors import UserError
+from arriero.kernels.float8 import computes_float8
 from arriero.model.build import build_model
 from arriero.model.presets import expand, load_preset
-from arriero.parallel.precision import apply_float8, computes_float8, renew_scales
+from arriero.parallel.precision import apply_float8, renew_scales
 
 SPEC = load_preset("llama-test")
 IN_A_BLOCK = {f"attention.{n}" for n in "qkvo"} | {f"ffn.{n}" for n in ("gate", "up", "down")}

@@ -99,8 +99,8 @@ def test_a_schedule_without_backward_in_between_holds_the_whole_batch():
 
 def test_a_gpu_takes_as_many_logits_at_once_as_a_sixteenth_of_its_memory_holds():
     spec = load_preset("llama3.1-8b")
-    chosen = [loss_chunk(config(), spec, Layout(), 2, gib << 30, True)[0] for gib in (139, 80, 24, 0)]
+    chosen = [loss_chunk(config(), spec, Layout(), 2, gib << 30)[0] for gib in (139, 80, 24, 0)]
     assert chosen == [32768, 16384, 4096, 256]
-    assert loss_chunk(config(), spec, Layout(tp=4), 2, 24 << 30, True)[0] == 16384
-    assert loss_chunk(config(), spec, Layout(), 4, 139 << 30, False)[0] == 2048
-    assert loss_chunk(config("memory.loss_chunk=77"), spec, Layout(), 2, 1 << 40, True)[0] == 77
+    assert loss_chunk(config(), spec, Layout(tp=4), 2, 24 << 30)[0] == 16384
+    assert loss_chunk(config(), spec, Layout(), 4, None)[0] == 2048
+    assert loss_chunk(config("memory.loss_chunk=77"), spec, Layout(), 2, 1 << 40)[0] == 77

@@ -255,3 +255,15 @@ def test_a_rank_without_a_row_is_refused_on_every_rank():
         return True
 
     assert run_ranks(work, 3, leader_prints=False)
+
+
+def test_the_heads_gradient_may_be_too_large_for_fp16_before_it_is_scaled():
+    tokens = 4096
+    x = torch.full((1, tokens, 4), 9.0, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(5, 4, dtype=torch.float16, requires_grad=True)
+    labels = torch.ones(1, tokens, dtype=torch.long)
+    for chunk in (False, 1000):
+        loss = chunked_loss(chunk)(x, weight, labels)
+        (gradient,) = torch.autograd.grad(loss / tokens, weight)
+        assert gradient.dtype == torch.float16
+        torch.testing.assert_close(gradient[1], torch.full((4,), -7.2, dtype=torch.float16))

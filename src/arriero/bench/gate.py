@@ -32,6 +32,7 @@ class Mode:
     memory: Mapping[str, Any]
     optim: Mapping[str, Any]
     data: Mapping[str, Any]
+    parallel: Mapping[str, Any]
 
     @property
     def is_reference(self) -> bool:
@@ -53,12 +54,22 @@ class Mode:
 
 
 def mode_of(config: RunConfig, compute: str, compiled: bool) -> Mode:
-    precision = config.precision.model_dump(mode="json", include={"master", "float8", "float8_exclude"})
+    keys = {"master", "float8", "float8_exclude", "float8_all_gather"}
+    precision = config.precision.model_dump(mode="json", include=keys)
     memory = config.memory.model_dump(mode="json", include={"remat", "offload_activations"})
     chunk = CHUNK if config.memory.loss_chunk else False
     optim = config.optim.model_dump(mode="json", exclude={"lr"}, exclude_none=True)
     data = config.data.model_dump(mode="json", include={"document_mask", "packing"})
-    return Mode(compute, compiled, precision, memory | {"loss_chunk": chunk}, optim, data)
+    parallel = _float8_layout(config)
+    return Mode(compute, compiled, precision, memory | {"loss_chunk": chunk}, optim, data, parallel)
+
+
+def _float8_layout(config: RunConfig) -> dict[str, int]:
+    """Split layers and weights gathered in float8 are multiplied by other kernels, so they are judged so."""
+    if config.precision.float8 == "off":
+        return {}
+    split = {"tp": 2} if config.parallel.tp > 1 else {}
+    return split | ({"dp_shard": 2} if config.precision.float8_all_gather else {})
 
 
 def reference_of(mode: Mode) -> Mode:
@@ -67,10 +78,11 @@ def reference_of(mode: Mode) -> Mode:
     return Mode(
         mode.compute if mode.compute == "float16" else "float32",
         False,
-        {"master": "fp32", "float8": "off", "float8_exclude": []},
+        {"master": "fp32", "float8": "off", "float8_exclude": [], "float8_all_gather": False},
         plain,
         {**mode.optim, "state": "fp32"},
         mode.data,
+        {},
     )
 
 
@@ -99,7 +111,7 @@ def sets_of(mode: Mode) -> dict[str, Any]:
         "precision.compile": mode.compiled,
         "train.micro_batch": MICRO_BATCH,
     }
-    for section in ("precision", "memory", "optim", "data"):
+    for section in ("precision", "memory", "optim", "data", "parallel"):
         for name, value in getattr(mode, section).items():
             sets[f"{section}.{name}"] = tuple(value) if isinstance(value, list) else value
     return sets

@@ -75,7 +75,7 @@ class Checkpoints:
         self.bytes_each = bytes_each
         self._run_dir, self._ranks = run_dir, ranks
         self._keep, self._period = keep, period
-        self._staging = Staging() if background else None
+        self._staging, self._background = Staging(), background
         self._thread: threading.Thread | None = None
         self._reports: deque[Report] = deque()
         self._damaged: set[str] = set()
@@ -104,10 +104,10 @@ class Checkpoints:
         """Returns the seconds training had to wait. Failures are told by `reports`."""
         start = time.perf_counter()
         self.wait()
-        if self._staging is None:
-            self._write(unit, start)
-            return time.perf_counter() - start
         staged = Unit(unit.step, self._staging.copy(unit.pieces), unit.files, unit.about)
+        if not self._background:
+            self._write(staged, start)
+            return time.perf_counter() - start
         blocked = time.perf_counter() - start
         # a daemon: when the process must end at once, it ends; what is half written is not a checkpoint
         self._thread = threading.Thread(

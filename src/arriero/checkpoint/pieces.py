@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from arriero.checkpoint.formats.dcp import CarefulReader
+from arriero.checkpoint.lazily import OneByOne
 from arriero.checkpoint.ranks import Ranks
 from arriero.parallel.apply import held_here
 from arriero.parallel.precision import ordinary
@@ -61,27 +63,29 @@ class Piece:
         return [ChunkStorageMetadata(torch.Size(self.offset), self.local.shape)]
 
 
-def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+def pieces_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Piece]:
     """They share memory with the tensors: what is read into a piece is in the tensor."""
-    return {name: _piece(tensor) for name, tensor in tensors.items()}
+    return OneByOne({name: partial(_piece, tensors, name) for name in tensors})
 
 
-def _piece(tensor: Tensor) -> Piece:
-    tensor = ordinary(tensor)
+def _piece(tensors: Mapping[str, Tensor], name: str) -> Piece:
+    tensor = ordinary(tensors[name])
     for local, offset in held_here(tensor):
         return Piece(local, tuple(offset), tensor.shape)
     return Piece(cast(DTensor, tensor).to_local(), (0,) * tensor.ndim, tensor.shape)
 
 
 class Staging:
-    """Host memory for one save, used again by the next."""
+    """Host memory for one save, used again by the next. What is on its way there need not wait for the rest:
+    its memory is free for what the device does after the copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-        staged = {}
+        staged, from_gpu = {}, False
         for name, piece in pieces.items():
+            from_gpu |= piece.local.is_cuda
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != piece.local.shape or buffer.dtype != piece.local.dtype:
                 pinned = piece.local.is_cuda
@@ -89,7 +93,7 @@ class Staging:
                 self._buffers[name] = buffer
             buffer.copy_(piece.local, non_blocking=True)
             staged[name] = Piece(buffer, piece.offset, piece.shape)
-        if any(piece.local.is_cuda for piece in pieces.values()):
+        if from_gpu:
             torch.cuda.synchronize()
         return staged
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arriero.checkpoint.lazily import OneByOne
 from arriero.checkpoint.manifest import Manifest
 from arriero.checkpoint.pieces import Piece, pieces_of, read_pieces
 from arriero.checkpoint.ranks import Ranks
@@ -22,14 +24,16 @@ _LISTED = 12
 Moments = Mapping[str, Mapping[str, Tensor]]
 
 
-def flat(weights: Mapping[str, Tensor], state: Moments) -> dict[str, Tensor]:
-    return flat_weights(weights) | {
-        f"{OPTIM}{name}.{kind}": tensor for name, kinds in state.items() for kind, tensor in kinds.items()
-    }
+def flat(weights: Mapping[str, Tensor], state: Moments) -> Mapping[str, Tensor]:
+    """Under their names in checkpoints; each is taken from where it is when it is asked for."""
+    makers = {MODEL + name: partial(weights.__getitem__, name) for name in weights}
+    for name, kinds in state.items():
+        makers |= {f"{OPTIM}{name}.{kind}": partial(kinds.__getitem__, kind) for kind in kinds}
+    return OneByOne(makers)
 
 
-def flat_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {MODEL + name: tensor for name, tensor in weights.items()}
+def flat_weights(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return flat(weights, {})
 
 
 Described = Mapping[str, tuple[str, list[int]]]

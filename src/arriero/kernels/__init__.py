@@ -5,7 +5,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 
@@ -16,10 +15,6 @@ def usable(tensor: Tensor) -> bool:
 def in_line(tensor: Tensor) -> bool:
     """Contiguous from a multiple of 16 bytes on, as kernels read it; a slice of another tensor may not be."""
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-
-
-def lined_up(tensor: Tensor) -> Tensor:
-    return tensor if in_line(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 @cache

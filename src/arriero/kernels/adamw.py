@@ -10,18 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from arriero.kernels import in_line
 from arriero.kernels.many import BLOCK, WARPS, addresses, blocks_of, place_of_block, pointer_to, triton_type
 
 
 class Rates(NamedTuple):
     """`rate` is the learning rate over the bias of the first moment, `unbias` one over the root of the
-    second's."""
+    second's; the rests are what is left of one."""
 
     lr: float
     rate: float
     unbias: float
     beta1: float
+    rest1: float
     beta2: float
+    rest2: float
     eps: float
 
 
@@ -61,6 +64,7 @@ def step_in_place(parameters: Parameters, rates: Rates, factor: Tensor, step_key
         GRADIENT=triton_type(parameters.gradients[0]),
         MOMENT=triton_type(parameters.first[0]),
         SPLIT=bool(lows),
+        IN_LINE=all(in_line(tensor) for each in parameters[:5] for tensor in each),
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
@@ -103,7 +107,7 @@ def _store(pointer, at, left, values, MASKED: tl.constexpr):
 @triton.jit
 def _update(
     weight, low, gradient, first, second, start, left, decay, key, other, step, factor,
-    lr, rate, unbias, beta1, beta2, eps,
+    lr, rate, unbias, beta1, rest1, beta2, rest2, eps,
     SPLIT: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, BLOCK)
@@ -117,8 +121,8 @@ def _update(
         w = (upper + lower).to(tl.float32, bitcast=True)
     else:
         w = held.to(tl.float32)
-    m = beta1 * m + (1 - beta1) * g
-    v = beta2 * v + (1 - beta2) * g * g
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
     w = w * (1 - lr * decay) - rate * m / (tl.sqrt(v) * unbias + eps)
 
     random = _random_bits(start + at, key, other, step)
@@ -131,7 +135,10 @@ def _update(
     if SPLIT:
         bits = w.to(tl.int32, bitcast=True)
         upper = (bits + 0x8000) >> 16
-        _store(low, at, left, (bits - (upper << 16)).to(tl.int16), MASKED)
+        lower = bits - (upper << 16)
+        # the sum wraps for some of those that are no number, and would pass for one
+        upper, lower = tl.where(w != w, 0x7FC0, upper), tl.where(w != w, 0, lower)
+        _store(low, at, left, lower.to(tl.int16), MASKED)
         _store(weight, at, left, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), MASKED)
     elif weight.dtype.element_ty == tl.bfloat16:
         _store(weight, at, left, _round(w, (random * 0x9E3779B1) >> 16), MASKED)
@@ -142,16 +149,16 @@ def _update(
 @triton.jit(do_not_specialize=["step"])
 def _adamw(
     owners, sizes, first_blocks, weights, lows, gradients, firsts, seconds, decays, keys, factors, step,
-    lr, rate, unbias, beta1, beta2, eps,
+    lr, rate, unbias, beta1, rest1, beta2, rest2, eps,
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, MOMENT: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    IN_LINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     owner, start, left = place_of_block(owners, sizes, first_blocks, BLOCK)
-    weight = pointer_to(weights, owner, start, WEIGHT)
-    low = pointer_to(lows, owner, start, tl.int16)
-    gradient = pointer_to(gradients, owner, start, GRADIENT)
-    first = pointer_to(firsts, owner, start, MOMENT)
-    second = pointer_to(seconds, owner, start, MOMENT)
+    weight = pointer_to(weights, owner, start, WEIGHT, IN_LINE)
+    low = pointer_to(lows, owner, start, tl.int16, IN_LINE)
+    gradient = pointer_to(gradients, owner, start, GRADIENT, IN_LINE)
+    first = pointer_to(firsts, owner, start, MOMENT, IN_LINE)
+    second = pointer_to(seconds, owner, start, MOMENT, IN_LINE)
     decay, factor = tl.load(decays + owner), tl.load(factors)
     key = tl.load(keys + 2 * owner).to(tl.uint32, bitcast=True)
     other = tl.load(keys + 2 * owner + 1).to(tl.uint32, bitcast=True)
@@ -160,10 +167,10 @@ def _adamw(
     if left >= BLOCK:
         _update(
             weight, low, gradient, first, second, start, left, decay, key, other, stepped, factor,
-            lr, rate, unbias, beta1, beta2, eps, SPLIT, False, BLOCK,
+            lr, rate, unbias, beta1, rest1, beta2, rest2, eps, SPLIT, False, BLOCK,
         )  # fmt: skip
     else:
         _update(
             weight, low, gradient, first, second, start, left, decay, key, other, stepped, factor,
-            lr, rate, unbias, beta1, beta2, eps, SPLIT, True, BLOCK,
+            lr, rate, unbias, beta1, rest1, beta2, rest2, eps, SPLIT, True, BLOCK,
         )  # fmt: skip

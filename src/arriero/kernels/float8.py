@@ -5,6 +5,7 @@ rows and along its columns. One kernel therefore casts a tensor to both layouts 
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from arriero.kernels import kernels, usable
 
 # more digits for what is multiplied forward, more range for gradients
 _VALUES, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+_AMD_WITH_FLOAT8 = ("gfx94", "gfx95", "gfx120")
 MULTIPLE = 16
 
 
@@ -81,14 +83,14 @@ def _product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     """a @ b.T. `fast` leaves sums in the tensor cores, with fewer digits."""
-    if _computes(a):
+    if _by_kernels(a):
         return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
     return ((a.float() @ b.float().T) * (a_scale * b_scale)).to(dtype)
 
 
 def _both_layouts(parts: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The parts, one below the other, in float8; the same transposed; what to multiply them by."""
-    if _computes(parts[0]):
+    if _by_kernels(parts[0]):
         return kernels("float8_cast").both_layouts([part.contiguous() for part in parts], kind)
     whole = torch.cat(list(parts)).float()
     most = torch.finfo(kind).max
@@ -98,6 +100,22 @@ def _both_layouts(parts: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, T
     return cast, cast.T.contiguous(), scale
 
 
-def _computes(tensor: Tensor) -> bool:
-    """Elsewhere float8 is emulated."""
-    return usable(tensor) and torch.cuda.get_device_capability(tensor.device) >= (8, 9)
+def computes_float8(device: torch.device) -> bool:
+    """Whether the device multiplies float8; elsewhere it is emulated: as exact, and slower than bf16."""
+    if device.type != "cuda":
+        return False
+    amd = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")
+    # AMD's capability numbers say (9, 0) for an MI250, which has no float8
+    if amd.startswith("gfx"):
+        return amd.startswith(_AMD_WITH_FLOAT8)
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _by_kernels(tensor: Tensor) -> bool:
+    return usable(tensor) and _kernels_know(tensor.device)
+
+
+@cache
+def _kernels_know(device: torch.device) -> bool:
+    """AMD's float8 is another one."""
+    return torch.version.hip is None and computes_float8(device)

@@ -48,6 +48,13 @@ def both_layouts(parts: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, Te
 
 
 @triton.jit
+def _size(values):
+    """Infinite for what is no number: a maximum would pass over it, and of an infinite scale all is lost."""
+    values = tl.abs(values.to(tl.float32))
+    return tl.where(values != values, float("inf"), values)
+
+
+@triton.jit
 def _largest(x, found, count, BLOCK: tl.constexpr):
     """Each program goes over every n-th block."""
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -55,11 +62,11 @@ def _largest(x, found, count, BLOCK: tl.constexpr):
     most = tl.zeros((BLOCK,), tl.float32)
     whole = count // BLOCK
     for block in range(program, whole, programs):
-        most = tl.maximum(most, tl.abs(tl.load(x + block * BLOCK + at).to(tl.float32)))
+        most = tl.maximum(most, _size(tl.load(x + block * BLOCK + at)))
     # the rest, which only one program has
     rest = whole.to(tl.int64) * BLOCK + at
     inside = (rest < count) & (program == 0)
-    most = tl.maximum(most, tl.abs(tl.load(x + rest, mask=inside, other=0.0).to(tl.float32)))
+    most = tl.maximum(most, _size(tl.load(x + rest, mask=inside, other=0.0)))
     tl.store(found + program, tl.max(most, 0))
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arriero.kernels import in_line, lined_up
+from arriero.kernels import in_line
 
 BLOCK = 2048
 WARPS = 4
@@ -35,8 +35,8 @@ def blocks_of(sizes: tuple[int, ...], device: torch.device, block: int = BLOCK) 
 
 
 def addresses(tensors: Sequence[Tensor]) -> Tensor:
-    if not all(in_line(tensor) for tensor in tensors):
-        raise ValueError("a kernel over many tensors takes contiguous ones from multiples of 16 bytes on")
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("a kernel over many tensors takes contiguous ones")
     found = torch.tensor([tensor.data_ptr() for tensor in tensors])
     return found.to(tensors[0].device, non_blocking=True)
 
@@ -47,7 +47,7 @@ def triton_type(tensor: Tensor) -> tl.dtype:
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """In fp64, of tensors of one type."""
-    tensors = [lined_up(tensor) for tensor in tensors]
+    tensors = [tensor.contiguous() for tensor in tensors]
     blocks = blocks_of(tuple(tensor.numel() for tensor in tensors), tensors[0].device, _READ_BLOCK)
     sums = torch.empty(blocks.count, dtype=torch.float32, device=tensors[0].device)
     _sum_of_squares[(blocks.count,)](
@@ -57,6 +57,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         blocks.first,
         addresses(tensors),
         TYPE=triton_type(tensors[0]),
+        IN_LINE=all(in_line(tensor) for tensor in tensors),
         BLOCK=_READ_BLOCK,
         num_warps=WARPS,
     )
@@ -73,16 +74,21 @@ def place_of_block(owners, sizes, first_blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def pointer_to(table, owner, start, TYPE: tl.constexpr):
-    # as `in_line` has it, and blocks keep it
-    address = tl.load(table + owner).to(tl.pointer_type(TYPE))
-    return tl.multiple_of(address + start, 16)
+def pointer_to(table, owner, start, TYPE: tl.constexpr, IN_LINE: tl.constexpr):
+    pointer = tl.load(table + owner).to(tl.pointer_type(TYPE)) + start
+    # what begins in line does so in each block, and may be read in wide steps
+    if IN_LINE:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
-def _sum_of_squares(sums, owners, sizes, first_blocks, table, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_of_squares(
+    sums, owners, sizes, first_blocks, table,
+    TYPE: tl.constexpr, IN_LINE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     owner, start, left = place_of_block(owners, sizes, first_blocks, BLOCK)
-    pointer = pointer_to(table, owner, start, TYPE)
+    pointer = pointer_to(table, owner, start, TYPE, IN_LINE)
     at = tl.arange(0, BLOCK)
     # a mask would forbid wide loads, and almost all blocks are whole
     if left >= BLOCK:

@@ -24,7 +24,7 @@ def swiglu(y: Tensor) -> Tensor:
 @torch.library.custom_op("arriero::swiglu", mutates_args=())
 def _swiglu(y: Tensor) -> Tensor:
     h = y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
-    launch = kernels("swiglu_triton").forward[_grid(h)]
+    launch = kernels("swiglu_triton").swiglu_forward[_grid(h)]
     launch(y, h, h.shape[-1], BLOCK=_BLOCK, num_warps=_WARPS)
     return h
 
@@ -32,7 +32,7 @@ def _swiglu(y: Tensor) -> Tensor:
 @torch.library.custom_op("arriero::swiglu_backward", mutates_args=())
 def _swiglu_backward(gradient: Tensor, y: Tensor) -> Tensor:
     y_grad = torch.empty_like(y)
-    launch = kernels("swiglu_triton").backward[_grid(gradient)]
+    launch = kernels("swiglu_triton").swiglu_backward[_grid(gradient)]
     launch(gradient, y, y_grad, gradient.shape[-1], BLOCK=_BLOCK, num_warps=_WARPS)
     return y_grad
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def forward(y, h, width, BLOCK: tl.constexpr):
+def swiglu_forward(y, h, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -15,7 +15,7 @@ def forward(y, h, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def backward(gradient, y, y_grad, width, BLOCK: tl.constexpr):
+def swiglu_backward(gradient, y, y_grad, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

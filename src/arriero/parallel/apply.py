@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from arriero.config.schema import MemorySection, PrecisionSection
+from arriero.kernels.float8 import computes_float8
 from arriero.model.base import LanguageModel
 from arriero.model.build import build_model
 from arriero.model.init import Piece
@@ -18,7 +19,7 @@ from arriero.model.spec import ModelSpec
 from arriero.parallel.context import apply_context
 from arriero.parallel.fsdp import Sharding, shard_weights
 from arriero.parallel.mesh import Mesh
-from arriero.parallel.precision import Float8Layers, apply_float8, computes_float8, joined_layers
+from arriero.parallel.precision import Float8Layers, apply_float8, joined_layers
 from arriero.parallel.remat import apply_remat
 from arriero.parallel.tensor import split_layers, use_async_tensor_parallel
 
@@ -53,8 +54,9 @@ def _part(
     model.keep(blocks)
     if model.head is not None:
         model.head.loss = recipe.loss
-    if mesh.layout.tp == 1 and recipe.precision.float8 == "off":
-        # while weights are plain and whole
+    plain = mesh.layout.tp == 1 and not mesh.shards and recipe.precision.float8 == "off"
+    if plain and device.type == "cuda":
+        # where weights are whole anyway: the copy of them outlives the forward pass
         for block in model.blocks.values():
             cast(Block, block).attention.project = by_one_matmul
     # makes new modules: whatever hooks into modules must come after

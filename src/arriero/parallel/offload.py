@@ -14,6 +14,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+# the luggage that left last. Backward goes the other way round; where a pipeline does not, a block is fetched
+# early that need not be
+_last: "dict[torch.device, ref[_Luggage]]" = {}
+
 
 class Offloaded(ActivationWrapper):
     """Weights stay where they are, and so do all arguments but the first: others hold on to them anyway."""
@@ -164,9 +168,6 @@ def _parts(value: Any) -> Iterator[Tensor]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-_last: "dict[torch.device, ref[_Luggage]]" = {}
 
 
 @cache

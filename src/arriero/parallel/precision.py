@@ -15,14 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from arriero.config.schema import PrecisionSection
 from arriero.errors import UserError, nearest
-from arriero.kernels.float8 import linears
-from arriero.kernels.swiglu import swiglu
+from arriero.kernels.float8 import MULTIPLE
 from arriero.model.base import LanguageModel
-from arriero.model.layers import Block, SwiGLU
+from arriero.model.float8 import use_float8
+from arriero.model.layers import Block
 
-_MULTIPLE = 16
 _RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp"}
-_AMD_WITH_FLOAT8 = ("gfx94", "gfx95", "gfx120")
 
 # kernels of other precisions than these, and a remark from one part of torch's making to another
 _NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "Enum subclass"}
@@ -48,17 +46,6 @@ def joined_layers(parts: Iterable[Float8Layers]) -> Float8Layers:
     return Float8Layers(tuple(name for part in parts for name in part.converted), left)
 
 
-def computes_float8(device: torch.device) -> bool:
-    """Whether the device multiplies float8; elsewhere it is emulated: as exact, and slower than bf16."""
-    if device.type != "cuda":
-        return False
-    amd = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")
-    # AMD's capability numbers say (9, 0) for an MI250, which has no float8
-    if amd.startswith("gfx"):
-        return amd.startswith(_AMD_WITH_FLOAT8)
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def apply_float8(
     model: LanguageModel, settings: PrecisionSection, emulate: bool, tp: int = 1, sharded: bool = False
 ) -> Float8Layers:
@@ -82,47 +69,15 @@ def apply_float8(
     plain = tp == 1 and not settings.float8_all_gather
     # AMD's float8 is another, which torchao knows
     if settings.float8 == "tensorwise" and plain and (emulate or torch.version.hip is None):
-        _by_own_kernels(model, chosen)
+        for number, block in model.blocks.items():
+            own = [linears[name] for name in chosen if name.startswith(f"blocks.{number}.")]
+            use_float8(cast(Block, block), own)
     else:
         torchao = _torchao()
         torchao.convert_to_float8_training(
             model, config=_recipe(torchao, settings, emulate), module_filter_fn=lambda _, name: name in chosen
         )
     return Float8Layers(chosen, {name: reason for name, reason in reasons.items() if reason is not None})
-
-
-class Float8Linear(nn.Linear):
-    """By kernels that cast faster than what the compiler makes of torchao's layers, for weights that are
-    plain tensors while they are computed with."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        (y,) = _in_float8(input, (self,))
-        return y
-
-
-def _in_float8(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
-    joined = linears(x, [layer.weight for layer in layers])
-    products = joined.split([layer.out_features for layer in layers], dim=-1)
-    return [y if layer.bias is None else y + layer.bias for y, layer in zip(products, layers, strict=True)]
-
-
-def _gated_in_float8(x: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
-    return swiglu(linears(x, [gate.weight, up.weight]))
-
-
-def _by_own_kernels(model: LanguageModel, chosen: Sequence[str]) -> None:
-    for name in chosen:
-        model.get_submodule(name).__class__ = Float8Linear
-    for block in model.blocks.values():
-        attention, ffn = cast(Block, block).attention, cast(Block, block).ffn
-        if _all_float8(attention.q, attention.k, attention.v):
-            attention.project = _in_float8
-        if isinstance(ffn, SwiGLU) and _all_float8(ffn.gate, ffn.up):
-            ffn.gated = _gated_in_float8
-
-
-def _all_float8(*layers: nn.Module) -> bool:
-    return all(isinstance(layer, Float8Linear) for layer in layers)
 
 
 def renew_scales(model: nn.Module, settings: PrecisionSection) -> None:
@@ -152,10 +107,10 @@ def _reason_to_leave(name: str, linear: nn.Linear, settings: PrecisionSection, t
     if any(fnmatchcase(name, pattern) for pattern in settings.float8_exclude):
         return "named by precision.float8_exclude"
     # which of the two widths tensor parallelism splits is not known yet
-    multiple = _MULTIPLE * tp
+    multiple = MULTIPLE * tp
     if linear.in_features % multiple or linear.out_features % multiple:
         wide = f"{linear.in_features} x {linear.out_features}"
-        return f"{wide} is not in multiples of {_MULTIPLE}" + (f" on each of {tp} ranks" if tp > 1 else "")
+        return f"{wide} is not in multiples of {MULTIPLE}" + (f" on each of {tp} ranks" if tp > 1 else "")
     return None
 
 

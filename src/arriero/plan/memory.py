@@ -27,7 +27,8 @@ class MicroBatch:
 @dataclass(frozen=True)
 class Need:
     """Bytes on one rank. `accumulated` are sums of gradients that wait for the last micro-batch;
-    `in_flight` is how many micro-batches' activations a rank holds, for each stage's share of the blocks."""
+    `head_sum` is that of the head over several chunks. `in_flight` is how many micro-batches' activations a
+    rank holds, for each stage's share of the blocks."""
 
     state: int
     per_sequence: int
@@ -36,26 +37,30 @@ class Need:
     chunk: int | None
     sequences: int
     accumulated: int = 0
+    head_sum: int = 0
     in_flight: float = 1.0
     holds_all: bool = False
 
     def bytes(self, micro_batch: int) -> int:
         tokens = micro_batch * self.tokens
         logits = min(tokens, self.chunk or tokens) * self.logits_per_token
+        if tokens > (self.chunk or tokens):
+            logits += self.head_sum
         held = self.sequences if self.holds_all else micro_batch
         waiting = self.accumulated if micro_batch < self.sequences else 0
         return self.state + waiting + logits + round(held * self.per_sequence * self.in_flight)
 
 
 def loss_chunk(
-    config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int, memory: int, on_gpu: bool
+    config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int, gpu_memory: int | None
 ) -> tuple[int | Literal[False], str]:
-    """Few large matmuls are faster than many, as long as their logits leave room for the rest."""
+    """Few large matmuls are faster than many, as long as their logits leave room for the rest. By what the
+    GPU has, not by what is free: a run that goes on must add up as before."""
     if config.memory.loss_chunk != "auto":
         return config.memory.loss_chunk, "as configured"
-    if not on_gpu:
+    if gpu_memory is None:
         return _CPU_CHUNK, "logits that stay near the processor"
-    fitting = memory // 16 * layout.tp // (spec.vocab_size * compute_bytes)
+    fitting = gpu_memory // 16 * layout.tp // (spec.vocab_size * compute_bytes)
     return max(_LEAST_CHUNK, 1 << max(fitting, 1).bit_length() - 1), "logits in a sixteenth of the memory"
 
 
@@ -65,6 +70,7 @@ def need_of(
     layout: Layout,
     compute_bytes: int,
     chunk: int | Literal[False] = _CPU_CHUNK,
+    on_gpu: bool = False,
 ) -> Need:
     tokens = config.data.seq_len // layout.cp
     holds_all = layout.pp > 1 and config.parallel.schedule in _ALL_IN_FLIGHT
@@ -74,7 +80,9 @@ def need_of(
     return Need(
         state=state_bytes(config, spec, layout, compute_bytes),
         per_sequence=tokens * activation_bytes_per_token(config, spec, compute_bytes) // layout.tp,
-        logits_per_token=spec.vocab_size * (compute_bytes + FP32) // layout.tp,
+        # a GPU computes their slope in their place
+        logits_per_token=spec.vocab_size * (compute_bytes + (0 if on_gpu else FP32)) // layout.tp,
+        head_sum=spec.embedding_parameters * FP32 // layout.tp,
         tokens=tokens,
         chunk=chunk or None,
         sequences=config.train.batch.amount // config.data.seq_len // layout.batch,

@@ -61,8 +61,8 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
     heads, kv_heads = spec.heads // layout.tp, spec.kv_heads // layout.tp
     ulysses, ring = divide_context(layout.cp, heads, kv_heads, config.parallel.context)
     sequences = batch // layout.batch
-    chunk, chunk_reason = loss_chunk(config, spec, layout, compute.itemsize, device.memory, device.is_gpu)
-    need = need_of(config, spec, layout, compute.itemsize, chunk)
+    chunk, chunk_reason = loss_chunk(config, spec, layout, compute.itemsize, device.gpu_memory)
+    need = need_of(config, spec, layout, compute.itemsize, chunk, device.is_gpu)
     micro = _micro_batch(config, spec, layout, sequences, per_rank, need, device)
     compiled, compile_reason = _compiled(config, spec, layout, device)
     if conflict := next(conflicts(config, spec, layout, compute, compiled, device), None):

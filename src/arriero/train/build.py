@@ -48,6 +48,7 @@ from arriero.train.rundir import open_run_directory, run_directory
 from arriero.train.saving import Saver, everywhere
 from arriero.train.schedule import make_shape
 from arriero.train.session import Decision, Session, total_steps
+from arriero.units import human_count
 
 
 def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = ()) -> Session:
@@ -110,16 +111,20 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
 
 def _agreed(plan: Arrangement, mesh: Mesh) -> Arrangement:
     """Free memory differs between ranks, and they must take equally many micro-batches and chunks of them."""
-    if plan.loss_chunk:
-        plan = replace(plan, loss_chunk=mesh.least(plan.loss_chunk))
+    chunk = plan.loss_chunk and mesh.least(plan.loss_chunk)
     least = mesh.least(plan.micro_batch)
-    if least == plan.micro_batch:
-        return plan
-    told = Decision(
-        "micro-batch", f"{least} of {plan.sequences} sequences", "the fullest rank has no more room"
-    )
-    decisions = [told if each.name == told.name else each for each in plan.decisions]
-    return replace(plan, micro_batch=least, decisions=decisions)
+    told = {}
+    if chunk != plan.loss_chunk:
+        told["loss chunk"] = f"{human_count(chunk)} tokens"
+    if least != plan.micro_batch:
+        told["micro-batch"] = f"{least} of {plan.sequences} sequences"
+    decisions = [
+        Decision(each.name, told[each.name], "the fullest rank has no more room")
+        if each.name in told
+        else each
+        for each in plan.decisions
+    ]
+    return replace(plan, micro_batch=least, loss_chunk=chunk, decisions=decisions)
 
 
 def _open_data(plan: Arrangement, progress: Progress) -> Streams:

@@ -27,6 +27,11 @@ class Device:
     def is_gpu(self) -> bool:
         return self.torch_device.type == "cuda"
 
+    @property
+    def gpu_memory(self) -> int | None:
+        """All there is, whoever uses it."""
+        return torch.cuda.get_device_properties(self.torch_device).total_memory if self.is_gpu else None
+
     def synchronize(self) -> None:
         if self.is_gpu:
             torch.cuda.synchronize(self.torch_device)

@@ -1,6 +1,7 @@
 """What a finished run leaves behind: the model in a form others read, and a taste of it."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -59,16 +60,18 @@ def ended_already(config: RunConfig) -> Outcome | None:
     return outcome if outcome.steps >= steps else None
 
 
-def _whole_weights(session: Session) -> dict[str, Tensor]:
-    """Every weight in host memory, on the first rank; stage by stage, one tensor at a time."""
+def _whole_weights(session: Session) -> Mapping[str, Tensor]:
+    """Every weight on the first rank: of a single process as it is asked for, of several in host memory,
+    stage by stage and one tensor at a time."""
     own = session.optimizer.weights()
     if session.mesh.world.size == 1:
         return own
     layout, stage = session.mesh.layout, session.mesh.coordinate("pp")
-    held = [[(name, tuple(w.shape)) for name, w in own.items()]]
+    mine = [(name, tuple(weight.shape)) for name, weight in own.items()]
+    held = [mine]
     if (pipeline := session.mesh.group("pp")) is not None:
         held = [[] for _ in range(layout.pp)]
-        dist.all_gather_object(held, [(name, tuple(w.shape)) for name, w in own.items()], group=pipeline)
+        dist.all_gather_object(held, mine, group=pipeline)
     weights = {}
     for number, names in enumerate(held):
         sender = number * (layout.ranks // layout.pp)

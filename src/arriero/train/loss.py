@@ -40,7 +40,7 @@ def chunked_loss(chunk: int | Literal[False], z_loss: float = 0.0) -> HeadLoss:
         total = x_ND.new_zeros((), dtype=torch.float32)
         for tokens in _chunks(labels_N, chunk):
             logits_CV = x_ND[tokens] @ weight_VD.T
-            total += _softmax(logits_CV, labels_N[tokens], held, logits_CV.shape[1]).loss
+            total += _summed_loss(logits_CV, labels_N[tokens], held)
         return total
 
     return loss
@@ -69,6 +69,7 @@ class _ChunkedLoss(torch.autograd.Function):
         z_loss: float,
         held: _Slice,
     ) -> Tensor:
+        ctx.weight_type = weight_VD.dtype
         rows, weight_VD = weight_VD.shape[0], _aligned(weight_VD)
         x_grad = torch.empty_like(x_ND) if ctx.needs_input_grad[0] else None
         weight_grad = _SumOfProducts(weight_VD) if ctx.needs_input_grad[1] else None
@@ -89,37 +90,48 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
-        scaled = (None if saved is None else _scaled(saved, grad_outputs[0]) for saved in ctx.saved_tensors)
-        return (*scaled, None, None, None, None)
+        x_grad, weight_grad = (
+            None if saved is None else _scaled(saved, grad_outputs[0]) for saved in ctx.saved_tensors
+        )
+        if weight_grad is not None:
+            weight_grad = weight_grad.to(ctx.weight_type)
+        return x_grad, weight_grad, None, None, None, None
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    if usable(gradient) and gradient.is_contiguous():
-        return kernels("cross_entropy").scaled(gradient, factor)
-    return gradient * factor
+    if usable(gradient):
+        return kernels("cross_entropy").scaled(gradient.contiguous(), factor)
+    return (gradient.float() * factor).to(gradient.dtype)
 
 
 class _SumOfProducts:
-    """slope.T @ x over chunks: one is kept as it is, several are added up in fp32."""
+    """slope.T @ x over chunks: one is kept as it is, several are added up in fp32. In fp16 even one is fp32:
+    before it is scaled, the sum over a batch may be too large for it."""
 
     def __init__(self, like: Tensor) -> None:
-        self._dtype, self._like = like.dtype, like
+        self._like = like
         self._sum: Tensor | None = None
 
     def add(self, slope_CV: Tensor, x_CD: Tensor) -> None:
-        if self._sum is None:
+        if self._sum is None and slope_CV.dtype != torch.float16:
             self._sum = slope_CV.T @ x_CD
             return
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._like, dtype=torch.float32)
         self._sum = self._sum.float()
         if slope_CV.dtype == torch.float32:
             self._sum.addmm_(slope_CV.T, x_CD)
-        elif slope_CV.is_cuda:
+        elif slope_CV.is_cuda and torch.version.hip is None:
             torch.addmm(self._sum, slope_CV.T, x_CD, out_dtype=torch.float32, out=self._sum)
+        elif slope_CV.dtype == torch.float16:
+            self._sum.addmm_(slope_CV.T.float(), x_CD.float())
         else:
             self._sum += slope_CV.T @ x_CD
 
     def value(self) -> Tensor:
-        return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._dtype)
+        if self._sum is None:
+            return torch.zeros_like(self._like)
+        return self._sum if self._like.dtype == torch.float16 else self._sum.to(self._like.dtype)
 
 
 def _aligned(weight_VD: Tensor) -> Tensor:
@@ -128,78 +140,97 @@ def _aligned(weight_VD: Tensor) -> Tensor:
     return F.pad(weight_VD, (0, 0, 0, missing)) if missing and usable(weight_VD) else weight_VD
 
 
+class _Targets(NamedTuple):
+    """`column` of the slice held here, where it is `mine`; `counted` are the tokens that have a label."""
+
+    column_C1: Tensor
+    mine_C1: Tensor
+    counted_C1: Tensor
+
+    @classmethod
+    def of(cls, labels_C: Tensor, held: _Slice, columns: int) -> "_Targets":
+        counted_C1 = labels_C[:, None] != IGNORED
+        column_C1 = labels_C[:, None] - held.start
+        mine_C1 = counted_C1
+        if held.ranks is not None:
+            mine_C1 = counted_C1 & (column_C1 >= 0) & (column_C1 < columns)
+        return cls(column_C1, mine_C1, counted_C1)
+
+    def column_or(self, other: int) -> Tensor:
+        return self.column_C1.where(self.mine_C1, other)
+
+
+class _Statistics(NamedTuple):
+    """Of a softmax, in fp32: its largest logit, the sum of exp beyond that, the target's logit."""
+
+    top_C1: Tensor
+    sum_C1: Tensor
+    wanted_C1: Tensor
+
+    def loss(self, counted_C1: Tensor) -> Tensor:
+        # near the top: far from zero, fp32 would round the small difference away
+        return ((self.sum_C1.log() + (self.top_C1 - self.wanted_C1)) * counted_C1).sum()
+
+
+def _summed_loss(logits_CV: Tensor, labels_C: Tensor, held: _Slice) -> Tensor:
+    columns = logits_CV.shape[1]
+    targets = _Targets.of(labels_C, held, columns)
+    if usable(logits_CV):
+        own = _statistics_by_kernel(logits_CV, columns, targets)
+    else:
+        own, _ = _statistics_and_scores(logits_CV, targets)
+    return _of_all_slices(own, held.ranks).loss(targets.counted_C1)
+
+
 def _slope_in_place(logits_CV: Tensor, columns: int, labels_C: Tensor, z_loss: float, held: _Slice) -> Tensor:
     """The chunk's summed loss; its gradient by the logits takes their place. Columns beyond are padding."""
     if usable(logits_CV) and held.ranks is None:
         return kernels("cross_entropy").loss_and_slope(logits_CV, columns, labels_C, IGNORED, z_loss)
-    softmax = _softmax(logits_CV, labels_C, held, columns)
-    share_C1 = softmax.share_C1
-    if z_loss:
-        share_C1 = share_C1 * (1.0 + 2.0 * z_loss * softmax.log_sum_C1)
-    target_C1 = softmax.target_C1
-    if softmax.scores_CV is None:
-        columns_C = (column_C1[:, 0] for column_C1 in (target_C1, softmax.top_C1, share_C1))
-        kernels("cross_entropy").slope_in_place(logits_CV, columns, *columns_C)
-        return softmax.loss
-    scores_CV = softmax.scores_CV.mul_(share_C1)
-    scores_CV.scatter_(1, target_C1, scores_CV.gather(1, target_C1) - softmax.mine_C1.float())
-    # in fp32 both are one buffer, and nothing is copied
-    logits_CV.copy_(scores_CV)
-    return softmax.loss
-
-
-class _Softmax(NamedTuple):
-    """`scores` are exp(logit - `top`) where plain PyTorch made them on the way, and `share` makes
-    probabilities of them, and zeros for tokens that do not count. `target` is a column of this slice where
-    `mine` says so, else any: a negative one for the kernels, which then look for none."""
-
-    loss: Tensor
-    scores_CV: Tensor | None
-    top_C1: Tensor
-    share_C1: Tensor
-    log_sum_C1: Tensor
-    target_C1: Tensor
-    mine_C1: Tensor
-
-
-def _softmax(logits_CV: Tensor, labels_C: Tensor, held: _Slice, columns: int) -> _Softmax:
-    """Statistics in fp32; the scores take the place of fp32 logits."""
-    counted_C1 = labels_C[:, None] != IGNORED
-    target_C1 = labels_C[:, None] - held.start
-    mine_C1 = counted_C1
-    if held.ranks is not None:
-        mine_C1 = counted_C1 & (target_C1 >= 0) & (target_C1 < columns)
+    targets, scores_CV = _Targets.of(labels_C, held, columns), None
     if usable(logits_CV):
-        scores_CV = None
-        target_C1 = target_C1.where(mine_C1, -1)
-        found_3C = kernels("cross_entropy").statistics(logits_CV, columns, target_C1[:, 0])
-        top_C1, sum_C1, wanted_C1 = found_3C[..., None]
+        own = _statistics_by_kernel(logits_CV, columns, targets)
     else:
-        target_C1 = target_C1.where(mine_C1, 0)
-        scores_CV = logits_CV.float()
-        wanted_C1 = scores_CV.gather(1, target_C1) * mine_C1
-        top_C1 = scores_CV.amax(1, keepdim=True)
-        sum_C1 = scores_CV.sub_(top_C1).exp_().sum(1, keepdim=True)
-    here_C1 = top_C1
-    if held.ranks is not None:
-        top_C1, sum_C1, wanted_C1 = _of_all_slices(top_C1, sum_C1, wanted_C1, held.ranks)
-    # near the top: far from zero, fp32 would round the small difference away
-    loss = ((sum_C1.log() + (top_C1 - wanted_C1)) * counted_C1).sum()
-    share_C1 = counted_C1 * (here_C1 - top_C1).exp() / sum_C1
-    log_sum_C1 = top_C1 + sum_C1.log()
-    return _Softmax(loss, scores_CV, here_C1, share_C1, log_sum_C1, target_C1, mine_C1)
+        own, scores_CV = _statistics_and_scores(logits_CV, targets)
+    every = _of_all_slices(own, held.ranks)
+    share_C1 = targets.counted_C1 * (own.top_C1 - every.top_C1).exp() / every.sum_C1
+    if z_loss:
+        share_C1 = share_C1 * (1.0 + 2.0 * z_loss * (every.top_C1 + every.sum_C1.log()))
+    if scores_CV is None:
+        columns_C = (column_C1[:, 0] for column_C1 in (targets.column_or(-1), own.top_C1, share_C1))
+        kernels("cross_entropy").slope_in_place(logits_CV, columns, *columns_C)
+    else:
+        scores_CV.mul_(share_C1)
+        column_C1 = targets.column_or(0)
+        scores_CV.scatter_(1, column_C1, scores_CV.gather(1, column_C1) - targets.mine_C1.float())
+        # in fp32 both are one buffer, and nothing is copied
+        logits_CV.copy_(scores_CV)
+    return every.loss(targets.counted_C1)
 
 
-def _of_all_slices(
-    top: Tensor, total: Tensor, wanted: Tensor, ranks: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics_by_kernel(logits_CV: Tensor, columns: int, targets: _Targets) -> _Statistics:
+    found_3C = kernels("cross_entropy").statistics(logits_CV, columns, targets.column_or(-1)[:, 0])
+    return _Statistics(*found_3C[..., None])
+
+
+def _statistics_and_scores(logits_CV: Tensor, targets: _Targets) -> tuple[_Statistics, Tensor]:
+    """The scores are exp(logit - top), and take the place of fp32 logits."""
+    scores_CV = logits_CV.float()
+    wanted_C1 = scores_CV.gather(1, targets.column_or(0)) * targets.mine_C1
+    top_C1 = scores_CV.amax(1, keepdim=True)
+    sum_C1 = scores_CV.sub_(top_C1).exp_().sum(1, keepdim=True)
+    return _Statistics(top_C1, sum_C1, wanted_C1), scores_CV
+
+
+def _of_all_slices(own: _Statistics, ranks: dist.ProcessGroup | None) -> _Statistics:
     """One exchange of three numbers a token; all ranks add them in the same order, to the same bits."""
-    own = torch.stack((top, total, wanted))
-    every = [torch.empty_like(own) for _ in range(ranks.size())]
-    dist.all_gather(every, own, group=ranks)
+    if ranks is None:
+        return own
+    mine = torch.stack(own)
+    every = [torch.empty_like(mine) for _ in range(ranks.size())]
+    dist.all_gather(every, mine, group=ranks)
     tops, totals, targets = torch.stack(every).unbind(1)
     top = tops.amax(0)
-    return top, (totals * (tops - top).exp()).sum(0), targets.sum(0)
+    return _Statistics(top, (totals * (tops - top).exp()).sum(0), targets.sum(0))
 
 
 def _chunks(labels_N: Tensor, chunk: int | Literal[False]) -> Iterator[slice]:

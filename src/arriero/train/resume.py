@@ -1,6 +1,6 @@
 """Where a run begins: at its own newest checkpoint, at another's, from weights alone, or from nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,8 @@ class Restorer:
         state = read_state(directory)
         refuse_other_tokenizer(directory, manifest, tokenizer)
         refuse_other_order(state["data"], stream, str(directory))
-        weights, moments = self.optimizer.weights(), self.optimizer.state()
+        weights = dict(self.optimizer.weights())
+        moments = {name: dict(kinds) for name, kinds in self.optimizer.state().items()}
         self._load(directory, manifest, flat(weights, moments))
         self.optimizer.load_weights(weights)
         self.optimizer.load_state(moments)
@@ -91,7 +92,7 @@ class Restorer:
         return self.ranks.by_leader(lambda: sound_checkpoint(Path(path), key))
 
     def _weights_alone(self, path: Path) -> str:
-        weights = self.optimizer.weights()
+        weights = dict(self.optimizer.weights())
         if not (path / MANIFEST).is_file() and not (path / CHECKPOINTS).is_dir():
             self._fill_from(open_source(path), weights)
         else:
@@ -118,7 +119,7 @@ class Restorer:
             piece.local.copy_(whole[cut])
 
     def _load(
-        self, directory: Path, manifest: Manifest, tensors: dict[str, torch.Tensor], prefix: str = ""
+        self, directory: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor], prefix: str = ""
     ) -> None:
         allowed = self.section.load
         tolerated = Tolerated(allowed.allow_missing, allowed.allow_unexpected)

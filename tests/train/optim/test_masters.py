@@ -95,3 +95,16 @@ def test_gradients_left_as_partial_sums_are_reduced(masters):
     gradient = 3 * torch.arange(12.0).view(4, 3).sum(0)
     assert norm == pytest.approx(gradient.norm().item(), rel=1e-6)
     assert torch.equal(weight, 1 - gradient)
+
+
+def test_fp32_weights_become_halves_and_come_back_to_the_bit():
+    """As a checkpoint of sharded fp32 weights does that one process goes on with, and the other way round."""
+    exact, halves = network(), network()
+    plain = Optimizer(named_parameters([exact]), PLAIN)
+    split = Optimizer(named_parameters([halves]), PLAIN, masters_of=torch.bfloat16)
+    odd = {name: torch.randn_like(w) for name, w in plain.weights().items()}
+    split.load_weights(odd)
+    assert {p.dtype for p in halves.parameters()} == {torch.bfloat16}
+    plain.load_weights(split.weights())
+    for name, weight in plain.weights().items():
+        assert torch.equal(weight, odd[name])

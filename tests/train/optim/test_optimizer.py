@@ -89,7 +89,7 @@ def test_a_state_moves_to_another_layout(kind):
         shard, _, _ = trained("shard", config, range(3))
         mixed = Optimizer(parameters("shard+tensor"), config)
         before = outcome(shard, [])[2]
-        targets = mixed.state()
+        targets = {name: dict(kinds) for name, kinds in mixed.state().items()}
         for name, kinds in targets.items():
             for key, target in kinds.items():
                 local_of(target).copy_(piece_of(before[name][key], target))

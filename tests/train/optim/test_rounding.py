@@ -36,10 +36,14 @@ def test_the_three_halves_of_the_same_bits_are_uniform_and_independent():
 
 def test_an_fp32_number_is_the_nearest_bf16_and_the_rest_of_its_bits():
     bits = torch.randint(-(1 << 31), (1 << 31) - 1, (1 << 18,), generator=torch.Generator().manual_seed(1))
-    values = bits.int().view(torch.float32)
+    # each of the last is no number, and to some of them nothing can be added
+    strange = torch.tensor([0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, 0x7F800001, -1, -(1 << 22)])
+    values = torch.cat((bits, strange)).int().view(torch.float32)
     upper, lower = split(values)
     assert (upper.dtype, lower.dtype) == (torch.bfloat16, torch.int16)
-    assert torch.equal(joined(upper, lower).view(torch.int32), values.view(torch.int32))
+    numbers = ~values.isnan()
+    assert torch.equal(joined(upper, lower)[numbers].view(torch.int32), values[numbers].view(torch.int32))
+    assert torch.equal(upper.isnan(), values.isnan())
     usual = values.isfinite() & upper.isfinite()
     off, least = (values - upper.float()).abs(), (values - values.bfloat16().float()).abs()
     assert torch.equal(off[usual], least[usual])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arriero.config.schema import OptimSection
-from arriero.kernels import in_line, kernels, lined_up, usable
+from arriero.kernels import in_line, kernels, usable
 from arriero.train.optim.rounding import (
     Noise,
     high_half,
@@ -32,6 +32,7 @@ class AdamW:
             name: {"exp_avg": Moment(first, weight.local), "exp_avg_sq": Moment(second, weight.local)}
             for name, weight in weights.items()
         }
+        self._known: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
         self._plain = isinstance(first, Plain) and isinstance(second, Plain)
         self._exact = config.state == "fp32" and all(
             weight.parameter.dtype == torch.float32 for weight in weights.values()
@@ -41,9 +42,7 @@ class AdamW:
         """`gradients` are local and to be multiplied by `factor`; those of other rules are passed over."""
         names = [name for name in self._weights if name in gradients and gradients[name].numel()]
         if self._plain and all(self._fits_kernel(name, gradients[name]) for name in names):
-            for alike in _groups(
-                names, lambda name: (self._weights[name].parameter.dtype, gradients[name].dtype)
-            ):
+            for alike in _groups(names, lambda name: self._kind(name, gradients[name])):
                 self._at_once(alike, gradients, factor, lr, step)
         elif self._exact:
             for alike in _groups(names, lambda name: self._weights[name].decay):
@@ -54,7 +53,12 @@ class AdamW:
 
     def _fits_kernel(self, name: str, gradient: Tensor) -> bool:
         weight = self._weights[name]
-        return usable(gradient) and weight.shadow is None and in_line(weight.local)
+        return usable(gradient) and weight.shadow is None and weight.local.is_contiguous()
+
+    def _kind(self, name: str, gradient: Tensor) -> tuple[Any, ...]:
+        """What the kernel must know of a parameter before it is compiled."""
+        local = self._weights[name].local
+        return local.dtype, gradient.dtype, in_line(local) and in_line(gradient)
 
     def _at_once(
         self, names: list[str], gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int
@@ -66,20 +70,24 @@ class AdamW:
         parameters = kernel.Parameters(
             weights=[weight.local for weight in weights],
             lows=[weight.low for weight in weights if weight.low is not None],
-            gradients=[lined_up(gradients[name]) for name in names],
+            gradients=[gradients[name].contiguous() for name in names],
             first=[moment["exp_avg"].stored[0] for moment in moments],
             second=[moment["exp_avg_sq"].stored[0] for moment in moments],
             decays=decays,
             keys=keys,
         )
-        rates = kernel.Rates(lr, *self._unbiased(lr, step), self._beta1, self._beta2, self._eps)
+        betas = (self._beta1, 1 - self._beta1, self._beta2, 1 - self._beta2)
+        rates = kernel.Rates(lr, *self._unbiased(lr, step), *betas, self._eps)
         kernel.step_in_place(parameters, rates, factor, self._noise.step_key(step))
 
-    @cache  # noqa: B019 - as long-lived as the run
     def _constants(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        weights = [self._weights[name] for name in names]
-        keys = torch.stack([weight.key(self._noise) for weight in weights])
-        return torch.tensor([weight.decay for weight in weights], device=keys.device), keys
+        """Decay and key of each parameter, on the device."""
+        if names not in self._known:
+            weights = [self._weights[name] for name in names]
+            keys = torch.stack([weight.key(self._noise) for weight in weights])
+            decays = torch.tensor([weight.decay for weight in weights], device=keys.device)
+            self._known[names] = decays, keys
+        return self._known[names]
 
     def _unbiased(self, lr: float, step: int) -> tuple[float, float]:
         """The rate over the bias of the first moment, and one over the root of the second's."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DeviceMesh, DTensor
 
-from arriero.kernels import kernels, usable
+from arriero.kernels import in_line, kernels, usable
 from arriero.train.optim.shards import local_of, split_dims
 
 _Spread = tuple[DeviceMesh | None, tuple[int, ...]]
@@ -44,15 +44,15 @@ def _sum_of_squares(parts: list[Tensor]) -> Tensor:
     if not filled:
         return torch.zeros((), dtype=torch.float64, device=parts[0].device)
     if usable(filled[0]):
-        by_type = groupby(sorted(filled, key=_type), key=_type)
-        return torch.stack([kernels("many").sum_of_squares(list(same)) for _, same in by_type]).sum()
+        kinds = groupby(sorted(filled, key=_kind), key=_kind)
+        return torch.stack([kernels("many").sum_of_squares(list(alike)) for _, alike in kinds]).sum()
     # a long fp32 sum loses digits, and others in each layout
     norms = torch._foreach_norm(filled, 2, dtype=torch.float64)
     return torch.stack(list(norms)).double().square().sum()
 
 
-def _type(tensor: Tensor) -> str:
-    return str(tensor.dtype)
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {in_line(tensor)}"
 
 
 def _reduce_over_meshes(sums: dict[_Spread, Tensor]) -> None:

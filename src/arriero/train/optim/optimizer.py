@@ -1,12 +1,14 @@
 """The optimizer of a run: gradients in, weights updated, whatever the precision and the layout of either."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from arriero.checkpoint.lazily import OneByOne
 from arriero.config.schema import OptimSection
 from arriero.model.init import plain_name
 from arriero.train.optim.adamw import AdamW
@@ -17,6 +19,7 @@ from arriero.train.optim.rounding import Noise
 from arriero.train.optim.scaling import LossScale
 from arriero.train.optim.sgd import Sgd
 from arriero.train.optim.shards import as_placed, local_of, placed
+from arriero.train.optim.states import Moment
 from arriero.train.optim.weight import Weight
 
 OWN = "optimizer"
@@ -106,29 +109,27 @@ class Optimizer:
                 parameter.grad = None
         return {name: as_placed(g, self._weights[name].parameter) for name, g in found.items()}
 
-    def weights(self) -> dict[str, Tensor]:
-        """The model's parameters as the optimizer updates them, by their name in checkpoints; not copies."""
-        return {weight.known_as: weight.kept() for weight in self._weights.values()}
+    def weights(self) -> Mapping[str, Tensor]:
+        """The model's parameters with all their bits, by their name in checkpoints; not copies. Each is put
+        together when it is asked for."""
+        return OneByOne({weight.known_as: weight.kept for weight in self._weights.values()})
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         for weight in self._weights.values():
             weight.load(weights[weight.known_as])
 
-    @torch.no_grad()
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """By parameter, what is remembered about it, placed as it is; under 'optimizer' the counters.
 
         Read back by `load_state` on any layout; on the same one a run goes on to the bit.
         """
-        state = {
-            self._weights[name].known_as: {
-                kind: placed(moment.values(), self._weights[name].parameter)
-                for kind, moment in moments.items()
-            }
-            for rule in self._rules
-            for name, moments in rule.moments.items()
-        }
+        state: dict[str, Mapping[str, Tensor]] = {}
+        for rule in self._rules:
+            for name, moments in rule.moments.items():
+                weight = self._weights[name]
+                makers = {kind: partial(_placed, moment, weight) for kind, moment in moments.items()}
+                state[weight.known_as] = OneByOne(makers)
         counters = {"step": torch.tensor(self.steps)}
         if self._scale:
             counters["loss_scale"] = torch.tensor(self._scale.value, dtype=torch.float64)
@@ -149,6 +150,11 @@ class Optimizer:
             self._scale.value = float(counters["loss_scale"])
             self._scale.good_steps = int(counters["good_steps"])
             self._scale.skipped = int(counters["skipped"])
+
+
+@torch.no_grad()
+def _placed(moment: Moment, weight: Weight) -> Tensor:
+    return placed(moment.values(), weight.parameter)
 
 
 def _rules(weights: Mapping[str, Weight], config: OptimSection, noise: Noise) -> list[AdamW | Muon | Sgd]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 _HALF = 1 << 16
+_NAN = 0x7FC0
 
 
 class Noise:
@@ -78,7 +79,10 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
     zero, since to even they could leave 17 bits."""
     bits = values.view(torch.int32)
     upper = (bits + _HALF // 2) >> 16
-    return upper.short().view(torch.bfloat16), (bits - (upper << 16)).short()
+    lower = bits - (upper << 16)
+    # the sum wraps for some of those that are no number, and would pass for one
+    upper, lower = torch.where(values.isnan(), _NAN, upper), torch.where(values.isnan(), 0, lower)
+    return upper.short().view(torch.bfloat16), lower.short()
 
 
 def joined(upper: Tensor, lower: Tensor) -> Tensor:

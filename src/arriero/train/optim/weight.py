@@ -54,6 +54,7 @@ class Weight:
         local = self.local
         local.copy_(values.view(local.shape))
 
+    @torch.no_grad()
     def kept(self) -> Tensor:
         """What a checkpoint holds of it: all its bits."""
         if self.low is None and self.shadow is None:
