@@ -136,9 +136,8 @@ def test_slices_of_the_vocabulary_have_the_slope_of_the_whole():
         slices = [logits[:, :600].contiguous(), logits[:, 600:].contiguous()]
         targets = [labels.where((labels >= 0) & (labels < 600), -1), (labels - 600).where(labels >= 600, -1)]
         loss = loss_and_slope(logits, 1000, labels, -100, 0.0)
-        found = [
-            statistics(part, part.shape[1], target) for part, target in zip(slices, targets, strict=True)
-        ]
+        pairs = list(zip(slices, targets, strict=True))
+        found = [statistics(part, part.shape[1], target) for part, target in pairs]
         top = torch.maximum(found[0][0], found[1][0])
         total = sum(each[1] * (each[0] - top).exp() for each in found)
         counted = labels != -100
