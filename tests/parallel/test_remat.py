@@ -288,6 +288,14 @@ def test_what_came_back_leaves_again_after_its_last_use(monkeypatch):
     assert [away for away in made if away._back is not None] == []
 
 
+def test_a_share_of_the_blocks_may_keep_its_activations_in_host_memory():
+    model = model_of()
+    apply_remat(model, parse_remat("none"), LAYERS, compiled=False, offload=0.5)
+    leaving = [int(name) for name, block in model.blocks.items() if isinstance(block, offload.Offloaded)]
+    assert len(leaving) == LAYERS // 2
+    assert_equal(gradients(model), gradients(model_of()))
+
+
 def test_a_block_asks_for_its_own_and_for_what_the_block_before_will_need(monkeypatch):
     asked = []
 

@@ -156,6 +156,15 @@ def _recomputation() -> list[Case]:
         *(Case("recomputation", f"{k}, cp 2", layout(cp=2) | {"memory.remat": k}) for k in kinds[:3]),
         Case("recomputation", "full, pp 2", layout(pp=2) | {"memory.remat": "full"}),
         Case("recomputation", "activations in host memory", layout() | {"memory.offload_activations": True}),
+        *(
+            Case(
+                "recomputation", f"feed-forward in tiles of 24 tokens, {name}", sets | {"memory.ffn_tile": 24}
+            )
+            for name, sets in {
+                "full": layout() | {"memory.remat": "full"},
+                "dp_shard 2 x tp 2": spread,
+            }.items()
+        ),
     ]
 
 

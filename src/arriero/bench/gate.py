@@ -16,6 +16,7 @@ STEPS = 10
 MICRO_BATCH = 8
 # a chunk that a step of 1024 tokens has several of
 CHUNK = 128
+TILE = 24
 # the compiler orders sums anew
 COMPILED = Tolerance(1e-4, 1e-4, inf)
 # in fewer bits than 32: short documents see few keys, and their gradients are noisier
@@ -47,6 +48,7 @@ class Mode:
             f"float8 {self.precision['float8']}" if self.precision["float8"] != "off" else "",
             f"remat {self.memory['remat']}" if self.memory["remat"] != "none" else "",
             "activations in host memory" if self.memory["offload_activations"] else "",
+            "ffn in tiles" if self.memory["ffn_tile"] else "",
             "" if self.optim["name"] == "adamw" else self.optim["name"],
             f"{self.optim['state']} states" if self.optim["state"] != "fp32" else "",
         ]
@@ -56,8 +58,10 @@ class Mode:
 def mode_of(config: RunConfig, compute: str, compiled: bool) -> Mode:
     keys = {"master", "float8", "float8_exclude", "float8_all_gather"}
     precision = config.precision.model_dump(mode="json", include=keys)
-    memory = config.memory.model_dump(mode="json", include={"remat", "offload_activations"})
+    memory = config.memory.model_dump(mode="json", include={"remat", "offload_activations", "ffn_tile"})
     chunk = CHUNK if config.memory.loss_chunk else False
+    # of sequences of 64, whatever the run's
+    memory["ffn_tile"] = TILE if config.memory.ffn_tile else False
     optim = config.optim.model_dump(mode="json", exclude={"lr"}, exclude_none=True)
     data = config.data.model_dump(mode="json", include={"document_mask", "packing"})
     parallel = _float8_layout(config)
@@ -74,7 +78,7 @@ def _float8_layout(config: RunConfig) -> dict[str, int]:
 
 def reference_of(mode: Mode) -> Mode:
     """The same optimizer and documents in fp32. fp16 is judged beside plain fp16: both skip first steps."""
-    plain = {"remat": "none", "offload_activations": False, "loss_chunk": mode.memory["loss_chunk"]}
+    plain = {**mode.memory, "remat": "none", "offload_activations": False, "ffn_tile": False}
     return Mode(
         mode.compute if mode.compute == "float16" else "float32",
         False,

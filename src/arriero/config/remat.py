@@ -37,12 +37,12 @@ class Remat:
             case "every":
                 return frozenset(range(int(self.amount) - 1, layers, int(self.amount)))
             case "fraction":
-                return _evenly(self.amount, layers)
+                return evenly(self.amount, layers)
             case "none" | "budget":
                 return frozenset()
 
 
-def _evenly(share: Fraction, layers: int) -> frozenset[int]:
+def evenly(share: Fraction, layers: int) -> frozenset[int]:
     """Spread and centred: block i of 1..layers is taken when i * share reaches 1/2, 3/2, 5/2, ..."""
     taken, next_at = set(), Fraction(1, 2)
     for block in range(layers):

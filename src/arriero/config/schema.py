@@ -267,8 +267,15 @@ class MemorySection(Section):
         "attention), 'selective' (all but "
         "attention and every second matmul), 'budget:B' (what compiled blocks keep, 0 to 1).",
     )
-    offload_activations: bool = Field(
-        False, description="What blocks keep for the backward pass waits in the host's memory."
+    ffn_tile: Positive | Literal[False] = Field(
+        False,
+        description="Tokens of a sequence that go through the feed-forward half of a block at once, and are "
+        "computed again in the backward pass: for sequences so long that its width would not fit.",
+    )
+    offload_activations: bool | Annotated[float, Field(gt=0, lt=1)] = Field(
+        False,
+        description="What blocks keep for the backward pass waits in the host's memory: of all blocks, or of "
+        "that share of them.",
     )
     offload_state: bool = Field(
         False,

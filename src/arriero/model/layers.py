@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arriero.model.spec import RopeScaling
+from arriero.model.tiles import in_tiles
 
 Rotation = tuple[Tensor, Tensor]
 Mask = Any
@@ -151,9 +152,17 @@ class Block(nn.Module):
         self.attention = attention
         self.ffn_norm = ffn_norm
         self.ffn = ffn
+        self.tile: int | None = None
 
     def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Mask) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation, mask)
+        if self.tile is None or x_BTD.shape[1] <= self.tile:
+            return self.feed_forward(x_BTD)
+        weights = [*self.ffn_norm.parameters(), *self.ffn.parameters()]
+        return in_tiles(self.feed_forward, x_BTD, self.tile, weights)
+
+    def feed_forward(self, x_BTD: Tensor) -> Tensor:
+        """The half of the block that looks at each token alone."""
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 

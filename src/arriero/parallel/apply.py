@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -70,6 +71,9 @@ def _part(
     if mesh.layout.cp > 1:
         # attention over the heads that are left here
         apply_context(model, mesh.group("ring"), mesh.group("ulysses"))
+    if recipe.memory.ffn_tile:
+        # before blocks are compiled: tiles part them in two
+        _cut_into_tiles(model, recipe.memory.ffn_tile, recipe.compiled)
     # only the compiler can keep some of a compiled block's results; whole blocks it need not see recomputed,
     # and torch 2.13 cannot compile that together with tensor parallelism
     sees_remat = recipe.memory.remat.keeps_some
@@ -89,6 +93,13 @@ def _part(
             module._buffers[name] = buffer.to(device)
     model.init_weights(recipe.seed, held_here)
     return model, layers
+
+
+def _cut_into_tiles(model: LanguageModel, tokens: int, compiled: bool) -> None:
+    for block in map(partial(cast, Block), model.blocks.values()):
+        block.tile = tokens
+        if compiled:
+            block.feed_forward = torch.compile(block.feed_forward)
 
 
 def _compile(model: LanguageModel) -> None:

@@ -1,6 +1,7 @@
 """What a block keeps for its backward pass: all, some to be computed again, or all of it in host memory."""
 
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from arriero.config.remat import Remat
+from arriero.config.remat import Remat, evenly
 from arriero.errors import UserError
 from arriero.kernels import float8 as _float8  # noqa: F401 - names its operations
 from arriero.model.base import LanguageModel
@@ -32,9 +33,9 @@ _REDUCTIONS = ("max",)
 
 
 def apply_remat(
-    model: LanguageModel, remat: Remat, layers: int, compiled: bool, offload: bool = False
+    model: LanguageModel, remat: Remat, layers: int, compiled: bool, offload: bool | float = False
 ) -> None:
-    """`layers` are those of the whole model, of which this may be a part."""
+    """`layers` are those of the whole model, of which this may be a part; `offload` is a share of them."""
     if remat.kind == "budget" and not compiled:
         raise UserError(
             f"memory.remat = '{remat}' is kept by the compiler, and blocks are not compiled here",
@@ -42,11 +43,11 @@ def apply_remat(
         )
     # of the whole process: a run after one with a budget must not inherit it
     torch._functorch.config.activation_memory_budget = float(remat.amount) if remat.kind == "budget" else 1.0
-    chosen = remat.blocks(layers)
+    chosen, leaving = remat.blocks(layers), evenly(Fraction(offload), layers)
     for name, block in model.blocks.items():
         if int(name) in chosen:
             model.blocks[name] = _checkpointed(block, remat)
-        if offload:
+        if int(name) in leaving:
             model.blocks[name] = Offloaded(model.blocks[name])
 
 

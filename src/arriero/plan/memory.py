@@ -115,15 +115,16 @@ def activation_bytes_per_token(config: RunConfig, spec: ModelSpec, compute_bytes
     """Kept for backward by an uncompiled model: an upper estimate. In a pipeline each rank has fewer blocks
     and as many more micro-batches under way."""
     query, kv = spec.attention_width, spec.kv_heads * spec.head_dim
-    block = compute_bytes * (8 * spec.dim + 3 * query + 4 * kv + 4 * spec.ffn) + FP32 * 4 * spec.dim
+    ffn = 0 if config.memory.ffn_tile else 4 * spec.ffn
+    block = compute_bytes * (8 * spec.dim + 3 * query + 4 * kv + ffn) + FP32 * 4 * spec.dim
     remat = config.memory.remat
     recomputed = len(remat.blocks(spec.layers))
     kept = block / 2 if remat.kind == "selective" else compute_bytes * spec.dim
     if remat.kind == "attention":
         kept += compute_bytes * query + FP32 * spec.heads
-    if config.memory.offload_activations:
-        return round(2 * block)
-    return round((spec.layers - recomputed) * block + recomputed * kept + (block if recomputed else 0))
+    every = (spec.layers - recomputed) * block + recomputed * kept + (block if recomputed else 0)
+    away = float(config.memory.offload_activations)
+    return round((1 - away) * every + (2 * block if away else 0))
 
 
 def refuse_too_large(need: Need, spec: ModelSpec, memory: int) -> None:
