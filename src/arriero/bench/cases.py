@@ -150,22 +150,18 @@ def _schedules() -> list[Case]:
 def _recomputation() -> list[Case]:
     kinds = ["full", "selective", "attention", "every:2", "fraction:1/3"]
     spread = layout(dp_shard=2, tp=2)
+    tiled = [("full", layout() | {"memory.remat": "full"}), ("dp_shard 2 x tp 2", spread)]
     return [
         *(Case("recomputation", k, layout() | {"memory.remat": k}) for k in kinds),
         *(Case("recomputation", f"{k}, dp_shard 2 x tp 2", spread | {"memory.remat": k}) for k in kinds[:3]),
         *(Case("recomputation", f"{k}, cp 2", layout(cp=2) | {"memory.remat": k}) for k in kinds[:3]),
         Case("recomputation", "full, pp 2", layout(pp=2) | {"memory.remat": "full"}),
         Case("recomputation", "activations in host memory", layout() | {"memory.offload_activations": True}),
-        *(
-            Case(
-                "recomputation", f"feed-forward in tiles of 24 tokens, {name}", sets | {"memory.ffn_tile": 24}
-            )
-            for name, sets in {
-                "full": layout() | {"memory.remat": "full"},
-                "dp_shard 2 x tp 2": spread,
-            }.items()
-        ),
+        *(Case("recomputation", f"feed-forward in tiles, {name}", sets | _TILES) for name, sets in tiled),
     ]
+
+
+_TILES = {"memory.ffn_tile": 24}
 
 
 def _gradients() -> list[Case]:

@@ -34,12 +34,11 @@ class _Tiles(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
         x_BTD, *weights = ctx.saved_tensors
-        (gradient,) = grad_outputs
         x_grad = torch.empty_like(x_BTD)
         # in fp32: tiles are many, and each adds little
         sums: list[Tensor] = []
         for x, slope, out in zip(
-            *(t.split(ctx.tokens, dim=1) for t in (x_BTD, gradient, x_grad)), strict=True
+            *(t.split(ctx.tokens, dim=1) for t in (x_BTD, *grad_outputs, x_grad)), strict=True
         ):
             with torch.enable_grad():
                 x = x.detach().requires_grad_()

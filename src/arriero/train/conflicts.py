@@ -46,8 +46,8 @@ def conflicts(
         )
     if config.memory.ffn_tile and config.memory.remat.keeps_some:
         yield (
-            f"memory.ffn_tile computes tiles again by itself, and memory.remat '{config.memory.remat}' chooses "
-            "among what it computes",
+            "memory.ffn_tile computes tiles again by itself, and memory.remat "
+            f"'{config.memory.remat}' chooses among what it computes",
             "set memory.remat to 'full' or 'none', or memory.ffn_tile to false",
         )
     yield from _float8_conflicts(config, spec, layout, compute)
