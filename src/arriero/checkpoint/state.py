@@ -1,6 +1,6 @@
 """A run's tensors under the names they have in checkpoints, and back."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -19,6 +19,8 @@ from arriero.errors import UserError
 
 MODEL = "model."
 OPTIM = "optim."
+FP32 = 4
+_READ_AT_ONCE = 4 << 30
 _LISTED = 12
 
 Moments = Mapping[str, Mapping[str, Tensor]]
@@ -63,12 +65,14 @@ def load_tensors(
     directory: Path,
     manifest: Manifest,
     tensors: Mapping[str, Tensor],
+    keep: Callable[[str, Tensor], None],
     ranks: Ranks,
     everywhere: Callable[[dict[str, Any]], dict[str, Any]],
     tolerated: Tolerated,
     prefix: str = "",
 ) -> None:
-    """Fill the tensors, in place, from a checkpoint of any layout; called by all ranks.
+    """Fill the tensors, in place, from a checkpoint of any layout, and give each to `keep`; some at a time,
+    since all may not fit. Called by all ranks.
 
     `everywhere` joins what the ranks of a pipeline hold. Only names with `prefix` are looked at.
     """
@@ -76,8 +80,26 @@ def load_tensors(
     wanted = everywhere({name: list(piece.shape) for name, piece in pieces.items()})
     there = {name: shape for name, (_, shape) in manifest.tensors.items() if name.startswith(prefix)}
     _refuse_strangers(directory, wanted, there, tolerated)
-    found = {name: piece for name, piece in pieces.items() if name in there}
-    read_pieces(directory, found, ranks)
+    # of all ranks' names, lest one read less often than the others
+    sizes = {name: FP32 * prod(shape) for name, shape in wanted.items() if name in there}
+    for names in _batches(sizes, _READ_AT_ONCE * ranks.size):
+        some = {name: tensors[name] for name in names if name in tensors}
+        read_pieces(directory, pieces_of(some), ranks)
+        for name, tensor in some.items():
+            keep(name, tensor)
+
+
+def _batches(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    left = most
+    for name, size in sizes.items():
+        if batch and size > left:
+            yield batch
+            batch, left = [], most
+        batch.append(name)
+        left -= size
+    if batch:
+        yield batch
 
 
 def _refuse_strangers(

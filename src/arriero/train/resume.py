@@ -14,7 +14,7 @@ from arriero.checkpoint.manager import Checkpoints
 from arriero.checkpoint.manifest import MANIFEST, Invalid, Manifest, damaged_files, read_manifest
 from arriero.checkpoint.pieces import pieces_of
 from arriero.checkpoint.ranks import Ranks
-from arriero.checkpoint.state import MODEL, Tolerated, flat, flat_weights, load_tensors
+from arriero.checkpoint.state import MODEL, OPTIM, Tolerated, flat, flat_weights, load_tensors
 from arriero.config.schema import CheckpointSection
 from arriero.data.order.ledger import refuse_other_order
 from arriero.data.order.order import Stream
@@ -77,11 +77,7 @@ class Restorer:
         state = read_state(directory)
         refuse_other_tokenizer(directory, manifest, tokenizer)
         refuse_other_order(state["data"], stream, str(directory))
-        weights = dict(self.optimizer.weights())
-        moments = {name: dict(kinds) for name, kinds in self.optimizer.state().items()}
-        self._load(directory, manifest, flat(weights, moments))
-        self.optimizer.load_weights(weights)
-        self.optimizer.load_state(moments)
+        self._load(directory, manifest, flat(self.optimizer.weights(), self.optimizer.state()))
         outcome = Outcome.recalled(state)
         kept = f"{reason}; optimizer, step and data position go on"
         decision = Decision("resume", f"step {outcome.steps} of {directory}", kept)
@@ -92,7 +88,7 @@ class Restorer:
         return self.ranks.by_leader(lambda: sound_checkpoint(Path(path), key))
 
     def _weights_alone(self, path: Path) -> str:
-        weights = dict(self.optimizer.weights())
+        weights = self.optimizer.weights()
         if not (path / MANIFEST).is_file() and not (path / CHECKPOINTS).is_dir():
             self._fill_from(open_source(path), weights)
         else:
@@ -100,13 +96,13 @@ class Restorer:
             assert saved.manifest is not None
             self._load(saved.directory, saved.manifest, flat_weights(weights), prefix=MODEL)
             path = saved.directory
-        self.optimizer.load_weights(weights)
         return str(path)
 
     @torch.no_grad()
-    def _fill_from(self, source: Source, weights: dict[str, torch.Tensor]) -> None:
+    def _fill_from(self, source: Source, weights: Mapping[str, torch.Tensor]) -> None:
         """From a model of any format, tensor by tensor; each rank takes its own part."""
-        for name, piece in pieces_of(weights).items():
+        for name, weight in weights.items():
+            piece = pieces_of({name: weight})[name]
             told = source.tensors.get(name)
             if told is None or told.shape != piece.shape:
                 found = "nothing" if told is None else list(told.shape)
@@ -117,13 +113,21 @@ class Restorer:
             whole = source.load(name)
             cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True))
             piece.local.copy_(whole[cut])
+            self.optimizer.load_weight(name, weight)
 
     def _load(
         self, directory: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor], prefix: str = ""
     ) -> None:
         allowed = self.section.load
         tolerated = Tolerated(allowed.allow_missing, allowed.allow_unexpected)
-        load_tensors(directory, manifest, tensors, self.ranks, self.everywhere, tolerated, prefix)
+        load_tensors(directory, manifest, tensors, self._keep, self.ranks, self.everywhere, tolerated, prefix)
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        if name.startswith(MODEL):
+            self.optimizer.load_weight(name.removeprefix(MODEL), tensor)
+        else:
+            parameter, _, kind = name.removeprefix(OPTIM).rpartition(".")
+            self.optimizer.load_moment(parameter, kind, tensor)
 
 
 def sound_checkpoint(path: Path, key: str) -> Saved:

@@ -103,8 +103,10 @@ def test_fp32_weights_become_halves_and_come_back_to_the_bit():
     plain = Optimizer(named_parameters([exact]), PLAIN)
     split = Optimizer(named_parameters([halves]), PLAIN, masters_of=torch.bfloat16)
     odd = {name: torch.randn_like(w) for name, w in plain.weights().items()}
-    split.load_weights(odd)
+    for name, weight in odd.items():
+        split.load_weight(name, weight)
     assert {p.dtype for p in halves.parameters()} == {torch.bfloat16}
-    plain.load_weights(split.weights())
+    for name, weight in split.weights().items():
+        plain.load_weight(name, weight)
     for name, weight in plain.weights().items():
         assert torch.equal(weight, odd[name])

@@ -57,15 +57,21 @@ def test_every_layout_updates_as_one_process_does(layout):
         torch.testing.assert_close(state, alone[kind][2], rtol=1e-5, atol=1e-6)
 
 
+def hand_over(to, weights, state):
+    for name, weight in weights.items():
+        to.load_weight(name, weight.clone())
+    for name, kinds in state.items():
+        for kind, values in kinds.items():
+            to.load_moment(name, kind, values.clone())
+
+
 @pytest.mark.parametrize("layout", ["alone", "shard+tensor"])
 def test_a_loaded_state_goes_on_to_the_bit(layout):
     def one(config, master):
         optimizer, held, _ = trained(layout, config, range(3), master)
         again_held = parameters(layout, master)
         again = Optimizer(again_held, config, seed=1)
-        again.load_weights({name: w.clone() for name, w in optimizer.weights().items()})
-        state = optimizer.state()
-        again.load_state({name: {k: t.clone() for k, t in kinds.items()} for name, kinds in state.items()})
+        hand_over(again, optimizer.weights(), optimizer.state())
         go_on(optimizer, held, range(3, 6))
         go_on(again, again_held, range(3, 6))
         return outcome(optimizer, [])[1:], outcome(again, [])[1:]
@@ -93,7 +99,7 @@ def test_a_state_moves_to_another_layout(kind):
         for name, kinds in targets.items():
             for key, target in kinds.items():
                 local_of(target).copy_(piece_of(before[name][key], target))
-        mixed.load_state(targets)
+        hand_over(mixed, {}, targets)
         return before, outcome(mixed, [])[2]
 
     before, after = on_ranks("shard", work)
@@ -177,7 +183,7 @@ def test_the_scale_grows_after_2000_good_steps_and_survives_a_restart():
     assert optimizer.loss_scale == 2.0**16
     again_weight = nn.Parameter(torch.ones(1))
     again = scaled(again_weight)
-    again.load_state(optimizer.state())
+    hand_over(again, {}, optimizer.state())
     again_weight.float().sum().backward()
     again.step(lr=0.0)
     assert (again.loss_scale, again.steps) == (2.0**17, 2000)

@@ -115,14 +115,15 @@ class Optimizer:
         return OneByOne({weight.known_as: weight.kept for weight in self._weights.values()})
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def load_weight(self, known_as: str, kept: Tensor) -> None:
         for weight in self._weights.values():
-            weight.load(weights[weight.known_as])
+            if weight.known_as == known_as:
+                weight.load(kept)
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """By parameter, what is remembered about it, placed as it is; under 'optimizer' the counters.
 
-        Read back by `load_state` on any layout; on the same one a run goes on to the bit.
+        Read back by `load_moment` on any layout; on the same one a run goes on to the bit.
         """
         state: dict[str, Mapping[str, Tensor]] = {}
         for rule in self._rules:
@@ -138,18 +139,23 @@ class Optimizer:
         return state | {OWN: counters}
 
     @torch.no_grad()
-    def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_moment(self, known_as: str, kind: str, values: Tensor) -> None:
+        """One of what `state` tells: of a parameter, or of the counters."""
+        if known_as == OWN:
+            self._load_counter(kind, values)
         for rule in self._rules:
             for name, moments in rule.moments.items():
                 weight = self._weights[name]
-                for kind, moment in moments.items():
-                    moment.load(local_of(as_placed(state[weight.known_as][kind], weight.parameter)))
-        counters = state[OWN]
-        self.steps = int(counters["step"])
-        if self._scale:
-            self._scale.value = float(counters["loss_scale"])
-            self._scale.good_steps = int(counters["good_steps"])
-            self._scale.skipped = int(counters["skipped"])
+                if weight.known_as == known_as:
+                    moments[kind].load(local_of(as_placed(values, weight.parameter)))
+
+    def _load_counter(self, kind: str, value: Tensor) -> None:
+        if kind == "step":
+            self.steps = int(value)
+        elif self._scale and kind == "loss_scale":
+            self._scale.value = float(value)
+        elif self._scale:
+            setattr(self._scale, kind, int(value))
 
 
 @torch.no_grad()
