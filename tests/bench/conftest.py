@@ -10,7 +10,6 @@ from arriero.bench.step import benchmark
 from arriero.config.load import load_run
 from arriero.model.presets import expand
 
-
 TINY = {
     "model.preset": "llama-test",
     "model.vocab_size": 4096,
