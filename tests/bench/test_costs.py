@@ -62,7 +62,8 @@ def test_the_trainers_share_is_the_step_less_the_bare_calls(place):
     rows = overhead(place).rows
     assert [row.what[-2:].strip() for row in rows] == ["1", "10"]
     for row in rows:
-        whole, bare, own = row.values.values()
+        whole, bare, own, _ = row.values.values()
+        assert (whole, bare) == tuple(min(samples) for samples in row.samples.values())
         assert own == pytest.approx(whole - bare)
         assert [len(samples) for samples in row.samples.values()] == [2, 2]
         assert bare > 0

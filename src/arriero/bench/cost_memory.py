@@ -118,7 +118,7 @@ def memory(place: Place) -> Cost:
         name="memory",
         explanation="What plan/memory.py says beside what was measured in two steps of one micro-batch, "
         f"not compiled: {seen}. State is weights, gradients and moments, before an update; the peak is "
-        "of the whole, from the first weight on. Ratios are measured / predicted.",
+        "of the whole, from the first weight on. Ratios are measured by planned.",
         settings=recorded(place.sizes.kept),
         rows=tuple(rows),
     )
@@ -134,10 +134,10 @@ def beside_the_plan(place: Place, what: str, sets: Mapping[str, str], on_gpu: bo
     return Row(
         what=what,
         values={
-            "state, MiB predicted": need.state / _MIB,
+            "state: MiB by plan": need.state / _MIB,
             "measured": held.state / _MIB,
             "ratio": held.state / need.state,
-            "peak, MiB predicted": predicted / _MIB,
+            "peak: MiB by plan": predicted / _MIB,
             "peak measured": held.peak / _MIB,
             "peak ratio": held.peak / predicted,
         },

@@ -53,7 +53,7 @@ class Sizes:
     seq_len: int = 256
     longer: tuple[int, ...] = (1, 2, 4, 8)
     deeper: tuple[int, ...] = (1, 2, 4)
-    kept: Sets = field(default_factory=lambda: _width(256, 4, 768) | _batch(4, 512))
+    kept: Sets = field(default_factory=lambda: _width(256, 4, 768) | _batch(2, 512))
 
 
 ON_GPU = Sizes(

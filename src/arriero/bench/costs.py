@@ -1,5 +1,6 @@
 """`bench costs`: what all costs that is not the arithmetic of a step, measured on this machine."""
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -37,7 +38,7 @@ def measure_costs(
     if world_from().size > 1:
         raise UserError("a launcher has started several ranks", "costs are measured by one process alone")
     found = choose_device(device)
-    measured = []
+    measured, load = [], os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="arriero-costs-") as folder:
         place = Place(device, Path(folder), cache, sizes or (ON_GPU if found.is_gpu else Sizes()))
         prepare_builtin("builtin:synthetic", cache)
@@ -49,6 +50,7 @@ def measure_costs(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         command=[*command, *(["--only", ",".join(names)] if list(names) != list(MEASURES) else [])],
         costs=tuple(measured),
+        load=(load, os.getloadavg()[0]),
         device=describe_device(found.name, found.is_gpu, 1),
         code=describe_code(),
     )

@@ -45,6 +45,9 @@ def costs(only: Only = "", json: Json = None, cache: Cache = Path("data"), devic
         raise typer.Exit(128 + stop.number) from None
     for cost in found.costs:
         show(console, cost)
+    before, after = found.load
+    cores = found.device.cores
+    console.print(f"load of the {cores} cores: {before:.1f} before, {after:.1f} after", markup=False)
     if json is not None:
         found.write(json)
         console.print(f"written to {json}", soft_wrap=True, markup=False)

@@ -15,7 +15,11 @@ def cost_tables(found: Sequence[tuple[Path, Costs]], beside: Path) -> Iterator[s
         device = costs.device
         where = device.name if device.name == device.cpu else f"{device.name} ({device.cpu})"
         yield f"#### {where}\n"
-        yield f"From [{path.name}]({os.path.relpath(path, beside)}).\n"
+        before, after = costs.load
+        yield (
+            f"From [{path.name}]({os.path.relpath(path, beside)}); load of the {device.cores} cores: "
+            f"{before:.1f} before, {after:.1f} after.\n"
+        )
         for cost in costs.costs:
             yield f"**{cost.name}.** {cost.explanation}\n"
             yield from _table(cost)

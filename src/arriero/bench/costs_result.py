@@ -28,11 +28,15 @@ class Cost(Part):
 
 
 class Costs(Part):
+    """`load` is the machine's one-minute load average before the first measurement and after the last: times
+    of a machine that others use are not those of one that nobody uses."""
+
     schema_version: Literal[1] = 1
     kind: Literal["costs"] = "costs"
     time: str
     command: list[str]
     costs: tuple[Cost, ...]
+    load: tuple[float, float]
     device: Device
     code: Code
 
