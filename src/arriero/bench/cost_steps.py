@@ -191,25 +191,29 @@ def growth(place: Place) -> Cost:
         name="growth",
         explanation="A step of one sequence, longer or through more layers, beside what the formula `honest` "
         "of FLOPs makes of it; both as multiples of the first row of their kind. The "
-        f"fastest of {sizes.steps} steps; not compiled.",
+        f"fastest of {sizes.steps * sizes.repeats} steps; not compiled.",
         settings=recorded(sizes.grown | {"data.seq_len": sizes.seq_len}),
         rows=(*_grown(place, lengths), *_grown(place, depths)),
     )
 
 
 def _grown(place: Place, cases: Sequence[tuple[str, Sets]]) -> Iterator[Row]:
-    first: tuple[float, float] | None = None
-    for what, changed in cases:
-        sets = place.sizes.grown | {"data.seq_len": place.sizes.seq_len} | changed
-        tokens = int(sets["data.seq_len"])
-        ends = StepEnds()
-        session = trained(place.run(place.sizes.steps + 2, sets | {"train.batch": f"{tokens} tok"}), ends)
-        taken = [1e3 * second for second in ends.seconds()[1:]]
-        now = min(taken), tokens * flops_per_token(session.spec, tokens)
-        first = first or now
+    """In rounds: what disturbs the machine for a while does not meet all steps of one row."""
+    taken: dict[str, list[float]] = {what: [] for what, _ in cases}
+    flops: dict[str, float] = {}
+    for _ in range(place.sizes.repeats):
+        for what, changed in cases:
+            sets = place.sizes.grown | {"data.seq_len": place.sizes.seq_len} | changed
+            tokens = int(sets["data.seq_len"])
+            ends = StepEnds()
+            session = trained(place.run(place.sizes.steps + 2, sets | {"train.batch": f"{tokens} tok"}), ends)
+            taken[what] += [1e3 * second for second in ends.seconds()[1:]]
+            flops[what] = tokens * flops_per_token(session.spec, tokens)
+    first = cases[0][0]
+    for what, steps in taken.items():
         values = {
-            "ms a step": now[0],
-            "times as long": now[0] / first[0],
-            "times the FLOPs": now[1] / first[1],
+            "ms a step": min(steps),
+            "times as long": min(steps) / min(taken[first]),
+            "times the FLOPs": flops[what] / flops[first],
         }
-        yield Row(what=what, values=values, samples={"ms a step": tuple(taken)})
+        yield Row(what=what, values=values, samples={"ms a step": tuple(steps)})
