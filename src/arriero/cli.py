@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import arriero.bench.commands as bench_verbs
+import arriero.bench.costs_commands as costs_verbs
 import arriero.bench.matrix_commands as matrix_verbs
 import arriero.bench.result_commands as result_verbs
 import arriero.bench.step_commands as step_verbs
@@ -48,6 +49,7 @@ app.add_typer(bench, name="bench")
 bench.command()(bench_verbs.parity)
 bench.command()(step_verbs.step)
 bench.command()(matrix_verbs.matrix)
+bench.command()(costs_verbs.costs)
 bench.command()(result_verbs.compare)
 bench.command()(result_verbs.page)
 app.add_typer(ckpt, name="ckpt")

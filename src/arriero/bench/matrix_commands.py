@@ -1,5 +1,6 @@
 """`arriero bench matrix`."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,13 +14,13 @@ from arriero.errors import UserError, nearest
 if TYPE_CHECKING:
     from arriero.bench.matrix import Cell
 
-Several = "Several are separated by commas."
+SEVERAL = "Several are separated by commas."
 
 
 def matrix(
-    models: Annotated[str, typer.Option(help=f"Which models; all unless given. {Several}")] = "",
-    modes: Annotated[str, typer.Option(help=f"Which modes. {Several}")] = "",
-    layouts: Annotated[str, typer.Option(help=f"Which layouts. {Several}")] = "",
+    models: Annotated[str, typer.Option(help=f"Which models; all unless given. {SEVERAL}")] = "",
+    modes: Annotated[str, typer.Option(help=f"Which modes. {SEVERAL}")] = "",
+    layouts: Annotated[str, typer.Option(help=f"Which layouts. {SEVERAL}")] = "",
     sets: Sets = [],
     steps: Annotated[int, typer.Option(min=2, help="Timed steps of each cell.")] = 20,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 5,
@@ -41,9 +42,9 @@ def matrix(
     from arriero.bench.matrix_page import html, markdown
 
     order = Order(
-        models=_chosen("--models", models, list(MODELS)),
-        layouts=_chosen("--layouts", layouts, LAYOUTS),
-        modes=_chosen("--modes", modes, list(MODES)),
+        models=chosen("--models", models, list(MODELS)),
+        layouts=chosen("--layouts", layouts, LAYOUTS),
+        modes=chosen("--modes", modes, list(MODES)),
         steps=steps,
         warmup=warmup,
         accumulate=accumulate,
@@ -76,7 +77,7 @@ def matrix(
         raise typer.Exit(1)
 
 
-def _chosen(option: str, given: str, known: "list[str] | tuple[str, ...]") -> list[str]:
+def chosen(option: str, given: str, known: Sequence[str]) -> list[str]:
     wanted = [each.strip() for each in given.split(",") if each.strip()]
     for each in wanted:
         if each not in known:

@@ -6,6 +6,8 @@ from itertools import groupby
 from pathlib import Path
 
 from arriero.bench.breakdown import CATEGORIES
+from arriero.bench.costs_page import cost_tables
+from arriero.bench.costs_result import Costs, is_costs, read_costs
 from arriero.bench.result import Result, read_result
 from arriero.errors import UserError
 from arriero.model.spec import CONVENTIONS
@@ -15,25 +17,32 @@ BEGIN, END = "<!-- results -->", "<!-- /results -->"
 Kept = tuple[Path, Result]
 
 
-def read_results(folder: Path) -> list[Kept]:
-    """By device, and by file name."""
+def read_results(folder: Path) -> list[tuple[Path, Result | Costs]]:
+    """Of both kinds, by device and by file name."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}", "give one with --results")
-    found = [(path, read_result(path)) for path in sorted(folder.glob("*.json"))]
+    found = [
+        (path, read_costs(path) if is_costs(path) else read_result(path))
+        for path in sorted(folder.glob("*.json"))
+    ]
     return sorted(found, key=lambda kept: kept[1].device.name)
 
 
-def tables(results: Sequence[Kept], beside: Path) -> str:
+def tables(results: Sequence[tuple[Path, Result | Costs]], beside: Path) -> str:
     """Links are as seen from the folder `beside`."""
     if not results:
         return "No results yet.\n"
-    parts: list[str] = []
-    for device, group in groupby(results, lambda kept: kept[1].device.name):
+    steps = [(path, result) for path, result in results if isinstance(result, Result)]
+    costs = [(path, result) for path, result in results if isinstance(result, Costs)]
+    parts: list[str] = [] if steps else ["No results of `bench step` yet.", ""]
+    for device, group in groupby(steps, lambda kept: kept[1].device.name):
         members = list(group)
         parts += [f"### {device}\n", *_speeds(members, beside), ""]
         parts += ["Share of the bf16 peak, by each way of counting:\n", *_shares(members), ""]
         if any(result.breakdown for _, result in members):
             parts += ["Where a step goes, in ms:\n", *_breakdowns(members), ""]
+    if costs:
+        parts += cost_tables(costs, beside)
     return "\n".join(parts).rstrip("\n") + "\n"
 
 

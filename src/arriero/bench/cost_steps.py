@@ -1,0 +1,219 @@
+"""What steps cost beside their arithmetic, and how they grow: the trainer itself, saves, length and depth."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+from rich.console import Console
+
+from arriero.bench.cost_sizes import Place, Sets, recorded
+from arriero.bench.costs_result import Cost, Row
+from arriero.checkpoint.manager import Report
+from arriero.config.schema import RunConfig
+from arriero.data.order.loader import IGNORED
+from arriero.data.progress import silent
+from arriero.model.spec import flops_per_token
+from arriero.parallel.world import World
+from arriero.train.arrange import arrange
+from arriero.train.build import build
+from arriero.train.console import ConsoleProgress
+from arriero.train.hooks import Hook
+from arriero.train.interrupt import interruptible
+from arriero.train.loop import train
+from arriero.train.metrics import StepMetrics
+from arriero.train.session import Session
+from arriero.units import Span
+
+BLOCK = 10
+
+
+class StepEnds(Hook):
+    """When every so many steps ended, the device's work done."""
+
+    def __init__(self, every: int = 1) -> None:
+        self._every = every
+        self._marks: list[float] = []
+
+    def on_step(self, session: Session, step: int, tokens: int) -> None:
+        if step % self._every == 0:
+            session.device.synchronize()
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of a step, the mean of those between two marks; before the first mark all is cold."""
+        return [(b - a) / self._every for a, b in pairwise(self._marks)]
+
+
+def trained(config: RunConfig, *hooks: Hook) -> Session:
+    with interruptible():
+        session = build(arrange(config, World()), silent, hooks)
+        train(session)
+    return session
+
+
+@contextmanager
+def untrained(config: RunConfig) -> Iterator[Session]:
+    session = build(arrange(config, World()), silent)
+    try:
+        yield session
+    finally:
+        session.loader.close()
+
+
+def overhead(place: Place) -> Cost:
+    sizes = place.sizes
+    found: dict[str, list[float]] = {"bare": [], "1": [], "10": []}
+    for _ in range(sizes.repeats):
+        found["bare"] += _bare_blocks(place)
+        for log_every in (1, 10):
+            found[str(log_every)] += _trained_blocks(place, log_every)
+    micros = {name: [1e6 * second for second in seconds] for name, seconds in found.items()}
+    rows = [
+        _difference(f"observe.log_every = {log_every}", micros[str(log_every)], micros["bare"])
+        for log_every in (1, 10)
+    ]
+    return Cost(
+        name="overhead",
+        explanation="A step of the smallest model through train(), with loader, schedule, metrics.jsonl, "
+        "ledger, TensorBoard and progress line, less the bare calls: model(tokens, labels), backward() "
+        "of its mean, optimizer.step() with clipping, on one batch that is there already. The "
+        f"fastest stretch of {BLOCK} steps of each; beside it the difference of their medians.",
+        settings=recorded(sizes.least),
+        rows=tuple(rows),
+    )
+
+
+def _difference(what: str, whole: Sequence[float], bare: Sequence[float]) -> Row:
+    """At their fastest: two medians on a machine that others use differ by more than what is looked for."""
+    return Row(
+        what=what,
+        values={
+            "µs a step": min(whole),
+            "µs of it bare": min(bare),
+            "µs of the trainer": min(whole) - min(bare),
+            "by medians": statistics.median(whole) - statistics.median(bare),
+        },
+        samples={"µs a step": tuple(whole), "µs of it bare": tuple(bare)},
+    )
+
+
+def _trained_blocks(place: Place, log_every: int) -> list[float]:
+    ends = StepEnds(BLOCK)
+    config = place.run(BLOCK * (place.sizes.blocks + 1), place.sizes.least | {"observe.log_every": log_every})
+    with (place.folder / "console.txt").open("w", encoding="utf-8") as printed:
+        trained(config, ConsoleProgress(Console(file=printed)), ends)
+    return ends.seconds()
+
+
+def _bare_blocks(place: Place) -> list[float]:
+    config = place.run(1, place.sizes.least | {"observe.tensorboard": False})
+    with untrained(config) as session:
+        step = _bare_step(session)
+        marks = []
+        for number in range(BLOCK * (place.sizes.blocks + 1)):
+            step()
+            if (number + 1) % BLOCK == 0:
+                session.device.synchronize()
+                marks.append(time.perf_counter())
+    return [(b - a) / BLOCK for a, b in pairwise(marks)]
+
+
+def _bare_step(session: Session) -> Callable[[], None]:
+    (model,) = session.parts
+    batch = next(session.loader).to(session.device.torch_device)
+    labels = (batch.labels_BT != IGNORED).sum()
+
+    def step() -> None:
+        (model(batch.tokens_BT, None, None, batch.labels_BT) / labels).backward()
+        session.optimizer.step(session.config.optim.lr)
+
+    return step
+
+
+class _Waits(Hook):
+    """Between saves the last one is let finish: none waits for the one before it."""
+
+    def __init__(self) -> None:
+        self.waits_ms: list[float] = []
+        self.reports: list[Report] = []
+
+    def on_step(self, session: Session, step: int, tokens: int) -> None:
+        session.saver.wait(session)
+
+    def on_metrics(self, session: Session, metrics: StepMetrics) -> None:
+        if metrics.save_s is not None:
+            self.waits_ms.append(1e3 * metrics.save_s)
+
+    def on_save(self, session: Session, report: Report) -> None:
+        self.reports.append(report)
+
+
+def saves(place: Place) -> Cost:
+    rows = [
+        _saved(place, f"{name}, {'in the background' if background else 'at once'}", sets, background)
+        for name, sets in place.sizes.saved
+        for background in (True, False)
+    ]
+    return Cost(
+        name="saves",
+        explanation="How long the loop waits for a checkpoint (save_s of metrics.jsonl): weights and both "
+        "moments in fp32, synced to the disk and read back. In the background only the copy of the tensors "
+        "is waited for; the first save makes room for it. Medians of the later ones.",
+        settings=recorded({}),
+        rows=tuple(rows),
+    )
+
+
+def _saved(place: Place, what: str, sets: Sets, background: bool) -> Row:
+    seen = _Waits()
+    config = place.run(2 * place.sizes.saves, sets)
+    changes = {"every": Span(2, "steps"), "keep": 1, "background": background}
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=changes)})
+    trained(config, seen)
+    first, *later = seen.waits_ms
+    values = {
+        "MB on disk": seen.reports[-1].size / 1e6,
+        "ms waited": statistics.median(later),
+        "ms waited at the first": first,
+        "ms until it was safe": 1e3 * statistics.median(report.written_s for report in seen.reports[1:]),
+    }
+    return Row(what=what, values=values, samples={"ms waited": tuple(seen.waits_ms)})
+
+
+def growth(place: Place) -> Cost:
+    sizes = place.sizes
+    layers = int(sizes.grown["model.layers"])
+    lengths = [(f"{sizes.seq_len * n} tokens", {"data.seq_len": sizes.seq_len * n}) for n in sizes.longer]
+    depths = [(f"{layers * n} layers", {"model.layers": layers * n}) for n in sizes.deeper]
+    return Cost(
+        name="growth",
+        explanation="A step of one sequence, longer or through more layers, beside what the formula `honest` "
+        "of FLOPs makes of it; both as multiples of the first row of their kind. The "
+        f"fastest of {sizes.steps * sizes.repeats} steps; not compiled.",
+        settings=recorded(sizes.grown | {"data.seq_len": sizes.seq_len}),
+        rows=(*_grown(place, lengths), *_grown(place, depths)),
+    )
+
+
+def _grown(place: Place, cases: Sequence[tuple[str, Sets]]) -> Iterator[Row]:
+    """In rounds: what disturbs the machine for a while does not meet all steps of one row."""
+    taken: dict[str, list[float]] = {what: [] for what, _ in cases}
+    flops: dict[str, float] = {}
+    for _ in range(place.sizes.repeats):
+        for what, changed in cases:
+            sets = place.sizes.grown | {"data.seq_len": place.sizes.seq_len} | changed
+            tokens = int(sets["data.seq_len"])
+            ends = StepEnds()
+            session = trained(place.run(place.sizes.steps + 2, sets | {"train.batch": f"{tokens} tok"}), ends)
+            taken[what] += [1e3 * second for second in ends.seconds()[1:]]
+            flops[what] = tokens * flops_per_token(session.spec, tokens)
+    first = cases[0][0]
+    for what, steps in taken.items():
+        values = {
+            "ms a step": min(steps),
+            "times as long": min(steps) / min(taken[first]),
+            "times the FLOPs": flops[what] / flops[first],
+        }
+        yield Row(what=what, values=values, samples={"ms a step": tuple(steps)})
