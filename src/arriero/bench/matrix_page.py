@@ -51,7 +51,7 @@ def markdown(matrix: Matrix) -> str:
 
 def html(matrix: Matrix) -> str:
     parts = [_HEAD.format(title=escape(_title(matrix))), f"<h1>{escape(_title(matrix))}</h1>\n"]
-    parts += [f"<p>{escape(line)}</p>\n" for line in _about(matrix)]
+    parts += [f"<p>{escape(line)}</p>\n" for line in [*_about(matrix), "Bars compare the speed per rank."]]
     layouts, modes = _kept(matrix, "layout"), _kept(matrix, "mode")
     for model in _kept(matrix, "model"):
         fastest = max((c.result.timing.tokens_per_s / c.ranks for c in _done(matrix, model)), default=1.0)
