@@ -249,7 +249,7 @@ def _precisions() -> list[Case]:
     reduced = layout(dp_shard=2) | bf16 | {"precision.reduce": "bf16"}
     made.append(Case("bf16 beside fp32", "dp_shard 2, reduced in bf16", reduced, tolerance=BF16))
     fp16 = {"precision.compute": "fp16"}
-    # the first steps overflow and are skipped: as many of them as long as no rank has fewer sequences
+    # one process skips a step that overflows and that ranks with fewer sequences, and smaller sums, take
     made.append(Case("fp16", "tp 2", layout(tp=2) | fp16, fp16, tolerance=BF16))
     for kind in ("tensorwise", "rowwise"):
         float8 = bf16 | {"precision.float8": kind}
