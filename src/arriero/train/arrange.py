@@ -24,7 +24,6 @@ from arriero.train.conflicts import conflicts
 from arriero.train.device import Device, choose_compute, choose_device
 from arriero.train.rundir import refuse_foreign
 from arriero.train.session import Decision
-from arriero.units import human_count
 
 _WORTH_COMPILING = 1_000_000
 
@@ -77,7 +76,7 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
         Decision("compute", str(compute).removeprefix("torch."), compute_reason),
         Decision("compile", str(compiled).lower(), compile_reason),
         Decision("micro-batch", f"{micro.sequences} of {sequences} sequences", micro.reason),
-        Decision("loss chunk", f"{human_count(chunk)} tokens" if chunk else "whole", chunk_reason),
+        Decision("loss chunk", f"{chunk:,} tokens" if chunk else "whole", chunk_reason),
         *_layout_decisions(config, layout, ulysses, ring, cuts),
     ]
     return Arrangement(

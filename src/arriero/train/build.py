@@ -48,7 +48,6 @@ from arriero.train.rundir import open_run_directory, run_directory
 from arriero.train.saving import Saver, everywhere
 from arriero.train.schedule import make_shape
 from arriero.train.session import Decision, Session, total_steps
-from arriero.units import human_count
 
 
 def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = ()) -> Session:
@@ -115,7 +114,7 @@ def _agreed(plan: Arrangement, mesh: Mesh) -> Arrangement:
     least = mesh.least(plan.micro_batch)
     told = {}
     if chunk != plan.loss_chunk:
-        told["loss chunk"] = f"{human_count(chunk)} tokens"
+        told["loss chunk"] = f"{chunk:,} tokens"
     if least != plan.micro_batch:
         told["micro-batch"] = f"{least} of {plan.sequences} sequences"
     decisions = [
