@@ -2,6 +2,7 @@
 
 import pytest
 
+from arriero.checkpoint import state
 from arriero.errors import UserError
 
 HALF = "train.horizon=3 steps"
@@ -58,6 +59,25 @@ def test_any_layout_goes_on_from_any_other(runs, order, sets):
     # eight bits are rounded by chance, each piece of a tensor by its own
     tolerance = 1e-4 if "optim.state=int8" not in sets else 1e-3
     assert runs.losses("moved") == {step: pytest.approx(v, rel=tolerance) for step, v in expected.items()}
+
+
+@pytest.mark.parametrize("layout", ["one", "tp 2 x pp 2"])
+def test_what_would_not_fit_at_once_is_read_a_tensor_at_a_time(runs, monkeypatch, layout):
+    """On all ranks alike, though those of a pipeline hold other tensors."""
+    ranks, sets = LAYOUTS[layout]
+    sets = [*sets, "model.layers=4", "precision.compute=bf16"]
+    runs.train("whole", *sets, ranks=ranks)
+    runs.train("halves", *sets, HALF, ranks=ranks)
+    read = state.read_pieces
+
+    def one(directory, pieces, group):
+        assert len(pieces) <= 1
+        read(directory, pieces, group)
+
+    monkeypatch.setattr(state, "_READ_AT_ONCE", 1)
+    monkeypatch.setattr(state, "read_pieces", one)
+    runs.train("halves", *sets, ranks=ranks)
+    assert runs.losses("halves") == runs.losses("whole")
 
 
 def test_a_checkpoint_of_other_shape_is_refused_by_name(runs):

@@ -19,7 +19,6 @@ from arriero.errors import UserError
 
 MODEL = "model."
 OPTIM = "optim."
-FP32 = 4
 _READ_AT_ONCE = 4 << 30
 _LISTED = 12
 
@@ -80,8 +79,8 @@ def load_tensors(
     wanted = everywhere({name: list(piece.shape) for name, piece in pieces.items()})
     there = {name: shape for name, (_, shape) in manifest.tensors.items() if name.startswith(prefix)}
     _refuse_strangers(directory, wanted, there, tolerated)
-    # of all ranks' names, lest one read less often than the others
-    sizes = {name: FP32 * prod(shape) for name, shape in wanted.items() if name in there}
+    # of all ranks' names and in the file's order, lest one read less often than the others
+    sizes = {name: bytes_of({name: manifest.tensors[name]}) for name in there if name in wanted}
     for names in _batches(sizes, _READ_AT_ONCE * ranks.size):
         some = {name: tensors[name] for name in names if name in tensors}
         read_pieces(directory, pieces_of(some), ranks)
