@@ -129,7 +129,7 @@ def beside_the_plan(place: Place, what: str, sets: Mapping[str, str], on_gpu: bo
     rows = config.train.batch.amount // config.data.seq_len
     config = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": rows})})
     plan = arrange(config, World())
-    need = need_of(config, plan.spec, plan.layout, plan.compute.itemsize, plan.loss_chunk)
+    need = need_of(config, plan.spec, plan.layout, plan.compute.itemsize, plan.loss_chunk, on_gpu)
     held, predicted = held_by(config, on_gpu), need.bytes(rows)
     return Row(
         what=what,
