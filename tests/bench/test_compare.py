@@ -3,7 +3,7 @@
 import pytest
 
 from arriero.bench.compare import compare, compared
-from arriero.bench.result import Timing, read_result
+from arriero.bench.result import Result, Timing
 from arriero.errors import UserError
 
 
@@ -27,7 +27,7 @@ def test_a_difference_is_one_only_beyond_the_quartiles(first, second, verdict):
 
 
 def test_different_work_is_refused_and_named(measured):
-    result = read_result(measured)
+    result = Result.read(measured)
     other = result.work.model_copy(
         update={"float8": "tensorwise", "seq_len": 128, "model": result.work.model | {"layers": 9}}
     )
@@ -38,7 +38,7 @@ def test_different_work_is_refused_and_named(measured):
 
 
 def test_another_layout_or_mode_of_the_same_work_is_compared(arriero, measured, tmp_path):
-    result = read_result(measured)
+    result = Result.read(measured)
     other = result.model_copy(
         update={"layout": "dp_shard 2", "mode": "fp32, compiled", "timing": steps(1, 1, 1)}
     )
@@ -50,7 +50,7 @@ def test_another_layout_or_mode_of_the_same_work_is_compared(arriero, measured, 
 
 
 def test_the_command_refuses_with_one_sentence(arriero, measured, tmp_path):
-    result = read_result(measured)
+    result = Result.read(measured)
     work = result.work.model_copy(update={"tokens_per_step": 1024})
     result.model_copy(update={"work": work}).write(tmp_path / "other.json")
     refused = arriero("bench", "compare", measured, "other.json")

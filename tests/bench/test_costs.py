@@ -22,7 +22,7 @@ from arriero.bench.cost_steps import growth, overhead, saves
 from arriero.bench.cost_waits import data_wait, start_up
 from arriero.bench.costs import MEASURES, measure_costs
 from arriero.bench.costs_commands import NAMES
-from arriero.bench.costs_result import Costs, read_costs
+from arriero.bench.costs_result import Costs
 from arriero.bench.results_page import BEGIN, END, read_results, tables
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
@@ -176,7 +176,7 @@ def test_recomputation_leaves_less_alive(place):
 def test_a_result_has_its_provenance_and_no_places(found, tmp_path, synthetic_cache):
     path = tmp_path / "costs.json"
     found.write(path)
-    assert read_costs(path) == found
+    assert Costs.read(path) == found
     assert [cost.name for cost in found.costs] == ["overhead", "data-wait", "growth"]
     asked = ["--device", "cpu", "--only", "overhead,data-wait,growth"]
     assert found.command == ["arriero", "bench", "costs", *asked]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from arriero.bench.gate import mode_of, tolerance_of
-from arriero.bench.result import read_result
+from arriero.bench.result import Result
 from arriero.config.load import load_run
 from arriero.model.presets import expand
 from arriero.train.optim.masters import Masters
@@ -42,7 +42,7 @@ def test_a_mode_that_fails_on_the_small_model_has_no_speed_either(bench, monkeyp
 def test_a_sound_mode_is_measured_and_its_differences_are_kept(bench, monkeypatch):
     code, out, path = bench("--no-profile", **BF16)
     assert code == 0, out
-    gate = read_result(path).gate
+    gate = Result.read(path).gate
     assert gate.holds
     assert 0 < gate.loss < gate.loss_bound
     assert 0 < gate.norm < gate.norm_bound
@@ -56,7 +56,7 @@ def test_a_sound_mode_is_measured_and_its_differences_are_kept(bench, monkeypatc
     monkeypatch.setattr("arriero.bench.step.judge", judged_again)
     code, _, path = bench("--no-profile", "--gate-from", str(earlier), **BF16)
     assert code == 0
-    assert read_result(path).gate == gate
+    assert Result.read(path).gate == gate
     with pytest.raises(AssertionError, match="judged again"):
         bench("--no-profile", "--gate-from", str(earlier), **BF16, **{"optim.state": "int8"})
 

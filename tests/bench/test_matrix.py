@@ -11,7 +11,7 @@ import pytest
 
 from arriero.bench.matrix import LAYOUTS, MODELS, MODES, Cell, Matrix, Order, first_words, run_cells, settings
 from arriero.bench.matrix_page import html, markdown
-from arriero.bench.result import read_result
+from arriero.bench.result import Result
 from arriero.model.presets import resolve
 from arriero.model.spec import ModelSpec
 
@@ -106,7 +106,7 @@ def test_a_failure_is_told_in_its_own_words(stdout, stderr, words):
 
 
 def test_the_pages_show_speeds_problems_and_missing_gpus(measured):
-    result = read_result(measured)
+    result = Result.read(measured)
     cells = [
         Cell(model="gpt2-1.5b", layout="1 process", mode="bf16", ranks=1, result=result, problem=""),
         Cell(model="gpt2-1.5b", layout="DDP", mode="bf16", ranks=2, result=None, problem="needs 2 GPUs"),

@@ -7,7 +7,7 @@ import pytest
 
 from arriero.bench.cases import BF16, FLOAT8, FP32, STATES
 from arriero.bench.gate import COMPILED, MASKED
-from arriero.bench.result import Energy, read_result
+from arriero.bench.result import Energy, Result
 from arriero.bench.results_page import BEGIN, END, page_with, read_results, tables
 from arriero.errors import UserError
 from arriero.model.spec import CONVENTIONS
@@ -42,7 +42,7 @@ def _short(bound):
 def test_results_become_rows_with_every_convention_and_every_part(arriero, measured, tmp_path):
     (tmp_path / "results").mkdir()
     shutil.copy(measured, tmp_path / "results" / "a.json")
-    result = read_result(measured)
+    result = Result.read(measured)
     gate = result.gate.model_copy(update={"needed": True, "holds": True, "loss": 3e-4, "loss_bound": 2e-3})
     energy = Energy(joules_per_step=1234.0, tokens_per_joule=2.0)
     changed = {"mode": "bf16, compiled", "energy": energy, "gate": gate}

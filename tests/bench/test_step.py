@@ -9,13 +9,13 @@ import pytest
 import arriero.bench.machine
 from arriero.bench.energy import Meter
 from arriero.bench.machine import describe_device
-from arriero.bench.result import Timing, read_result
+from arriero.bench.result import Result, Timing
 from arriero.errors import UserError
 from arriero.model.spec import CONVENTIONS, ModelSpec, flops_per_token
 
 
 def test_a_result_says_what_was_done_and_with_what(measured):
-    result = read_result(measured)
+    result = Result.read(measured)
     assert result.work.tokens_per_step == 512
     assert result.work.parameters == ModelSpec.from_dict(result.work.model).parameters
     assert (result.work.compute, result.work.float8, result.work.optimizer_state) == (
@@ -34,7 +34,7 @@ def test_a_result_says_what_was_done_and_with_what(measured):
 
 
 def test_speed_is_the_tokens_of_a_step_by_the_median_step(measured):
-    timing = read_result(measured).timing
+    timing = Result.read(measured).timing
     assert len(timing.step_ms) == 4
     assert timing.median_ms == pytest.approx(statistics.median(timing.step_ms))
     assert timing.tokens_per_s == pytest.approx(512 / timing.median_ms * 1e3)
@@ -50,7 +50,7 @@ def test_speed_is_the_tokens_of_a_step_by_the_median_step(measured):
 
 
 def test_every_convention_has_its_formula_and_no_share_of_an_unknown_peak(measured):
-    result = read_result(measured)
+    result = Result.read(measured)
     spec = ModelSpec.from_dict(result.work.model)
     assert [rate.convention for rate in result.rates] == list(CONVENTIONS)
     for rate in result.rates:
@@ -63,7 +63,7 @@ def test_every_convention_has_its_formula_and_no_share_of_an_unknown_peak(measur
 
 
 def test_the_parts_of_a_real_profile_sum_to_its_step(measured):
-    found = read_result(measured).breakdown
+    found = Result.read(measured).breakdown
     assert found.steps == 3
     assert sum(found.parts.values()) == pytest.approx(found.step_ms, rel=1e-6)
     for part in ("GEMM", "attention", "elementwise", "loss", "optimizer", "idle"):
@@ -81,7 +81,7 @@ def test_it_trains_what_train_trains(bench, arriero, synthetic_cache, tmp_path):
     assert code == 0
     assert arriero("train", "run.toml", "--set", "run.device=cpu", cwd=tmp_path).returncode == 0
     lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
-    losses = read_result(path).losses
+    losses = Result.read(path).losses
     assert (losses.first_step, losses.last_step) == (1, 6)
     assert (losses.first, losses.last) == (lines[0]["loss"], lines[-1]["loss"])
     assert losses.first_grad_norm == lines[0]["grad_norm"]
@@ -91,7 +91,7 @@ def test_it_trains_what_train_trains(bench, arriero, synthetic_cache, tmp_path):
 def test_several_ranks_are_measured_as_one_run(bench):
     code, out, path = bench("--no-profile", nproc=2)
     assert code == 0
-    result = read_result(path)
+    result = Result.read(path)
     assert (result.ranks, result.layout) == (2, "dp_shard 2")
     assert result.config["data"]["sources"][0]["path"] == "builtin:synthetic"
     assert result.timing.tokens_per_s == pytest.approx(512 / result.timing.median_ms * 1e3)
@@ -118,7 +118,7 @@ def test_a_file_of_another_schema_is_refused(measured, tmp_path):
     changed = json.loads(measured.read_text()) | {"schema_version": 99}
     (tmp_path / "old.json").write_text(json.dumps(changed))
     with pytest.raises(UserError, match="schema_version"):
-        read_result(tmp_path / "old.json")
+        Result.read(tmp_path / "old.json")
 
 
 def test_the_spread_is_that_of_the_steps():

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from arriero.bench.result import Code, Device, Part
-from arriero.errors import UserError
+from arriero.bench.result import Code, Device, Part, Stored
 
 
 class Row(Part):
@@ -27,9 +26,11 @@ class Cost(Part):
     rows: tuple[Row, ...]
 
 
-class Costs(Part):
+class Costs(Stored):
     """`load` is the machine's one-minute load average before the first measurement and after the last: times
     of a machine that others use are not those of one that nobody uses."""
+
+    MADE_BY = "arriero bench costs --json"
 
     schema_version: Literal[1] = 1
     kind: Literal["costs"] = "costs"
@@ -40,13 +41,6 @@ class Costs(Part):
     device: Device
     code: Code
 
-    def write(self, path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path} cannot be written ({error})", "give another file") from None
-
 
 def is_costs(path: Path) -> bool:
     """By what the file says of itself; it need not be sound otherwise."""
@@ -55,18 +49,6 @@ def is_costs(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(said, dict) and said.get("kind") == "costs"
-
-
-def read_costs(path: Path) -> Costs:
-    try:
-        return Costs.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "it"
-        raise UserError(
-            f"{path} holds no costs of this version ({where}: {first['msg']})",
-            "make it anew with `arriero bench costs --json`",
-        ) from None
 
 
 def number(value: float) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arriero.bench.result import Part, Result, read_result
+from arriero.bench.result import Part, Result
 from arriero.config.toml import toml_value
 from arriero.model.presets import resolve
 from arriero.units import counted
@@ -188,7 +188,7 @@ def _run_cell(order: Order, model: str, layout: str, mode: str, gate_from: Path 
         return cell(None, f"not done after {order.timeout:g} s")
     if done.returncode or not file.exists():
         return cell(None, first_words(done.stdout, done.stderr) or f"ended with code {done.returncode}")
-    return cell(read_result(file))
+    return cell(Result.read(file))
 
 
 def first_words(stdout: str, stderr: str) -> str:

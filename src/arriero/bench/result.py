@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -14,6 +14,33 @@ SCHEMA = 1
 
 class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Stored(Part):
+    """What lies in a file of its own; `MADE_BY` is the command that leaves it."""
+
+    MADE_BY: ClassVar[str]
+
+    def write(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error})", "give another file") from None
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error})", f"give a file of `{cls.MADE_BY}`") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "it"
+            raise UserError(
+                f"{path} is no benchmark result of this version ({where}: {first['msg']})",
+                f"make it anew with `{cls.MADE_BY}`",
+            ) from None
 
 
 class Work(Part):
@@ -152,7 +179,9 @@ class Code(Part):
     versions: dict[str, str | None]
 
 
-class Result(Part):
+class Result(Stored):
+    MADE_BY = "arriero bench step --json"
+
     schema_version: Literal[1] = SCHEMA
     name: str
     time: str
@@ -177,26 +206,3 @@ class Result(Part):
 
     def rate(self, convention: str) -> Rate:
         return next(rate for rate in self.rates if rate.convention == convention)
-
-    def write(self, path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path} cannot be written ({error})", "give another file") from None
-
-
-def read_result(path: Path) -> Result:
-    try:
-        return Result.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error})", "give a file of `arriero bench step --json`"
-        ) from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "it"
-        raise UserError(
-            f"{path} is no benchmark result of this version ({where}: {first['msg']})",
-            "make it anew with `arriero bench step --json`",
-        ) from None

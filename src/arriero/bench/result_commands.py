@@ -22,9 +22,9 @@ def compare(
     Example: arriero bench compare before.json after.json
     """
     from arriero.bench.compare import compare as compare_results
-    from arriero.bench.result import read_result
+    from arriero.bench.result import Result
 
-    results = [read_result(path) for path in (first, second)]
+    results = [Result.read(path) for path in (first, second)]
     found = compare_results(*results)
     console = Console(highlight=False)
     for path, result in zip((first, second), results, strict=True):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from arriero.bench.breakdown import CATEGORIES
 from arriero.bench.costs_page import cost_tables
-from arriero.bench.costs_result import Costs, is_costs, read_costs
-from arriero.bench.result import Result, read_result
+from arriero.bench.costs_result import Costs, is_costs
+from arriero.bench.result import Result
 from arriero.errors import UserError
 from arriero.model.spec import CONVENTIONS
 
@@ -22,7 +22,7 @@ def read_results(folder: Path) -> list[tuple[Path, Result | Costs]]:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}", "give one with --results")
     found = [
-        (path, read_costs(path) if is_costs(path) else read_result(path))
+        (path, Costs.read(path) if is_costs(path) else Result.read(path))
         for path in sorted(folder.glob("*.json"))
     ]
     return sorted(found, key=lambda kept: kept[1].device.name)

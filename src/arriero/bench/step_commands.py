@@ -61,7 +61,7 @@ def step(
     Example: arriero bench step --set model.preset=llama3.2-1b --set data.seq_len=8192
     --set train.batch='32768 tok' --json result.json
     """
-    from arriero.bench.result import Result, read_result
+    from arriero.bench.result import Result
     from arriero.config.load import load_run
     from arriero.model.presets import expand
 
@@ -70,7 +70,7 @@ def step(
         raise UserError(
             "with data.packing 'none' every step is other work", "set it to 'concat' or 'bestfit'"
         )
-    earlier = read_result(gate_from) if gate_from else None
+    earlier = Result.read(gate_from) if gate_from else None
     # read when torch is loaded: its profiler tells standard error when it begins
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from arriero.bench.machine import process_started
