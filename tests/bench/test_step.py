@@ -127,6 +127,20 @@ def test_the_spread_is_that_of_the_steps():
     assert (timing.min_ms, timing.max_ms, timing.tokens_per_s) == (10.0, 100.0, 20_000.0)
 
 
+def test_one_step_has_no_spread_but_a_time():
+    timing = Timing.of([250.0], 1000, 0, 1.0)
+    assert (timing.lower_quartile_ms, timing.median_ms, timing.upper_quartile_ms) == (250.0, 250.0, 250.0)
+    assert timing.tokens_per_s == 4000.0
+
+
+def test_a_single_step_without_warm_up_is_timed_from_its_beginning(bench):
+    _, _, path = bench("--steps", "1", "--warmup", "0", "--no-profile")
+    timing = Result.read(path).timing
+    assert len(timing.step_ms) == 1 and timing.warmup_steps == 0
+    # the process has to begin, too
+    assert 1.0 < timing.step_ms[0] < 1e3 * timing.start_up_s
+
+
 class Driver:
     """Of two GPUs, the second of which may have no meter."""
 

@@ -1,10 +1,14 @@
 """Each kernel beside its twin in plain PyTorch, on fresh numbers."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 from arriero.kernels import float8
 from arriero.kernels.swiglu import swiglu
+from arriero.model import layers
 from arriero.train.optim.adamw import in_place
 from arriero.train.optim.rounding import Noise, joined
 from arriero.train.optim.states import Plain
@@ -123,6 +127,55 @@ def test_swiglu_of_two_halves_is_the_plain_one():
         return apart(found.detach().cpu(), expected.detach()), apart(mine.cpu(), theirs)
 
     assert max(alone(work)) < 2**-8
+
+
+def beside_exact(kernel, plain, layer, x):
+    """The results and, for the same gradients of these, every gradient: each beside the plain one in fp64."""
+    exact, exact_x = copy.deepcopy(layer).double(), x.double().requires_grad_()
+    results, expected = kernel(layer, x.requires_grad_()), plain(exact, exact_x)
+    given = [fresh(*result.shape, dtype=result.dtype) for result in results]
+    gradients = torch.autograd.grad(results, [x, *layer.parameters()], given)
+    exact_given = [gradient.double() for gradient in given]
+    expected_gradients = torch.autograd.grad(expected, [exact_x, *exact.parameters()], exact_given)
+    pairs = zip([*results, *gradients], [*expected, *expected_gradients], strict=True)
+    return [apart(a.detach(), b.detach()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_beside_what_goes_past_it_is_the_plain_one_of_any_width(kind, dtype):
+    def work():
+        from arriero.kernels.norm import normed_on
+
+        found = {}
+        for rows, width in ((1, 16), (37, 100), (1031, 1600), (300, 4096), (70, 8192), (9, 16384)):
+            norm = kind(width, eps=1e-5, device=DEVICE, dtype=dtype)
+            for parameter in norm.parameters():
+                nn.init.normal_(parameter, mean=1.0)
+            x = fresh(2, rows, width, dtype=dtype)
+            found[rows, width] = beside_exact(normed_on(DEVICE), layers.normed, norm, x)
+        return found
+
+    for size, differences in alone(work).items():
+        assert max(differences) < (2**-7 if dtype is BF16 else 1e-5), (size, differences)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_gelu_and_its_bias_are_the_plain_ones_of_any_size(dtype):
+    def work():
+        from arriero.kernels.gelu import gelu_of
+
+        found = {}
+        for rows, width in ((1, 16), (37, 100), (1031, 6400)):
+            layer = nn.Linear(64, width, device=DEVICE, dtype=dtype)
+            x = fresh(rows, 64, dtype=dtype)
+            found[rows, width] = beside_exact(
+                lambda layer, x: [gelu_of(x, layer)], lambda layer, x: [layers.gelu_of(x, layer)], layer, x
+            )
+        return found
+
+    for size, differences in alone(work).items():
+        assert max(differences) < (2**-7 if dtype is BF16 else 1e-5), (size, differences)
 
 
 def test_slices_of_the_vocabulary_have_the_slope_of_the_whole():

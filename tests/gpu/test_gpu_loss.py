@@ -57,3 +57,16 @@ def test_chunks_of_bf16_logits_have_the_loss_and_gradients_of_fp32_cross_entropy
     assert value < 2e-6
     # the slope by the logits is rounded to bf16 once, in both
     assert max(gradients) < 2**-7, gradients
+
+
+@pytest.mark.parametrize("chunk", [128, False], ids=["chunks", "at once"])
+def test_a_float8_head_has_the_loss_and_gradients_of_the_emulated_one(chunk):
+    def work():
+        given = states(4099)
+        found = with_gradients(chunked_loss(chunk, float8=True), *given)
+        expected = with_gradients(chunked_loss(chunk, float8=True), *(each.cpu() for each in given))
+        return [apart(a.cpu(), b) for a, b in zip(found, expected, strict=True)]
+
+    value, *gradients = alone(work)
+    # an element on the border between two float8 numbers may fall to either side
+    assert value < 1e-3 and max(gradients) < 0.02, (value, gradients)

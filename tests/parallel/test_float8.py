@@ -155,6 +155,7 @@ def test_the_device_is_asked_whether_it_computes_float8(name, monkeypatch):
     ("sets", "key"),
     [
         (["precision.compute=fp32"], "precision.float8"),
+        (["precision.float8=off", "precision.float8_head=true"], "precision.float8_head"),
         (["precision.float8_all_gather=true", "precision.float8=rowwise"], "precision.float8_all_gather"),
         (["precision.float8_all_gather=true", "parallel.dp_shard=1"], "precision.float8_all_gather"),
         (["data.seq_len=120", "train.batch=1200 tok"], "data.seq_len"),

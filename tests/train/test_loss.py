@@ -112,6 +112,41 @@ def test_the_z_loss_is_in_the_gradients_and_not_in_the_reported_value(chunk):
     assert not torch.allclose(gradients[1], plain[2], rtol=1e-2)
 
 
+def as_float8(tensor, kind):
+    """Rounded as by one scale from its largest element."""
+    scale = tensor.detach().abs().max() / torch.finfo(kind).max
+    return (tensor.detach() / scale).to(kind).float() * scale
+
+
+@pytest.mark.parametrize("chunk", [4, False])
+def test_a_float8_head_multiplies_what_float8_makes_of_states_weight_and_slope(chunk):
+    x, weight, labels = states(2, 16, dim=16, vocab=48, ignored=0)
+    value, x_grad, weight_grad = with_gradients(
+        chunked_loss(chunk, float8=True), x, weight, labels, scale=1.0
+    )
+    total, x_grads, weight_grads = 0.0, [], []
+    weight8 = as_float8(weight, torch.float8_e4m3fn)
+    tokens = x.flatten(0, 1).split(chunk or 32)
+    for x_CD, labels_C in zip(tokens, labels.flatten().split(chunk or 32), strict=True):
+        x8 = as_float8(x_CD, torch.float8_e4m3fn)
+        logits = x8 @ weight8.T
+        total += F.cross_entropy(logits, labels_C, reduction="sum")
+        slope = logits.softmax(-1) - F.one_hot(labels_C, 48)
+        slope8 = as_float8(slope, torch.float8_e5m2)
+        x_grads.append(slope8 @ weight8)
+        weight_grads.append(slope8.T @ x8)
+    assert_same([value], [total])
+    assert_same([x_grad.flatten(0, 1), weight_grad], [torch.cat(x_grads), sum(weight_grads)])
+    assert not torch.allclose(x_grad, with_gradients(logits_loss, x, weight, labels, scale=1.0)[1], rtol=1e-2)
+
+
+def test_held_out_text_is_judged_by_the_head_as_it_is():
+    x, weight, labels = states(dim=16)
+    with torch.no_grad():
+        value = chunked_loss(4, float8=True)(x, weight, labels)
+    assert_same([value], [logits_loss(x, weight, labels).detach()])
+
+
 def test_far_away_logits_do_not_overflow():
     x, weight, labels = states()
     given = (x.detach() * 200, weight, labels)

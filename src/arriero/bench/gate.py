@@ -17,6 +17,13 @@ MICRO_BATCH = 8
 # a chunk that a step of 1024 tokens has several of
 CHUNK = 128
 TILE = 24
+_PLAIN: dict[str, Any] = {
+    "master": "fp32",
+    "float8": "off",
+    "float8_exclude": [],
+    "float8_all_gather": False,
+    "float8_head": False,
+}
 # the compiler orders sums anew
 COMPILED = Tolerance(1e-4, 1e-4, inf)
 # in fewer bits than 32: short documents see few keys, and their gradients are noisier
@@ -46,6 +53,7 @@ class Mode:
             {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.compute] + weights,
             "compiled" if self.compiled else "",
             f"float8 {self.precision['float8']}" if self.precision["float8"] != "off" else "",
+            "float8 head" if self.precision["float8_head"] else "",
             f"remat {self.memory['remat']}" if self.memory["remat"] != "none" else "",
             "activations in host memory" if self.memory["offload_activations"] else "",
             "ffn in tiles" if self.memory["ffn_tile"] else "",
@@ -56,8 +64,7 @@ class Mode:
 
 
 def mode_of(config: RunConfig, compute: str, compiled: bool) -> Mode:
-    keys = {"master", "float8", "float8_exclude", "float8_all_gather"}
-    precision = config.precision.model_dump(mode="json", include=keys)
+    precision = config.precision.model_dump(mode="json", include=set(_PLAIN))
     memory = config.memory.model_dump(mode="json", include={"remat", "offload_activations", "ffn_tile"})
     chunk = CHUNK if config.memory.loss_chunk else False
     # of sequences of 64, whatever the run's
@@ -82,7 +89,7 @@ def reference_of(mode: Mode) -> Mode:
     return Mode(
         mode.compute if mode.compute == "float16" else "float32",
         False,
-        {"master": "fp32", "float8": "off", "float8_exclude": [], "float8_all_gather": False},
+        _PLAIN,
         plain,
         {**mode.optim, "state": "fp32"},
         mode.data,

@@ -124,13 +124,14 @@ class Clock(Hook):
 
     def on_start(self, session: Session) -> None:
         self._mark, self._meter = _marker(session.device), _meter(session)
+        if self._plan.warmup == 0:
+            self._begin(session)
 
     def on_step(self, session: Session, step: int, tokens: int) -> None:
         first, last = self._plan.warmup, self._plan.warmup + self._plan.timed
         if step == first:
-            session.device.synchronize()
-            self._joules_before = self._meter.joules()
-        if first <= step <= last:
+            self._begin(session)
+        elif first < step <= last:
             self._marks.append(self._mark())
         if step == last:
             self.sm_mhz = self._meter.sm_mhz()
@@ -138,6 +139,11 @@ class Clock(Hook):
             after = self._meter.joules()
             if after is not None and self._joules_before is not None:
                 self.joules = after - self._joules_before
+
+    def _begin(self, session: Session) -> None:
+        session.device.synchronize()
+        self._joules_before = self._meter.joules()
+        self._marks.append(self._mark())
 
     def on_metrics(self, session: Session, metrics: StepMetrics) -> None:
         if metrics.step == 1:

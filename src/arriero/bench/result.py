@@ -84,7 +84,8 @@ class Timing(Part):
 
     @classmethod
     def of(cls, step_ms: Sequence[float], tokens_per_step: int, warmup: int, start_up_s: float) -> "Timing":
-        lower, median, upper = statistics.quantiles(step_ms, n=4, method="inclusive")
+        several = step_ms if len(step_ms) > 1 else [*step_ms, *step_ms]
+        lower, median, upper = statistics.quantiles(several, n=4, method="inclusive")
         return cls(
             warmup_steps=warmup,
             step_ms=tuple(step_ms),

@@ -8,11 +8,12 @@ from pathlib import Path
 from arriero.bench.breakdown import CATEGORIES
 from arriero.bench.costs_page import cost_tables
 from arriero.bench.costs_result import Costs, is_costs
-from arriero.bench.result import Result
+from arriero.bench.result import Result, Timing
 from arriero.errors import UserError
 from arriero.model.spec import CONVENTIONS
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
+ENOUGH = 20
 
 Kept = tuple[Path, Result]
 
@@ -77,13 +78,19 @@ def _speeds(members: Sequence[Kept], beside: Path) -> Iterator[str]:
             result.mode,
             result.layout,
             f"{t.tokens_per_s:,.0f}",
-            f"{t.median_ms:,.1f} ({t.lower_quartile_ms:,.1f}-{t.upper_quartile_ms:,.1f})",
+            f"{t.median_ms:,.1f} ({t.lower_quartile_ms:,.1f}-{t.upper_quartile_ms:,.1f}){_few(t)}",
             f"{result.memory.allocated_gib:.1f}",
             f"{result.energy.joules_per_step:,.0f}" if result.energy else "not reported",
             _checked(result),
             f"[{path.name}]({link})",
         )
         yield f"| {' | '.join(cells)} |"
+
+
+def _few(timing: Timing) -> str:
+    """What is less than a spread of steps is told."""
+    count, first = len(timing.step_ms), ", the first" if timing.warmup_steps == 0 else ""
+    return "" if count >= ENOUGH else f", {count} step{'s' if count > 1 else ''}{first}"
 
 
 def _checked(result: Result) -> str:

@@ -161,7 +161,7 @@ def _work(config: RunConfig, found: Measured) -> Work:
         document_mask=config.data.document_mask,
         compute=found.compute,
         master=config.precision.master,
-        float8=config.precision.float8,
+        float8=config.precision.float8 + (" and head" if config.precision.float8_head else ""),
         optimizer=config.optim.name,
         optimizer_state=config.optim.state,
         clip=config.optim.clip,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 PROFILED_STEPS = 3
 _SYNTHETIC = "data.sources=[{path='builtin:synthetic'}]"
 
-Steps = Annotated[int, typer.Option(min=2, help="Timed steps.")]
-Warmup = Annotated[int, typer.Option(min=1, help="Steps before them, in which blocks are compiled.")]
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Steps before them, in which blocks are compiled.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result there, too.", show_default=False)]
 Profile = Annotated[bool, typer.Option(help="Some steps more, to show where the time goes.")]
 NoGate = Annotated[

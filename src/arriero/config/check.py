@@ -142,6 +142,13 @@ def _float8_is_reached_from_bf16(precision) -> list[Problem]:
     return [Problem("precision.float8", what, "set precision.compute to 'bf16', or float8 to 'off'")]
 
 
+def _float8_head_follows_the_blocks(precision) -> list[Problem]:
+    if not precision.float8_head or precision.float8 != "off":
+        return []
+    what = "the head is the last to go to float8, and precision.float8 is 'off'"
+    return [Problem("precision.float8_head", what, "set precision.float8 to 'tensorwise', or this to false")]
+
+
 def _float8_gathers_with_one_scale(precision) -> list[Problem]:
     if not precision.float8_all_gather or precision.float8 == "tensorwise":
         return []
@@ -205,6 +212,7 @@ _RULES = [
     (("eval",), _eval_has_data),
     (("memory", "precision"), _budget_is_for_compiled_blocks),
     (("precision",), _float8_is_reached_from_bf16),
+    (("precision",), _float8_head_follows_the_blocks),
     (("precision",), _float8_gathers_with_one_scale),
     (("precision", "parallel"), _float8_gathers_shards),
     (("precision", "data", "parallel"), _float8_multiplies_in_sixteens),

@@ -244,6 +244,11 @@ class PrecisionSection(Section):
     float8_all_gather: bool = Field(
         False, description="Gather sharded weights as float8: half the traffic; needs 'tensorwise'."
     )
+    float8_head: bool = Field(
+        False,
+        description="The head's matmuls in float8 too, with one scale per tensor: faster where the vocabulary"
+        " is a large part of the model, and its logits are rounded for it.",
+    )
     float8_exclude: tuple[str, ...] = Field(
         (),
         description="Layers that stay in the compute precision, by name: 'blocks.0.*' or '*.attention.k'.",

@@ -5,11 +5,16 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 
+def usable_on(device: torch.device) -> bool:
+    return device.type == "cuda" and _has_triton()
+
+
 def usable(tensor: Tensor) -> bool:
-    return tensor.is_cuda and _has_triton()
+    return usable_on(tensor.device)
 
 
 def in_line(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from arriero.kernels import kernels, usable
 
 # more digits for what is multiplied forward, more range for gradients
-_VALUES, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _AMD_WITH_FLOAT8 = ("gfx94", "gfx95", "gfx120")
 MULTIPLE = 16
 
@@ -32,17 +32,17 @@ def linears(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
 @torch.library.custom_op("arriero::float8_linears", mutates_args=())
 def float8_linears(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The products side by side; then what backward needs: x and the weights transposed, and their scales."""
-    x8, x8_t, x_scale = _both_layouts([x], _VALUES)
-    w8, w8_t, w_scale = _both_layouts(weights, _VALUES)
-    return _product(x8, w8, x_scale, w_scale, x.dtype, fast=True), x8_t, x_scale, w8_t, w_scale
+    x8, x8_t, x_scale = both_layouts([x], VALUES)
+    w8, w8_t, w_scale = both_layouts(weights, VALUES)
+    return product(x8, w8, x_scale, w_scale, x.dtype, fast=True), x8_t, x_scale, w8_t, w_scale
 
 
 @float8_linears.register_fake
 def _(x, weights):
     out = sum(weight.shape[0] for weight in weights)
     scale = x.new_empty((), dtype=torch.float32)
-    x8_t = x.new_empty(x.shape[1], x.shape[0], dtype=_VALUES)
-    w8_t = x.new_empty(x.shape[1], out, dtype=_VALUES)
+    x8_t = x.new_empty(x.shape[1], x.shape[0], dtype=VALUES)
+    w8_t = x.new_empty(x.shape[1], out, dtype=VALUES)
     return x.new_empty(x.shape[0], out), x8_t, scale, w8_t, torch.empty_like(scale)
 
 
@@ -51,10 +51,10 @@ def float8_gradients(
     gradient: Tensor, x8_t: Tensor, x_scale: Tensor, w8_t: Tensor, w_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Of x, and of the weights one below the other."""
-    g8, g8_t, g_scale = _both_layouts([gradient], _GRADIENTS)
+    g8, g8_t, g_scale = both_layouts([gradient], GRADIENTS)
     return (
-        _product(g8, w8_t, g_scale, w_scale, gradient.dtype, fast=False),
-        _product(g8_t, x8_t, g_scale, x_scale, gradient.dtype, fast=False),
+        product(g8, w8_t, g_scale, w_scale, gradient.dtype, fast=False),
+        product(g8_t, x8_t, g_scale, x_scale, gradient.dtype, fast=False),
     )
 
 
@@ -79,16 +79,14 @@ def _backward(ctx, gradient, *_):
 float8_linears.register_autograd(_backward, setup_context=_keep)
 
 
-def _product(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool
-) -> Tensor:
+def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b.T. `fast` leaves sums in the tensor cores, with fewer digits."""
     if _by_kernels(a):
         return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
     return ((a.float() @ b.float().T) * (a_scale * b_scale)).to(dtype)
 
 
-def _both_layouts(parts: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def both_layouts(parts: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The parts, one below the other, in float8; the same transposed; what to multiply them by."""
     if _by_kernels(parts[0]):
         return kernels("float8_cast").both_layouts([part.contiguous() for part in parts], kind)

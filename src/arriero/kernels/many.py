@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arriero.kernels import in_line
 
-BLOCK = 2048
+BLOCK = 1024
 WARPS = 4
 # of reads alone more are in flight
 _READ_BLOCK = 8192
@@ -37,7 +37,8 @@ def blocks_of(sizes: tuple[int, ...], device: torch.device, block: int = BLOCK) 
 def addresses(tensors: Sequence[Tensor]) -> Tensor:
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("a kernel over many tensors takes contiguous ones")
-    found = torch.tensor([tensor.data_ptr() for tensor in tensors])
+    # from other memory than pinned, the copy would wait for all that the GPU has yet to do
+    found = torch.tensor([tensor.data_ptr() for tensor in tensors], pin_memory=True)
     return found.to(tensors[0].device, non_blocking=True)
 
 

@@ -11,12 +11,17 @@ from torch import Tensor, nn
 from arriero.model.spec import RopeScaling
 from arriero.model.tiles import in_tiles
 
+# attention's kernels may count the elements from a tensor's first to its last in 32 bits
+_COUNTED = 2**31
+
 Rotation = tuple[Tensor, Tensor]
 Mask = Any
 MaskOf = Callable[[Tensor], Mask]
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
 Project = Callable[[Tensor, Sequence[nn.Linear]], Iterable[Tensor]]
 Gated = Callable[[Tensor, nn.Linear, nn.Linear], Tensor]
+Activated = Callable[[Tensor, nn.Linear], Tensor]
+Normed = Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -91,6 +96,8 @@ def one_by_one(x_BTD: Tensor, layers: Sequence[nn.Linear]) -> Iterable[Tensor]:
 
 def by_one_matmul(x_BTD: Tensor, layers: Sequence[nn.Linear]) -> Iterable[Tensor]:
     """Faster on a GPU than narrow ones apart, for all that the weights are copied side by side."""
+    if x_BTD.numel() // x_BTD.shape[-1] * sum(layer.out_features for layer in layers) >= _COUNTED:
+        return one_by_one(x_BTD, layers)
     weight = torch.cat([layer.weight for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
     return F.linear(x_BTD, weight, bias).split([layer.out_features for layer in layers], dim=-1)
@@ -133,14 +140,24 @@ class SwiGLU(nn.Module):
         return self.down(self.gated(x_BTD, self.gate, self.up))
 
 
+def gelu_of(x_BTD: Tensor, up: nn.Linear) -> Tensor:
+    return F.gelu(up(x_BTD), approximate="tanh")
+
+
 class Gelu(nn.Module):
     def __init__(self, dim: int, ffn: int) -> None:
         super().__init__()
         self.up = nn.Linear(dim, ffn)
         self.down = nn.Linear(ffn, dim)
+        self.activated: Activated = gelu_of
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+        return self.down(self.activated(x_BTD, self.up))
+
+
+def normed(norm: nn.Module, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """The states as they go on past the norm, and what comes out of it."""
+    return x_BTD, norm(x_BTD)
 
 
 class Block(nn.Module):
@@ -152,10 +169,12 @@ class Block(nn.Module):
         self.attention = attention
         self.ffn_norm = ffn_norm
         self.ffn = ffn
+        self.normed: Normed = normed
         self.tile: int | None = None
 
     def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Mask) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation, mask)
+        x_BTD, y_BTD = self.normed(self.attention_norm, x_BTD)
+        x_BTD = x_BTD + self.attention(y_BTD, rotation, mask)
         if self.tile is None or x_BTD.shape[1] <= self.tile:
             return self.feed_forward(x_BTD)
         weights = [*self.ffn_norm.parameters(), *self.ffn.parameters()]
@@ -163,7 +182,8 @@ class Block(nn.Module):
 
     def feed_forward(self, x_BTD: Tensor) -> Tensor:
         """The half of the block that looks at each token alone."""
-        return x_BTD + self.ffn(self.ffn_norm(x_BTD))
+        x_BTD, y_BTD = self.normed(self.ffn_norm, x_BTD)
+        return x_BTD + self.ffn(y_BTD)
 
 
 def logits_loss(x_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:

@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from arriero.config.schema import MemorySection, PrecisionSection
+from arriero.kernels import kernels, usable_on
 from arriero.kernels.float8 import computes_float8
 from arriero.model.base import LanguageModel
 from arriero.model.build import build_model
 from arriero.model.init import Piece
-from arriero.model.layers import Block, HeadLoss, by_one_matmul
+from arriero.model.layers import Block, Gelu, HeadLoss, by_one_matmul
 from arriero.model.spec import ModelSpec
 from arriero.parallel.context import apply_context
 from arriero.parallel.fsdp import Sharding, shard_weights
@@ -55,11 +56,8 @@ def _part(
     model.keep(blocks)
     if model.head is not None:
         model.head.loss = recipe.loss
-    plain = mesh.layout.tp == 1 and not mesh.shards and recipe.precision.float8 == "off"
-    if plain and device.type == "cuda":
-        # where weights are whole anyway: the copy of them outlives the forward pass
-        for block in model.blocks.values():
-            cast(Block, block).attention.project = by_one_matmul
+    if usable_on(device) and mesh.layout.tp == 1:
+        _use_kernels(model, device, recipe, whole=not mesh.shards)
     # makes new modules: whatever hooks into modules must come after
     emulate = not computes_float8(device)
     layers = apply_float8(model, recipe.precision, emulate, mesh.layout.tp, mesh.shards)
@@ -93,6 +91,24 @@ def _part(
             module._buffers[name] = buffer.to(device)
     model.init_weights(recipe.seed, held_here)
     return model, layers
+
+
+def _use_kernels(model: LanguageModel, device: torch.device, recipe: Recipe, whole: bool) -> None:
+    """Faster ways of a block to compute the same, for weights that are plain tensors meanwhile."""
+    float8 = recipe.precision.float8 != "off"
+    # a compiler that chooses what to compute again cannot look into kernels
+    opaque = not (
+        recipe.compiled and (recipe.memory.remat.keeps_some or recipe.memory.remat.kind == "budget")
+    )
+    normed = kernels("norm").normed_on(device)
+    for block in map(partial(cast, Block), model.blocks.values()):
+        if opaque:
+            block.normed = normed
+        if opaque and isinstance(block.ffn, Gelu) and not float8:
+            block.ffn.activated = kernels("gelu").gelu_of
+        if whole and not float8:
+            # the copy of the weights outlives the forward pass: not where they are gathered block by block
+            block.attention.project = by_one_matmul
 
 
 def _cut_into_tiles(model: LanguageModel, tokens: int, compiled: bool) -> None:

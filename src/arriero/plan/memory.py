@@ -27,8 +27,8 @@ class MicroBatch:
 @dataclass(frozen=True)
 class Need:
     """Bytes on one rank. `accumulated` are sums of gradients that wait for the last micro-batch;
-    `head_sum` is that of the head over several chunks. `in_flight` is how many micro-batches' activations a
-    rank holds, for each stage's share of the blocks."""
+    `head_sum` is that of the head over several chunks, `head_cast` its weight in float8. `in_flight` is how
+    many micro-batches' activations a rank holds, for each stage's share of the blocks."""
 
     state: int
     per_sequence: int
@@ -38,12 +38,13 @@ class Need:
     sequences: int
     accumulated: int = 0
     head_sum: int = 0
+    head_cast: int = 0
     in_flight: float = 1.0
     holds_all: bool = False
 
     def bytes(self, micro_batch: int) -> int:
         tokens = micro_batch * self.tokens
-        logits = min(tokens, self.chunk or tokens) * self.logits_per_token
+        logits = min(tokens, self.chunk or tokens) * self.logits_per_token + self.head_cast
         if tokens > (self.chunk or tokens):
             logits += self.head_sum
         held = self.sequences if self.holds_all else micro_batch
@@ -75,14 +76,17 @@ def need_of(
     tokens = config.data.seq_len // layout.cp
     holds_all = layout.pp > 1 and config.parallel.schedule in _ALL_IN_FLIGHT
     spread = layout.fsdp * layout.dp_replicate > 1
+    # a byte each way: by rows and by columns
+    both = 2 if config.precision.float8_head else 0
     # unsharded, or beside gradients of fewer bits
     sums = config.parallel.sync == "last" if spread else compute_bytes < _master_bytes(config)
     return Need(
         state=state_bytes(config, spec, layout, compute_bytes),
         per_sequence=tokens * activation_bytes_per_token(config, spec, compute_bytes) // layout.tp,
         # a GPU computes their slope in their place
-        logits_per_token=spec.vocab_size * (compute_bytes + (0 if on_gpu else FP32)) // layout.tp,
+        logits_per_token=spec.vocab_size * (compute_bytes + both + (0 if on_gpu else FP32)) // layout.tp,
         head_sum=spec.embedding_parameters * FP32 // layout.tp,
+        head_cast=spec.embedding_parameters * both // layout.tp,
         tokens=tokens,
         chunk=chunk or None,
         sequences=config.train.batch.amount // config.data.seq_len // layout.batch,

@@ -144,7 +144,8 @@ def _found(config: RunConfig, most_steps: int | None, float8: Float8Layers) -> l
     """What only the data and the model could tell."""
     found = [] if most_steps is None else [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
     if config.precision.float8 != "off":
-        found.append(Decision("float8", config.precision.float8, float8.summary))
+        head = "; the head" if config.precision.float8_head else ""
+        found.append(Decision("float8", config.precision.float8, float8.summary + head))
     return found
 
 
@@ -192,7 +193,7 @@ def _recipe(plan: Arrangement) -> Recipe:
         async_tp=parallel.async_tp,
         memory=config.memory,
         precision=config.precision,
-        loss=chunked_loss(plan.loss_chunk, config.train.z_loss),
+        loss=chunked_loss(plan.loss_chunk, config.train.z_loss, config.precision.float8_head),
         weights=torch.bfloat16 if config.precision.master == "bf16" else torch.float32,
         seed=config.run.seed,
     )

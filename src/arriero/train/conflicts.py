@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from arriero.config.schema import RunConfig
+from arriero.kernels.float8 import MULTIPLE
 from arriero.model.spec import ModelSpec
 from arriero.parallel.pipeline import untested
 from arriero.plan.layout import Layout
@@ -85,6 +86,13 @@ def _float8_conflicts(
             f"precision.float8 goes with bf16, and this run computes in {name}",
             "set precision.compute = 'bf16', or precision.float8 = 'off'",
         )
+    if config.precision.float8_head and spec.dim % MULTIPLE:
+        yield (
+            f"precision.float8_head multiplies in sixteens, and the model is {spec.dim} wide",
+            f"turn it off, or take a width that is a multiple of {MULTIPLE}",
+        )
+    if config.precision.float8_head and torch.version.hip:
+        yield "precision.float8_head has no kernels for AMD's float8", "turn it off"
     kv_width = spec.kv_heads * spec.head_dim
     rows = [spec.dim, *(width // layout.tp for width in (spec.attention_width, kv_width, spec.ffn))]
     if config.precision.float8_all_gather and any(n % layout.fsdp for n in rows):

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
@@ -17,11 +16,10 @@ from torch.profiler import record_function
 from arriero.data.order.rows import IGNORED
 from arriero.kernels import kernels, usable
 from arriero.model.layers import HeadLoss
+from arriero.train.head_products import SumOfProducts, products_with
 
-_ROWS = 64
 
-
-def chunked_loss(chunk: int | Literal[False], z_loss: float = 0.0) -> HeadLoss:
+def chunked_loss(chunk: int | Literal[False], z_loss: float = 0.0, float8: bool = False) -> HeadLoss:
     """For `Head.loss`. The value is the cross-entropy alone, and the z-loss is in the gradients only, so that
     what is reported means the same with and without it.
 
@@ -36,7 +34,7 @@ def chunked_loss(chunk: int | Literal[False], z_loss: float = 0.0) -> HeadLoss:
             weight_VD, held = _local_rows(weight_VD)
         x_ND, labels_N = x_BTD.flatten(0, -2), labels_BT.flatten()
         if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
-            return _ChunkedLoss.apply(x_ND, weight_VD, labels_N, chunk, z_loss, held)
+            return _ChunkedLoss.apply(x_ND, weight_VD, labels_N, chunk, z_loss, float8, held)
         total = x_ND.new_zeros((), dtype=torch.float32)
         for tokens in _chunks(labels_N, chunk):
             logits_CV = x_ND[tokens] @ weight_VD.T
@@ -67,24 +65,22 @@ class _ChunkedLoss(torch.autograd.Function):
         labels_N: Tensor,
         chunk: int | Literal[False],
         z_loss: float,
+        float8: bool,
         held: _Slice,
     ) -> Tensor:
         ctx.weight_type = weight_VD.dtype
-        rows, weight_VD = weight_VD.shape[0], _aligned(weight_VD)
+        products = products_with(weight_VD, float8)
         x_grad = torch.empty_like(x_ND) if ctx.needs_input_grad[0] else None
-        weight_grad = _SumOfProducts(weight_VD) if ctx.needs_input_grad[1] else None
+        weight_grad = SumOfProducts(weight_VD) if ctx.needs_input_grad[1] else None
         total = x_ND.new_zeros((), dtype=torch.float32)
         for tokens in _chunks(labels_N, chunk):
             x_CD = x_ND[tokens]
-            slope_CV = x_CD @ weight_VD.T
-            total += _slope_in_place(slope_CV, rows, labels_N[tokens], z_loss, held)
-            if x_grad is not None:
-                torch.mm(slope_CV, weight_VD, out=x_grad[tokens])
-            if weight_grad is not None:
-                weight_grad.add(slope_CV, x_CD)
+            slope_CV = products.logits(x_CD)
+            total += _slope_in_place(slope_CV, len(weight_VD), labels_N[tokens], z_loss, held)
+            products.gradients(slope_CV, x_CD, None if x_grad is None else x_grad[tokens], weight_grad)
             # or the next chunk's logits would stand beside it
             del slope_CV
-        ctx.save_for_backward(x_grad, None if weight_grad is None else weight_grad.value()[:rows])
+        ctx.save_for_backward(x_grad, None if weight_grad is None else weight_grad.value())
         return total
 
     @staticmethod
@@ -95,49 +91,13 @@ class _ChunkedLoss(torch.autograd.Function):
         )
         if weight_grad is not None:
             weight_grad = weight_grad.to(ctx.weight_type)
-        return x_grad, weight_grad, None, None, None, None
+        return x_grad, weight_grad, None, None, None, None, None
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     if usable(gradient):
         return kernels("cross_entropy").scaled(gradient.contiguous(), factor)
     return (gradient.float() * factor).to(gradient.dtype)
-
-
-class _SumOfProducts:
-    """slope.T @ x over chunks: one is kept as it is, several are added up in fp32. In fp16 even one is fp32:
-    before it is scaled, the sum over a batch may be too large for it."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._sum: Tensor | None = None
-
-    def add(self, slope_CV: Tensor, x_CD: Tensor) -> None:
-        if self._sum is None and slope_CV.dtype != torch.float16:
-            self._sum = slope_CV.T @ x_CD
-            return
-        if self._sum is None:
-            self._sum = torch.zeros_like(self._like, dtype=torch.float32)
-        self._sum = self._sum.float()
-        if slope_CV.dtype == torch.float32:
-            self._sum.addmm_(slope_CV.T, x_CD)
-        elif slope_CV.is_cuda and torch.version.hip is None:
-            torch.addmm(self._sum, slope_CV.T, x_CD, out_dtype=torch.float32, out=self._sum)
-        elif slope_CV.dtype == torch.float16:
-            self._sum.addmm_(slope_CV.T.float(), x_CD.float())
-        else:
-            self._sum += slope_CV.T @ x_CD
-
-    def value(self) -> Tensor:
-        if self._sum is None:
-            return torch.zeros_like(self._like)
-        return self._sum if self._like.dtype == torch.float16 else self._sum.to(self._like.dtype)
-
-
-def _aligned(weight_VD: Tensor) -> Tensor:
-    """GPUs multiply by 50,257 rows at a fifth of the speed they have for 50,304."""
-    missing = -weight_VD.shape[0] % _ROWS
-    return F.pad(weight_VD, (0, 0, 0, missing)) if missing and usable(weight_VD) else weight_VD
 
 
 class _Targets(NamedTuple):
