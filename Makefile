@@ -19,7 +19,7 @@ check: $(VENV)/.installed-test
 test: check
 	$(VENV)/bin/python -m pytest
 
-# What only a GPU can show: about two minutes on one. Fails where there is none.
+# What only a GPU can show: some minutes on one. Fails where there is none.
 gpu: $(VENV)/.installed-test
 	$(VENV)/bin/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'torch sees no GPU here')"
 	$(VENV)/bin/python -m pytest -m gpu

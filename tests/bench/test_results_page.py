@@ -7,7 +7,7 @@ import pytest
 
 from arriero.bench.cases import BF16, FLOAT8, FP32, STATES
 from arriero.bench.gate import COMPILED, MASKED
-from arriero.bench.result import Energy, Result
+from arriero.bench.result import Energy, Result, Timing
 from arriero.bench.results_page import BEGIN, END, page_with, read_results, tables
 from arriero.errors import UserError
 from arriero.model.spec import CONVENTIONS
@@ -39,6 +39,13 @@ def _short(bound):
     return f"{bound:.1e}".replace(".0e", "e").replace("e-0", "e-")
 
 
+def test_a_single_step_is_called_one(measured, tmp_path):
+    result = Result.read(measured)
+    alone = Timing.of([1500.0], 1000, 0, 2.0)
+    found = tables([(tmp_path / "a.json", result.model_copy(update={"timing": alone}))], tmp_path)
+    assert "1,500.0 (one step, the first)" in found
+
+
 def test_results_become_rows_with_every_convention_and_every_part(arriero, measured, tmp_path):
     (tmp_path / "results").mkdir()
     shutil.copy(measured, tmp_path / "results" / "a.json")
@@ -56,6 +63,7 @@ def test_results_become_rows_with_every_convention_and_every_part(arriero, measu
     assert text.endswith("\n\nafter\n")
     assert "old" not in text
     assert f"{result.timing.tokens_per_s:,.0f}" in text
+    assert f"{result.timing.upper_quartile_ms:,.1f} of 4 steps)" in text
     assert "[a.json](results/a.json)" in text
     assert "| not reported | is the reference |" in text
     assert "| 1,234 | 3e-04 of 2e-03 |" in text

@@ -78,7 +78,7 @@ def _speeds(members: Sequence[Kept], beside: Path) -> Iterator[str]:
             result.mode,
             result.layout,
             f"{t.tokens_per_s:,.0f}",
-            f"{t.median_ms:,.1f} ({t.lower_quartile_ms:,.1f}-{t.upper_quartile_ms:,.1f}){_few(t)}",
+            f"{t.median_ms:,.1f} ({_spread(t)})",
             f"{result.memory.allocated_gib:.1f}",
             f"{result.energy.joules_per_step:,.0f}" if result.energy else "not reported",
             _checked(result),
@@ -87,10 +87,13 @@ def _speeds(members: Sequence[Kept], beside: Path) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def _few(timing: Timing) -> str:
-    """What is less than a spread of steps is told."""
-    count, first = len(timing.step_ms), ", the first" if timing.warmup_steps == 0 else ""
-    return "" if count >= ENOUGH else f", {count} step{'s' if count > 1 else ''}{first}"
+def _spread(timing: Timing) -> str:
+    """What is less than a spread of enough steps is told."""
+    if len(timing.step_ms) == 1:
+        return "one step" + (", the first" if timing.warmup_steps == 0 else "")
+    quartiles = f"{timing.lower_quartile_ms:,.1f}-{timing.upper_quartile_ms:,.1f}"
+    few = len(timing.step_ms) < ENOUGH
+    return quartiles + (f" of {len(timing.step_ms)} steps" if few else "")
 
 
 def _checked(result: Result) -> str:
