@@ -104,3 +104,21 @@ def test_a_gpu_takes_as_many_logits_at_once_as_a_sixteenth_of_its_memory_holds()
     assert loss_chunk(config(), spec, Layout(tp=4), 2, 24 << 30)[0] == 16384
     assert loss_chunk(config(), spec, Layout(), 4, None)[0] == 2048
     assert loss_chunk(config("memory.loss_chunk=77"), spec, Layout(), 2, 1 << 40)[0] == 77
+
+
+def test_a_cpu_needs_room_to_unpack_moments_of_eight_bits_where_activations_are_few():
+    many, few = config("optim.state=int8"), config("optim.state=int8", "memory.remat=full", "data.seq_len=8")
+    spec = load_preset("llama3.2-1b")
+    need = need_of(few, spec, Layout(), 4)
+    assert need.bytes(1) - need.state == 64 * spec.vocab_size * spec.dim
+    assert need_of(few, spec, Layout(dp_shard=4), 4).update == need.update // 4
+    assert need_of(few, spec, Layout(), 4, on_gpu=True).update == 0
+    assert need_of(many, spec, Layout(), 4).bytes(64) > need.bytes(64)
+
+
+def test_a_float8_head_has_its_weight_and_slope_in_both_layouts():
+    spec = load_preset("llama3.1-8b")
+    plain = need_of(config("precision.float8=tensorwise"), spec, Layout(), 2)
+    head = need_of(config("precision.float8=tensorwise", "precision.float8_head=true"), spec, Layout(), 2)
+    assert head.head_cast == 2 * spec.vocab_size * spec.dim and plain.head_cast == 0
+    assert head.logits_per_token - plain.logits_per_token == 2 * spec.vocab_size

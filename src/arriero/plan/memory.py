@@ -12,6 +12,9 @@ from arriero.units import human_bytes, human_count
 
 FP32 = 4
 _STATE = {"fp32": 4.0, "bf16": 2.0, "int8": 1.02, "float8": 1.02}
+_EIGHT_BITS = ("int8", "float8")
+# bytes an element: both moments, their update and its roundings in fp32, and the indices of codes
+_UNPACKED = 64
 _MOMENTS = {"adamw": 2, "muon": 1, "sgd": 1}
 _CPU_CHUNK = 2048
 _LEAST_CHUNK = 256
@@ -28,7 +31,8 @@ class MicroBatch:
 class Need:
     """Bytes on one rank. `accumulated` are sums of gradients that wait for the last micro-batch;
     `head_sum` is that of the head over several chunks, `head_cast` its weight in float8. `in_flight` is how
-    many micro-batches' activations a rank holds, for each stage's share of the blocks."""
+    many micro-batches' activations a rank holds, for each stage's share of the blocks; `update` is what the
+    optimizer needs for itself, when they are gone."""
 
     state: int
     per_sequence: int
@@ -39,6 +43,7 @@ class Need:
     accumulated: int = 0
     head_sum: int = 0
     head_cast: int = 0
+    update: int = 0
     in_flight: float = 1.0
     holds_all: bool = False
 
@@ -49,7 +54,8 @@ class Need:
             logits += self.head_sum
         held = self.sequences if self.holds_all else micro_batch
         waiting = self.accumulated if micro_batch < self.sequences else 0
-        return self.state + waiting + logits + round(held * self.per_sequence * self.in_flight)
+        passing = waiting + logits + round(held * self.per_sequence * self.in_flight)
+        return self.state + max(passing, self.update)
 
 
 def loss_chunk(
@@ -87,6 +93,7 @@ def need_of(
         logits_per_token=spec.vocab_size * (compute_bytes + both + (0 if on_gpu else FP32)) // layout.tp,
         head_sum=spec.embedding_parameters * FP32 // layout.tp,
         head_cast=spec.embedding_parameters * both // layout.tp,
+        update=_update_bytes(config, spec, layout, on_gpu),
         tokens=tokens,
         chunk=chunk or None,
         sequences=config.train.batch.amount // config.data.seq_len // layout.batch,
@@ -109,6 +116,14 @@ def state_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, compute_byte
         return round((0 if config.memory.offload_state else held) + unsharded * (compute_bytes + FP32))
     shadow = compute_bytes if config.precision.compute == "fp16" else 0
     return round(here * (master + shadow + min(compute_bytes, master) + moments))
+
+
+def _update_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, on_gpu: bool) -> int:
+    """A GPU's kernels need nothing; elsewhere moments in eight bits are unpacked, one parameter at a time."""
+    if on_gpu or config.optim.state not in _EIGHT_BITS:
+        return 0
+    largest = max(spec.embedding_parameters, spec.dim * spec.ffn)
+    return _UNPACKED * largest // (layout.tp * layout.fsdp)
 
 
 def _master_bytes(config: RunConfig) -> int:
