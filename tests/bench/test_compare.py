@@ -7,8 +7,8 @@ from arriero.bench.result import Result, Timing
 from arriero.errors import UserError
 
 
-def steps(*milliseconds):
-    return Timing.of(milliseconds, 512, 1, 1.0)
+def steps(*milliseconds, warmup=1):
+    return Timing.of(milliseconds, 512, warmup, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,15 @@ def test_a_difference_is_one_only_beyond_the_quartiles(first, second, verdict):
     assert found.verdict == verdict
     assert found.least <= found.ratio <= found.most
     assert found.ratio == pytest.approx(first.median_ms / second.median_ms)
+
+
+@pytest.mark.parametrize(
+    ("first", "why"),
+    [(steps(100), "one step has no spread"), (steps(100, 101, 102, warmup=0), "blocks are compiled")],
+)
+def test_what_has_no_spread_or_no_warm_up_is_not_called_faster(first, why):
+    for found in (compared(first, steps(50, 51, 52)), compared(steps(50, 51, 52), first)):
+        assert "cannot be told" in found.verdict and why in found.verdict
 
 
 def test_different_work_is_refused_and_named(measured):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from arriero.bench.gate import mode_of, tolerance_of
+from arriero.bench.gate import mode_of, reference_of, sets_of, tolerance_of
 from arriero.bench.result import Result
 from arriero.config.load import load_run
 from arriero.model.presets import expand
@@ -68,8 +68,8 @@ def test_a_gate_left_out_is_said_to_be(bench):
     assert json.loads(path.read_text())["gate"]["holds"] is None
 
 
-def mode(*sets, compute="float32", compiled=False):
-    return mode_of(load_run(None, sets, expand).config, compute, compiled)
+def mode(*sets, compute="float32", compiled=False, kernels=False):
+    return mode_of(load_run(None, sets, expand).config, compute, compiled, kernels)
 
 
 def test_only_plain_fp32_is_the_reference():
@@ -78,12 +78,23 @@ def test_only_plain_fp32_is_the_reference():
     for changed in (
         mode(compiled=True),
         mode(compute="bfloat16"),
+        mode(kernels=True),
         mode("memory.remat=full"),
         mode("memory.offload_activations=true"),
         mode("optim.state=int8"),
         mode("precision.master=bf16", compute="bfloat16"),
     ):
         assert not changed.is_reference, changed
+
+
+def test_a_reference_is_computed_without_the_kernels_it_is_to_judge():
+    judged = mode(
+        "precision.float8=tensorwise", "precision.float8_head=true", compute="bfloat16", kernels=True
+    )
+    assert sets_of(judged)["precision.kernels"] is True
+    reference = sets_of(reference_of(judged))
+    assert reference["precision.kernels"] is False
+    assert (reference["precision.float8"], reference["precision.float8_head"]) == ("off", False)
 
 
 def test_what_a_mode_does_adds_to_its_tolerance():

@@ -4,6 +4,7 @@ import torch
 
 from arriero.config.remat import parse_remat
 from arriero.config.schema import MemorySection, PrecisionSection
+from arriero.kernels import want
 from arriero.parallel.apply import Recipe, parallelize
 from arriero.parallel.fsdp import Sharding
 from arriero.parallel.mesh import make_mesh
@@ -21,7 +22,9 @@ def alone(work):
     return run_ranks(work, 1, leader_prints=False)
 
 
-def made(spec, compiled=False, weights=torch.float32, remat="none", loss_chunk=2048):
+def made(spec, compiled=False, weights=torch.float32, remat="none", loss_chunk=2048, kernels=True):
+    """`kernels` are for all that this process computes from here on."""
+    want(kernels)
     recipe = Recipe(
         sharding=Sharding(weights, torch.float32, True, 1, False),
         compiled=compiled,
@@ -30,6 +33,7 @@ def made(spec, compiled=False, weights=torch.float32, remat="none", loss_chunk=2
         precision=PrecisionSection(),
         loss=chunked_loss(loss_chunk),
         weights=weights,
+        splits_backward=False,
         seed=1,
     )
     [model], _ = parallelize(spec, [range(spec.layers)], MESH, recipe, DEVICE)

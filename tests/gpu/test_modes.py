@@ -9,6 +9,9 @@ pytestmark = pytest.mark.gpu
 
 BF = {"precision.compute": "bf16"}
 COMPILED = {"precision.compile": True}
+FLOAT8_HEAD = {"precision.float8": "tensorwise", "precision.float8_head": True}
+# kernels are for what is judged, not for what it is judged by
+PLAIN = {"precision.kernels": False}
 MODES = {
     "compiled": (COMPILED, FP32),
     "compiled bf16": (COMPILED | BF, BF16),
@@ -20,16 +23,21 @@ MODES = {
     "activations in host memory": ({"memory.offload_activations": True}, FP32),
     "bf16 weights": (BF | {"precision.master": "bf16"}, BF16_WEIGHTS),
     "int8 moments": ({"optim.state": "int8"}, STATES["int8"]),
+    "float8 with its head, compiled": (COMPILED | BF | FLOAT8_HEAD, FLOAT8),
 }
+FAMILIES = {"llama": list(MODES), "gpt2": ["compiled", "compiled bf16"]}
 
 
 @pytest.fixture(scope="module")
-def parity(synthetic_cache):
-    return Parity("llama", synthetic_cache, {"run.device": "cuda"})
+def parities(synthetic_cache):
+    return {family: Parity(family, synthetic_cache, {"run.device": "cuda"}) for family in FAMILIES}
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_a_mode_has_the_losses_gradient_and_weights_of_the_reference(parity, name):
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family, names in FAMILIES.items() for name in names]
+)
+def test_a_mode_has_the_losses_gradient_and_weights_of_the_reference(parities, family, name):
     sets, tolerance = MODES[name]
-    verdict = parity.judge(Case("one GPU", name, layout() | sets, tolerance=tolerance))
+    judged = layout() | {"precision.kernels": True} | sets
+    verdict = parities[family].judge(Case("one GPU", name, judged, PLAIN, tolerance))
     assert verdict.holds, verdict

@@ -1,6 +1,7 @@
 """A plain model becomes a rank's part of a parallel one, and stays the same model."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,21 +16,22 @@ from arriero.parallel.apply import Recipe, parallelize
 from arriero.parallel.fsdp import Sharding
 from arriero.parallel.mesh import make_mesh
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import joined, world_from
+from arriero.parallel.world import World, joined, world_from
 from arriero.plan.layout import Layout
 from arriero.train.loss import chunked_loss
 
 CPU = torch.device("cpu")
 
 
-def recipe(compiled=False, remat="none"):
+def recipe(compiled=False, remat="none", splits_backward=False, **precision):
     return Recipe(
         sharding=Sharding(torch.float32, torch.float32, True, 1, False),
         compiled=compiled,
         async_tp=False,
         memory=MemorySection(remat=parse_remat(remat)),
-        precision=PrecisionSection(),
+        precision=PrecisionSection(**precision),
         loss=chunked_loss(16),
+        splits_backward=splits_backward,
         weights=torch.float32,
         seed=1,
     )
@@ -117,3 +119,29 @@ def test_compiled_gradients_equal_eager_ones_for_every_parameter(monkeypatch, la
         return len(eager)
 
     assert in_ranks(layout, work) == 21
+
+
+@pytest.mark.parametrize(
+    ("given", "norms", "gelus"),
+    [
+        (recipe(), True, True),
+        (recipe(compiled=True), True, True),
+        (recipe(remat="selective"), True, True),
+        # the compiler cannot look into kernels to choose what to compute again
+        (recipe(compiled=True, remat="selective"), False, False),
+        (recipe(compiled=True, remat="budget:0.5"), False, False),
+        # torch 2.11 would give norms no gradient
+        (recipe(splits_backward=True), False, True),
+        (recipe(compute="bf16", float8="tensorwise"), True, False),
+    ],
+)
+def test_blocks_compute_by_kernels_of_their_own_where_these_fit(given, norms, gelus, monkeypatch):
+    """Which they are is decided everywhere; that they are right only a GPU can show."""
+    own = SimpleNamespace(normed_on=lambda device: (device, "norm"), gelu_of="gelu")
+    monkeypatch.setattr("arriero.parallel.apply.usable_on", lambda _: True)
+    monkeypatch.setattr("arriero.parallel.apply.kernels", lambda _: own)
+    mesh = make_mesh(Layout(), World(), 1, CPU)
+    [model], _ = parallelize(load_preset("gpt2-test"), [range(2)], mesh, given, CPU)
+    for block in model.blocks.values():
+        assert (block.normed == (CPU, "norm")) is norms
+        assert (block.ffn.activated == "gelu") is gelus

@@ -256,6 +256,9 @@ def _precisions() -> list[Case]:
         made.append(Case("float8 beside fp32", kind, layout() | float8, tolerance=FLOAT8))
         spread = layout(dp_shard=2, tp=2) | float8
         made.append(Case("float8 beside fp32", f"{kind}, dp_shard 2 x tp 2", spread, tolerance=FLOAT8))
+    head = bf16 | {"precision.float8": "tensorwise", "precision.float8_head": True}
+    for name, each in (("with its head", layout()), ("with its head, tp 2", layout(tp=2))):
+        made.append(Case("float8 beside fp32", name, each | head, tolerance=FLOAT8))
     for state, tolerance in STATES.items():
         sets = layout(dp_shard=2) | {"optim.state": state}
         made.append(Case("optimizer state beside fp32", f"{state}, dp_shard 2", sets, tolerance=tolerance))

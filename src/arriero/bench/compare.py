@@ -13,9 +13,12 @@ class Comparison:
     ratio: float
     least: float
     most: float
+    problem: str | None = None
 
     @property
     def verdict(self) -> str:
+        if self.problem:
+            return f"cannot be told: {self.problem}"
         if self.least > 1:
             return "the second is faster"
         if self.most < 1:
@@ -37,4 +40,13 @@ def compared(first: Timing, second: Timing) -> Comparison:
         first.median_ms / second.median_ms,
         first.lower_quartile_ms / second.upper_quartile_ms,
         first.upper_quartile_ms / second.lower_quartile_ms,
+        _no_spread(first, second),
     )
+
+
+def _no_spread(*timings: Timing) -> str | None:
+    if any(timing.warmup_steps == 0 for timing in timings):
+        return "a first step, in which blocks are compiled, was timed"
+    if any(len(timing.step_ms) == 1 for timing in timings):
+        return "one step has no spread"
+    return None

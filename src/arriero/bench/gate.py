@@ -17,12 +17,14 @@ MICRO_BATCH = 8
 # a chunk that a step of 1024 tokens has several of
 CHUNK = 128
 TILE = 24
+_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _PLAIN: dict[str, Any] = {
     "master": "fp32",
     "float8": "off",
     "float8_exclude": [],
     "float8_all_gather": False,
     "float8_head": False,
+    "kernels": False,
 }
 # the compiler orders sums anew
 COMPILED = Tolerance(1e-4, 1e-4, inf)
@@ -44,13 +46,13 @@ class Mode:
 
     @property
     def is_reference(self) -> bool:
-        """Plain fp32, not compiled, nothing recomputed or rounded."""
+        """Plain fp32 by PyTorch's own kernels, not compiled, nothing recomputed or rounded."""
         return not self.compiled and self == reference_of(self)
 
     def __str__(self) -> str:
         weights = ", bf16 weights" if self.precision["master"] == "bf16" else ""
         parts = [
-            {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.compute] + weights,
+            _NAMES[self.compute] + weights,
             "compiled" if self.compiled else "",
             f"float8 {self.precision['float8']}" if self.precision["float8"] != "off" else "",
             "float8 head" if self.precision["float8_head"] else "",
@@ -63,8 +65,8 @@ class Mode:
         return ", ".join(filter(None, parts))
 
 
-def mode_of(config: RunConfig, compute: str, compiled: bool) -> Mode:
-    precision = config.precision.model_dump(mode="json", include=set(_PLAIN))
+def mode_of(config: RunConfig, compute: str, compiled: bool, kernels: bool) -> Mode:
+    precision = config.precision.model_dump(mode="json", include=set(_PLAIN)) | {"kernels": kernels}
     memory = config.memory.model_dump(mode="json", include={"remat", "offload_activations", "ffn_tile"})
     chunk = CHUNK if config.memory.loss_chunk else False
     # of sequences of 64, whatever the run's
@@ -116,9 +118,8 @@ def tolerance_of(mode: Mode) -> Tolerance:
 
 
 def sets_of(mode: Mode) -> dict[str, Any]:
-    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     sets: dict[str, Any] = {
-        "precision.compute": names[mode.compute],
+        "precision.compute": _NAMES[mode.compute],
         "precision.compile": mode.compiled,
         "train.micro_batch": MICRO_BATCH,
     }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from arriero.bench.step_commands import Steps, Warmup
 from arriero.config.options import Sets
 from arriero.errors import UserError, nearest
 
@@ -22,8 +23,8 @@ def matrix(
     modes: Annotated[str, typer.Option(help=f"Which modes. {SEVERAL}")] = "",
     layouts: Annotated[str, typer.Option(help=f"Which layouts. {SEVERAL}")] = "",
     sets: Sets = [],
-    steps: Annotated[int, typer.Option(min=2, help="Timed steps of each cell.")] = 20,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 5,
+    steps: Steps = 20,
+    warmup: Warmup = 5,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step, on each rank.")] = 1,
     out: Annotated[Path, typer.Option(help="Where tables and results go.")] = Path("bench-matrix"),
     small: Annotated[

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from arriero.errors import UserError
 
 SCHEMA = 1
+# steps whose quartiles say what to expect of the next
+ENOUGH = 20
 
 
 class Part(BaseModel):
@@ -54,6 +56,7 @@ class Work(Part):
     compute: str
     master: str
     float8: str
+    float8_head: bool = False
     optimizer: str
     optimizer_state: str
     clip: float | Literal[False]
@@ -81,6 +84,17 @@ class Timing(Part):
     max_ms: float
     tokens_per_s: float
     start_up_s: float
+
+    @property
+    def spread(self) -> str:
+        """The quartiles; and how many steps, where they are fewer than `bench step` takes by itself."""
+        first = ", the first" if self.warmup_steps == 0 else ""
+        if len(self.step_ms) == 1:
+            return f"one step{first}"
+        few = f" of {len(self.step_ms)} steps" if len(self.step_ms) < ENOUGH else ""
+        return (
+            f"{self.lower_quartile_ms:,.1f}-{self.upper_quartile_ms:,.1f}{few}{first and ', the first too'}"
+        )
 
     @classmethod
     def of(cls, step_ms: Sequence[float], tokens_per_step: int, warmup: int, start_up_s: float) -> "Timing":

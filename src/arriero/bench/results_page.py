@@ -8,12 +8,11 @@ from pathlib import Path
 from arriero.bench.breakdown import CATEGORIES
 from arriero.bench.costs_page import cost_tables
 from arriero.bench.costs_result import Costs, is_costs
-from arriero.bench.result import Result, Timing
+from arriero.bench.result import Result
 from arriero.errors import UserError
 from arriero.model.spec import CONVENTIONS
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
-ENOUGH = 20
 
 Kept = tuple[Path, Result]
 
@@ -78,22 +77,13 @@ def _speeds(members: Sequence[Kept], beside: Path) -> Iterator[str]:
             result.mode,
             result.layout,
             f"{t.tokens_per_s:,.0f}",
-            f"{t.median_ms:,.1f} ({_spread(t)})",
+            f"{t.median_ms:,.1f} ({t.spread})",
             f"{result.memory.allocated_gib:.1f}",
             f"{result.energy.joules_per_step:,.0f}" if result.energy else "not reported",
             _checked(result),
             f"[{path.name}]({link})",
         )
         yield f"| {' | '.join(cells)} |"
-
-
-def _spread(timing: Timing) -> str:
-    """What is less than a spread of enough steps is told."""
-    if len(timing.step_ms) == 1:
-        return "one step" + (", the first" if timing.warmup_steps == 0 else "")
-    quartiles = f"{timing.lower_quartile_ms:,.1f}-{timing.upper_quartile_ms:,.1f}"
-    few = len(timing.step_ms) < ENOUGH
-    return quartiles + (f" of {len(timing.step_ms)} steps" if few else "")
 
 
 def _checked(result: Result) -> str:

@@ -14,6 +14,7 @@ from arriero.bench.measure import Measured, Plan, measure
 from arriero.bench.result import Energy, Gate, Memory, Rate, Result, Timing, Work
 from arriero.config.schema import RunConfig
 from arriero.errors import UserError
+from arriero.kernels import usable_on
 from arriero.model.spec import CONVENTIONS, ModelSpec, flops_per_token
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import World, world_from
@@ -22,7 +23,7 @@ from arriero.train.arrange import arrange
 from arriero.units import Span
 
 INSIDE = ["data", "forward", "backward", "clipping", "optimizer", "logging"]
-LEFT_OUT = ["evaluation", "checkpoints", "export", "warm-up steps"]
+LEFT_OUT = ["evaluation", "checkpoints", "export"]
 
 
 def benchmark_run(config: RunConfig, steps: int, folder: Path) -> RunConfig:
@@ -52,12 +53,13 @@ class Here:
 
 
 def mode_here(config: RunConfig, ranks: int) -> Here:
-    """Asked in a process of its own, as one that has
-    looked for GPUs cannot fork others that use them. Refuses what the run itself would refuse."""
+    """Asked in a process of its own, as one that has looked for GPUs cannot fork others that use them.
+    Refuses what the run itself would refuse."""
 
     def decide() -> Here:
         plan = arrange(config, World(0, ranks, 0, ranks))
-        mode = mode_of(config, str(plan.compute).removeprefix("torch."), plan.compiled)
+        kernels = config.precision.kernels and usable_on(plan.device.torch_device)
+        mode = mode_of(config, str(plan.compute).removeprefix("torch."), plan.compiled, kernels)
         return Here(mode, plan.device.torch_device.type, plan.device.name)
 
     return run_ranks(decide, 1, leader_prints=False)
@@ -126,7 +128,7 @@ def _result(config: RunConfig, name: str, plan: Plan, found: Measured, gate: Gat
         name=name,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         command=["arriero", *sys.argv[1:]],
-        mode=str(mode_of(config, found.compute, found.compiled)),
+        mode=str(mode_of(config, found.compute, found.compiled, config.precision.kernels)),
         layout=found.layout,
         ranks=found.ranks,
         micro_batch=found.micro_batch,
@@ -144,7 +146,7 @@ def _result(config: RunConfig, name: str, plan: Plan, found: Measured, gate: Gat
         losses=found.losses,
         gate=gate,
         inside=INSIDE,
-        left_out=LEFT_OUT,
+        left_out=[*LEFT_OUT, *(["warm-up steps"] if plan.warmup else [])],
         device=describe_device(found.device, found.is_gpu, found.ranks, found.sm_mhz),
         code=describe_code(),
         config=config.model_dump(mode="json"),
@@ -161,7 +163,8 @@ def _work(config: RunConfig, found: Measured) -> Work:
         document_mask=config.data.document_mask,
         compute=found.compute,
         master=config.precision.master,
-        float8=config.precision.float8 + (" and head" if config.precision.float8_head else ""),
+        float8=config.precision.float8,
+        float8_head=config.precision.float8_head,
         optimizer=config.optim.name,
         optimizer_state=config.optim.state,
         clip=config.optim.clip,

@@ -14,7 +14,7 @@ from arriero.errors import UserError
 from arriero.train.commands import Nproc
 
 if TYPE_CHECKING:
-    from arriero.bench.result import Energy, Gate, Result
+    from arriero.bench.result import Energy, Gate, Rate, Result, Timing
 
 PROFILED_STEPS = 3
 _SYNTHETIC = "data.sources=[{path='builtin:synthetic'}]"
@@ -120,10 +120,6 @@ def show(console: Console, result: "Result") -> None:
 
 def _rows(result: "Result") -> list[tuple[str, str, str]]:
     timing, work, losses = result.timing, result.work, result.losses
-    spread = (
-        f"{timing.min_ms:,.1f} to {timing.max_ms:,.1f}, half of them {timing.lower_quartile_ms:,.1f} to "
-        f"{timing.upper_quartile_ms:,.1f}; {len(timing.step_ms)} steps after {timing.warmup_steps}"
-    )
     memory, energy = result.memory, result.energy
     reserved = "of this process" if memory.reserved_gib is None else f"{memory.reserved_gib:.2f} GiB reserved"
     norms = (losses.first_grad_norm, losses.last_grad_norm)
@@ -137,7 +133,7 @@ def _rows(result: "Result") -> list[tuple[str, str, str]]:
         ),
         ("gate", *gate_words(result.gate)),
         ("speed", f"{timing.tokens_per_s:,.0f} tok/s", "of all ranks, at the median"),
-        ("step", f"{timing.median_ms:,.1f} ms", spread),
+        ("step", f"{timing.median_ms:,.1f} ms", _steps_words(timing)),
         ("start", f"{timing.start_up_s:.1f} s", "from the start of the process to the first step done"),
         ("memory", f"{memory.allocated_gib:.2f} GiB", f"at most, {reserved}"),
         ("energy", *_energy_words(energy)),
@@ -148,20 +144,31 @@ def _rows(result: "Result") -> list[tuple[str, str, str]]:
         ),
         ("gradient", " -> ".join(map(_number, norms)), "norm before clipping"),
     ]
-    for rate in result.rates:
-        if rate.tflops_per_device is None:
-            rows.append((rate.convention, "not counted", rate.formula))
-            continue
-        shares = f"  MFU {rate.mfu:.1%}" if rate.mfu is not None else ""
-        if rate.mfu_of_float8_peak is not None:
-            shares += f" (of the float8 peak {rate.mfu_of_float8_peak:.1%})"
-        rows.append((rate.convention, f"{rate.tflops_per_device:,.4g} TFLOP/s{shares}", rate.formula))
+    rows += map(_rate_words, result.rates)
     if result.breakdown is not None:
         for category, time in result.breakdown.parts.items():
             share = time / result.breakdown.step_ms
             rows.append((category, f"{time:,.2f} ms", f"{share:.1%} of a profiled step"))
     rows.append(("left out", ", ".join(result.left_out), ""))
     return rows
+
+
+def _steps_words(timing: "Timing") -> str:
+    if len(timing.step_ms) == 1:
+        return timing.spread
+    return (
+        f"{timing.min_ms:,.1f} to {timing.max_ms:,.1f}, half of them {timing.lower_quartile_ms:,.1f} to "
+        f"{timing.upper_quartile_ms:,.1f}; {len(timing.step_ms)} steps after {timing.warmup_steps}"
+    )
+
+
+def _rate_words(rate: "Rate") -> tuple[str, str, str]:
+    if rate.tflops_per_device is None:
+        return rate.convention, "not counted", rate.formula
+    shares = f"  MFU {rate.mfu:.1%}" if rate.mfu is not None else ""
+    if rate.mfu_of_float8_peak is not None:
+        shares += f" (of the float8 peak {rate.mfu_of_float8_peak:.1%})"
+    return rate.convention, f"{rate.tflops_per_device:,.4g} TFLOP/s{shares}", rate.formula
 
 
 def gate_words(gate: "Gate") -> tuple[str, str]:

@@ -253,6 +253,11 @@ class PrecisionSection(Section):
         (),
         description="Layers that stay in the compute precision, by name: 'blocks.0.*' or '*.attention.k'.",
     )
+    kernels: bool = Field(
+        True,
+        description="On GPUs, kernels of Arriero's own where they are faster; false computes the same by "
+        "PyTorch's alone, with float8 emulated: to compare.",
+    )
     compile: bool | Literal["auto"] = Field(
         "auto", description="torch.compile each block; 'auto' compiles on GPUs, unless blocks are tiny."
     )

@@ -8,9 +8,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+_wanted = True
+
+
+def want(kernels: bool) -> None:
+    """For all that this process computes from here on."""
+    global _wanted
+    _wanted = kernels
+
 
 def usable_on(device: torch.device) -> bool:
-    return device.type == "cuda" and _has_triton()
+    return _wanted and device.type == "cuda" and _has_triton()
 
 
 def usable(tensor: Tensor) -> bool:

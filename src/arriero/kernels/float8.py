@@ -22,11 +22,14 @@ MULTIPLE = 16
 def linears(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """x @ weight.T for each, side by side: together they are one product."""
     rows = x.flatten(0, -2)
+    y, *_ = torch.ops.arriero.float8_linears(in_sixteens(rows), list(weights))
+    return y[: rows.shape[0]].unflatten(0, x.shape[:-1])
+
+
+def in_sixteens(rows: Tensor) -> Tensor:
+    """With rows of zeros below, where they are needed: the tensor cores sum over so many at once."""
     missing = -rows.shape[0] % MULTIPLE
-    if missing:
-        rows = F.pad(rows, (0, 0, 0, missing))
-    y, *_ = torch.ops.arriero.float8_linears(rows, list(weights))
-    return y[: y.shape[0] - missing].unflatten(0, x.shape[:-1])
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 @torch.library.custom_op("arriero::float8_linears", mutates_args=())
@@ -109,11 +112,11 @@ def computes_float8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _by_kernels(tensor: Tensor) -> bool:
-    return usable(tensor) and _kernels_know(tensor.device)
-
-
 @cache
-def _kernels_know(device: torch.device) -> bool:
-    """AMD's float8 is another one."""
+def own_float8(device: torch.device) -> bool:
+    """Whether the kernels here know the device's float8; AMD's is another one."""
     return torch.version.hip is None and computes_float8(device)
+
+
+def _by_kernels(tensor: Tensor) -> bool:
+    return usable(tensor) and own_float8(tensor.device)

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from arriero.kernels.partial_sums import total
 
 _ROWS, _COLUMNS = 16, 128
+# for each block of columns, backward
 _PROGRAMS = 32
 # the root of 2 / pi, and the share of the cube
 _ROOT = tl.constexpr(0.7978845608028654)
@@ -31,7 +32,8 @@ class _Gelu(torch.autograd.Function):
         z = z.contiguous()
         rows, width = z.numel() // z.shape[-1], z.shape[-1]
         h = torch.empty_like(z)
-        _forward[(-(-width // _COLUMNS), -(-rows // _ROWS))](
+        # tiles of rows first: of the others a GPU counts no more than 65,535
+        _forward[(-(-rows // _ROWS), -(-width // _COLUMNS))](
             z, bias, h, rows, width, ROWS=_ROWS, COLUMNS=_COLUMNS
         )
         ctx.save_for_backward(z, bias)
@@ -59,8 +61,8 @@ def _tanh(x):
 @triton.jit
 def _forward(z, bias, h, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A program has one tile."""
-    i = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (i[:, None] < rows) & (j[None, :] < width)
     here = i[:, None] * width + j[None, :]
     x = tl.load(z + here, mask=inside, other=0.0).to(tl.float32)

@@ -5,7 +5,7 @@ half the memory's speed; here one pass does all, and adds the gradient of what w
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,27 +16,45 @@ from torch.autograd.function import once_differentiable
 from arriero.kernels.partial_sums import total
 
 _WIDEST = 16384
-# of a processor's own memory, for rows that are loaded ahead
-_AHEAD = 160 * 1024
+# backward a row of each of three inputs is computed with while those of the next two are on their way
+_INPUTS, _STAGES = 3, 3
 
 
 def normed_on(device: torch.device) -> Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]:
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    processor = _Processor.of(device)
 
     def normed(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """x, and its norm. Use the first in place of x, so that both gradients meet in one kernel."""
-        if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or x.shape[-1] > _WIDEST:
+        if isinstance(norm, nn.RMSNorm):
+            known = norm.weight is not None and norm.eps is not None
+            bias = None
+        else:
+            known = isinstance(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None
+            bias = norm.bias if known else None
+        if not known or x.dtype == torch.float64 or x.shape[-1] > _WIDEST:
             return x, norm(x)
-        bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
-        return _Normed.apply(x, norm.weight, bias, norm.eps, processors)  # pyrefly: ignore
+        return _Normed.apply(x, norm.weight, bias, norm.eps, processor)  # pyrefly: ignore
 
     return normed
+
+
+class _Processor(NamedTuple):
+    """How many there are, and the memory that each has for itself."""
+
+    count: int
+    memory: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "_Processor":
+        found = torch.cuda.get_device_properties(device)
+        # AMD's have none of that name: there nothing is loaded ahead
+        return cls(found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", 0))
 
 
 class _Normed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, processors: int
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, processor: _Processor
     ) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
         rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -48,7 +66,7 @@ class _Normed(torch.autograd.Function):
             BLOCK=_block(width), CENTRED=bias is not None, num_warps=_warps(width),
         )  # fmt: skip
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.centred, ctx.processors = bias is not None, processors
+        ctx.centred, ctx.processor = bias is not None, processor
         return x.view_as(x), y
 
     @staticmethod
@@ -58,13 +76,13 @@ class _Normed(torch.autograd.Function):
         rows, width = x.numel() // x.shape[-1], x.shape[-1]
         block = _block(width)
         # wide rows fill a processor alone
-        programs = ctx.processors * (2 if width <= 4096 else 1)
+        programs = ctx.processor.count * (2 if width <= 4096 else 1)
         x_grad = torch.empty_like(x)
         sums = torch.empty(1 + ctx.centred, programs, width, dtype=torch.float32, device=x.device)
-        ahead = 9 * block * x.element_size() <= _AHEAD and torch.version.hip is None
+        ahead = _INPUTS * _STAGES * block * x.element_size() <= ctx.processor.memory
         _backward[(programs,)](
             gradient.contiguous(), past.contiguous(), x, weight, mean, scale, x_grad, sums, rows, width,
-            BLOCK=block, CENTRED=ctx.centred, STAGES=3 if ahead else 1, num_warps=_warps(width),
+            BLOCK=block, CENTRED=ctx.centred, STAGES=_STAGES if ahead else 1, num_warps=_warps(width),
         )  # fmt: skip
         found = total(sums, weight.dtype)
         return x_grad, found[0], found[1] if ctx.centred else None, None, None

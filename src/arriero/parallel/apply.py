@@ -28,7 +28,8 @@ from arriero.parallel.tensor import split_layers, use_async_tensor_parallel
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is to be done to the model, all of it decided. `weights` is the type they are kept in."""
+    """What is to be done to the model, all of it decided. `weights` is the type they are kept in;
+    `splits_backward` says that states and weights have their gradients computed apart."""
 
     sharding: Sharding
     compiled: bool
@@ -37,6 +38,7 @@ class Recipe:
     precision: PrecisionSection
     loss: HeadLoss
     weights: torch.dtype
+    splits_backward: bool
     seed: int
 
 
@@ -56,8 +58,13 @@ def _part(
     model.keep(blocks)
     if model.head is not None:
         model.head.loss = recipe.loss
+    float8 = recipe.precision.float8 != "off"
+    if device.type == "cuda" and mesh.layout.tp == 1 and not mesh.shards and not float8:
+        # where weights are whole anyway: the copy of them outlives the forward pass
+        for block in model.blocks.values():
+            cast(Block, block).attention.project = by_one_matmul
     if usable_on(device) and mesh.layout.tp == 1:
-        _use_kernels(model, device, recipe, whole=not mesh.shards)
+        _use_kernels(model, device, recipe)
     # makes new modules: whatever hooks into modules must come after
     emulate = not computes_float8(device)
     layers = apply_float8(model, recipe.precision, emulate, mesh.layout.tp, mesh.shards)
@@ -93,22 +100,18 @@ def _part(
     return model, layers
 
 
-def _use_kernels(model: LanguageModel, device: torch.device, recipe: Recipe, whole: bool) -> None:
-    """Faster ways of a block to compute the same, for weights that are plain tensors meanwhile."""
-    float8 = recipe.precision.float8 != "off"
-    # a compiler that chooses what to compute again cannot look into kernels
-    opaque = not (
-        recipe.compiled and (recipe.memory.remat.keeps_some or recipe.memory.remat.kind == "budget")
-    )
-    normed = kernels("norm").normed_on(device)
+def _use_kernels(model: LanguageModel, device: torch.device, recipe: Recipe) -> None:
+    """Norms and activations, for weights that are plain tensors while they are computed with."""
+    remat = recipe.memory.remat
+    if recipe.compiled and (remat.keeps_some or remat.kind == "budget"):
+        # a compiler that chooses what to compute again cannot look into kernels
+        return
     for block in map(partial(cast, Block), model.blocks.values()):
-        if opaque:
-            block.normed = normed
-        if opaque and isinstance(block.ffn, Gelu) and not float8:
+        # torch 2.11, going backward twice, mixes up the gradients of two results
+        if not recipe.splits_backward:
+            block.normed = kernels("norm").normed_on(device)
+        if isinstance(block.ffn, Gelu) and recipe.precision.float8 == "off":
             block.ffn.activated = kernels("gelu").gelu_of
-        if whole and not float8:
-            # the copy of the weights outlives the forward pass: not where they are gathered block by block
-            block.attention.project = by_one_matmul
 
 
 def _cut_into_tiles(model: LanguageModel, tokens: int, compiled: bool) -> None:

@@ -35,13 +35,13 @@ class Pipeline:
         self._compute, self._device = compute, device
         numbers = stages_of(name, self._rank, self._ranks, len(parts))
         self._parts = dict(zip(numbers, parts, strict=True))
-        self._labels = torch.ones((), device=device)
+        self._divisor = torch.ones((), device=device)
         self._kept: dict[int, Tensor] = {}
         stages = [self._stage(number, part, rows, tokens) for number, part in self._parts.items()]
         self._schedule = get_schedule_class(SCHEDULES[name].torch_name)(
             stages if SCHEDULES[name].stages_per_rank > 1 else stages[0],
             micro_batches,
-            loss_fn=lambda loss, _: loss / self._labels,
+            loss_fn=lambda loss, _: loss / self._divisor,
             scale_grads=False,
         )
 
@@ -61,10 +61,10 @@ class Pipeline:
         )
 
     def gradients(
-        self, tokens: Tensor, labels: Tensor, count: Tensor, scale: float, **extra: Tensor
+        self, tokens: Tensor, labels: Tensor, label_count: Tensor, scale: float, **extra: Tensor
     ) -> Tensor:
         """Accumulate gradients; returns this rank's share of the mean loss: zero without a head."""
-        self._labels = count / scale
+        self._divisor = label_count / scale
         ends = any(part.head is not None for part in self._parts.values())
         losses: list[Tensor] | None = [] if ends else None
         self._schedule.step(
@@ -75,7 +75,7 @@ class Pipeline:
             labels_BT=labels,
             **extra,
         )
-        return torch.stack(losses).sum().detach() / scale if losses else torch.zeros_like(count)
+        return torch.stack(losses).sum().detach() / scale if losses else torch.zeros_like(label_count)
 
     @torch.no_grad()
     def summed_loss(self, tokens: Tensor, labels: Tensor, rows: int, **extra: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def loss_chunk(
         return config.memory.loss_chunk, "as configured"
     if gpu_memory is None:
         return _CPU_CHUNK, "logits that stay near the processor"
-    fitting = gpu_memory // 16 * layout.tp // (spec.vocab_size * compute_bytes)
+    fitting = gpu_memory // 16 * layout.tp // (spec.vocab_size * (compute_bytes + _cast_bytes(config)))
     return max(_LEAST_CHUNK, 1 << max(fitting, 1).bit_length() - 1), "logits in a sixteenth of the memory"
 
 
@@ -82,17 +82,18 @@ def need_of(
     tokens = config.data.seq_len // layout.cp
     holds_all = layout.pp > 1 and config.parallel.schedule in _ALL_IN_FLIGHT
     spread = layout.fsdp * layout.dp_replicate > 1
-    # a byte each way: by rows and by columns
-    both = 2 if config.precision.float8_head else 0
+    cast = _cast_bytes(config)
+    # the product of one chunk stands beside the sum
+    beside = FP32 + (compute_bytes if cast else 0)
     # unsharded, or beside gradients of fewer bits
     sums = config.parallel.sync == "last" if spread else compute_bytes < _master_bytes(config)
     return Need(
         state=state_bytes(config, spec, layout, compute_bytes),
         per_sequence=tokens * activation_bytes_per_token(config, spec, compute_bytes) // layout.tp,
         # a GPU computes their slope in their place
-        logits_per_token=spec.vocab_size * (compute_bytes + both + (0 if on_gpu else FP32)) // layout.tp,
-        head_sum=spec.embedding_parameters * FP32 // layout.tp,
-        head_cast=spec.embedding_parameters * both // layout.tp,
+        logits_per_token=spec.vocab_size * (compute_bytes + cast + (0 if on_gpu else FP32)) // layout.tp,
+        head_sum=spec.embedding_parameters * beside // layout.tp,
+        head_cast=spec.embedding_parameters * cast // layout.tp,
         update=_update_bytes(config, spec, layout, on_gpu),
         tokens=tokens,
         chunk=chunk or None,
@@ -116,6 +117,11 @@ def state_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, compute_byte
         return round((0 if config.memory.offload_state else held) + unsharded * (compute_bytes + FP32))
     shadow = compute_bytes if config.precision.compute == "fp16" else 0
     return round(here * (master + shadow + min(compute_bytes, master) + moments))
+
+
+def _cast_bytes(config: RunConfig) -> int:
+    """Of an element in float8: one by rows and one by columns."""
+    return 2 if config.precision.float8_head else 0
 
 
 def _update_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, on_gpu: bool) -> int:

@@ -26,6 +26,8 @@ from arriero.data.progress import Progress
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import tokenizer_of
 from arriero.errors import UserError
+from arriero.kernels import want
+from arriero.kernels.float8 import computes_float8
 from arriero.model.base import LanguageModel
 from arriero.model.spec import ModelSpec
 from arriero.parallel.apply import Recipe, parallelize
@@ -56,6 +58,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     streams = _open_data(plan, progress)
     tokenizer = tokenizer_of(streams.stores[0])
     most_steps = steps_within_caps(streams)
+    want(config.precision.kernels)
     if config.run.deterministic:
         make_deterministic()
     mesh = make_mesh(plan.layout, plan.world, plan.ulysses, device.torch_device)
@@ -68,7 +71,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     beginning = restorer.begin(checkpoints, streams.train, tokenizer)
     decisions = [
         *plan.decisions,
-        *_found(config, most_steps, float8),
+        *_found(config, most_steps, float8, device.torch_device),
         *_room(plan, mesh, checkpoints),
         beginning.decision,
     ]
@@ -140,12 +143,15 @@ def _open_data(plan: Arrangement, progress: Progress) -> Streams:
     return streams
 
 
-def _found(config: RunConfig, most_steps: int | None, float8: Float8Layers) -> list[Decision]:
+def _found(
+    config: RunConfig, most_steps: int | None, float8: Float8Layers, device: torch.device
+) -> list[Decision]:
     """What only the data and the model could tell."""
     found = [] if most_steps is None else [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
     if config.precision.float8 != "off":
-        head = "; the head" if config.precision.float8_head else ""
-        found.append(Decision("float8", config.precision.float8, float8.summary + head))
+        head = "the head and " if config.precision.float8_head else ""
+        emulated = "" if computes_float8(device) else ", emulated: this device has no float8"
+        found.append(Decision("float8", config.precision.float8, head + float8.summary + emulated))
     return found
 
 
@@ -195,6 +201,7 @@ def _recipe(plan: Arrangement) -> Recipe:
         precision=config.precision,
         loss=chunked_loss(plan.loss_chunk, config.train.z_loss, config.precision.float8_head),
         weights=torch.bfloat16 if config.precision.master == "bf16" else torch.float32,
+        splits_backward=plan.layout.pp > 1 and SCHEDULES[parallel.schedule].splits_backward,
         seed=config.run.seed,
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from arriero.config.schema import RunConfig
-from arriero.kernels.float8 import MULTIPLE
+from arriero.kernels.float8 import MULTIPLE, own_float8
 from arriero.model.spec import ModelSpec
 from arriero.parallel.pipeline import untested
 from arriero.plan.layout import Layout
@@ -51,7 +51,7 @@ def conflicts(
             f"'{config.memory.remat}' chooses among what it computes",
             "set memory.remat to 'full' or 'none', or memory.ffn_tile to false",
         )
-    yield from _float8_conflicts(config, spec, layout, compute)
+    yield from _float8_conflicts(config, spec, layout, compute, device)
 
 
 def _pipeline_conflicts(config: RunConfig, compiled: bool, device: Device) -> Iterator[tuple[str, str]]:
@@ -78,7 +78,7 @@ def _pipeline_conflicts(config: RunConfig, compiled: bool, device: Device) -> It
 
 
 def _float8_conflicts(
-    config: RunConfig, spec: ModelSpec, layout: Layout, compute: torch.dtype
+    config: RunConfig, spec: ModelSpec, layout: Layout, compute: torch.dtype, device: Device
 ) -> Iterator[tuple[str, str]]:
     if config.precision.float8 != "off" and compute != torch.bfloat16:
         name = str(compute).removeprefix("torch.")
@@ -91,8 +91,11 @@ def _float8_conflicts(
             f"precision.float8_head multiplies in sixteens, and the model is {spec.dim} wide",
             f"turn it off, or take a width that is a multiple of {MULTIPLE}",
         )
-    if config.precision.float8_head and torch.version.hip:
-        yield "precision.float8_head has no kernels for AMD's float8", "turn it off"
+    if config.precision.float8_head and device.is_gpu and not own_float8(device.torch_device):
+        yield (
+            f"precision.float8_head has no kernels for {device.name}, and would be slower than none",
+            "turn it off",
+        )
     kv_width = spec.kv_heads * spec.head_dim
     rows = [spec.dim, *(width // layout.tp for width in (spec.attention_width, kv_width, spec.ffn))]
     if config.precision.float8_all_gather and any(n % layout.fsdp for n in rows):

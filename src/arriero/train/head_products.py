@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arriero.kernels import usable
-from arriero.kernels.float8 import GRADIENTS, MULTIPLE, VALUES, both_layouts, product
+from arriero.kernels.float8 import GRADIENTS, VALUES, both_layouts, in_sixteens, product
 
 _ROWS = 64
 
@@ -45,7 +45,7 @@ class _AsTheyAre:
         if x_grad_CD is not None:
             torch.mm(slope_CV, self._weight_VD, out=x_grad_CD)
         if weight_grad is not None:
-            weight_grad.add(slope_CV, x_CD)
+            weight_grad.add_product_of(slope_CV, x_CD)
 
 
 class _Float8:
@@ -55,31 +55,31 @@ class _Float8:
         self._weight8_VD, self._weight8_DV, self._weight_scale = both_layouts([_aligned(weight_VD)], VALUES)
 
     def logits(self, x_CD: Tensor) -> Tensor:
-        x8_CD, self._x8_DC, self._x_scale = both_layouts([_in_sixteens(x_CD)], VALUES)
+        x8_CD, self._x8_DC, self._x_scale = both_layouts([in_sixteens(x_CD)], VALUES)
         scales = (self._x_scale, self._weight_scale)
         return product(x8_CD, self._weight8_VD, *scales, x_CD.dtype, fast=True)[: len(x_CD)]
 
     def gradients(
         self, slope_CV: Tensor, x_CD: Tensor, x_grad_CD: Tensor | None, weight_grad: "SumOfProducts | None"
     ) -> None:
-        slope8_CV, slope8_VC, scale = both_layouts([_in_sixteens(slope_CV)], GRADIENTS)
+        slope8_CV, slope8_VC, scale = both_layouts([in_sixteens(slope_CV)], GRADIENTS)
         if x_grad_CD is not None:
             scales = (scale, self._weight_scale)
             found = product(slope8_CV, self._weight8_DV, *scales, x_CD.dtype, fast=False)
             x_grad_CD.copy_(found[: len(x_CD)])
         if weight_grad is not None:
-            weight_grad.include(product(slope8_VC, self._x8_DC, scale, self._x_scale, x_CD.dtype, fast=False))
+            weight_grad.add(product(slope8_VC, self._x8_DC, scale, self._x_scale, x_CD.dtype, fast=False))
 
 
 class SumOfProducts:
-    """slope.T @ x over chunks: one is kept as it is, several are added up in fp32. In fp16 even one is fp32:
-    before it is scaled, the sum over a batch may be too large for it."""
+    """slope.T @ x over chunks: one is kept as it is, several are added up in fp32."""
 
     def __init__(self, like_VD: Tensor) -> None:
         self._like = like_VD
         self._sum: Tensor | None = None
 
-    def add(self, slope_CV: Tensor, x_CD: Tensor) -> None:
+    def add_product_of(self, slope_CV: Tensor, x_CD: Tensor) -> None:
+        # in fp16 even one is fp32: before it is scaled, the sum over a batch may be too large
         if self._sum is None and slope_CV.dtype != torch.float16:
             self._sum = slope_CV.T @ x_CD
             return
@@ -95,7 +95,7 @@ class SumOfProducts:
         else:
             self._sum += slope_CV.T @ x_CD
 
-    def include(self, product_VD: Tensor) -> None:
+    def add(self, product_VD: Tensor) -> None:
         self._sum = product_VD if self._sum is None else self._sum.float().add_(product_VD)
 
     def value(self) -> Tensor:
@@ -108,13 +108,5 @@ class SumOfProducts:
 
 def _aligned(weight_VD: Tensor) -> Tensor:
     """GPUs multiply by 50,257 rows at a fifth of the speed they have for 50,304; float8 only by sixteens."""
-    return _padded(weight_VD, _ROWS) if usable(weight_VD) else weight_VD
-
-
-def _in_sixteens(x_CD: Tensor) -> Tensor:
-    return _padded(x_CD, MULTIPLE) if usable(x_CD) else x_CD
-
-
-def _padded(rows: Tensor, multiple: int) -> Tensor:
-    missing = -len(rows) % multiple
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+    missing = -len(weight_VD) % _ROWS if usable(weight_VD) else 0
+    return F.pad(weight_VD, (0, 0, 0, missing)) if missing else weight_VD

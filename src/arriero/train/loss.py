@@ -146,9 +146,9 @@ def _slope_in_place(logits_CV: Tensor, columns: int, labels_C: Tensor, z_loss: f
     """The chunk's summed loss; its gradient by the logits takes their place. Columns beyond are padding."""
     if usable(logits_CV) and held.ranks is None:
         return kernels("cross_entropy").loss_and_slope(logits_CV, columns, labels_C, IGNORED, z_loss)
-    targets, scores_CV = _Targets.of(labels_C, held, columns), None
+    targets = _Targets.of(labels_C, held, columns)
     if usable(logits_CV):
-        own = _statistics_by_kernel(logits_CV, columns, targets)
+        own, scores_CV = _statistics_by_kernel(logits_CV, columns, targets), None
     else:
         own, scores_CV = _statistics_and_scores(logits_CV, targets)
     every = _of_all_slices(own, held.ranks)
@@ -156,8 +156,8 @@ def _slope_in_place(logits_CV: Tensor, columns: int, labels_C: Tensor, z_loss: f
     if z_loss:
         share_C1 = share_C1 * (1.0 + 2.0 * z_loss * (every.top_C1 + every.sum_C1.log()))
     if scores_CV is None:
-        columns_C = (column_C1[:, 0] for column_C1 in (targets.column_or(-1), own.top_C1, share_C1))
-        kernels("cross_entropy").slope_in_place(logits_CV, columns, *columns_C)
+        target_C, top_C, share_C = targets.column_or(-1)[:, 0], own.top_C1[:, 0], share_C1[:, 0]
+        kernels("cross_entropy").slope_in_place(logits_CV, columns, target_C, top_C, share_C)
     else:
         scores_CV.mul_(share_C1)
         column_C1 = targets.column_or(0)

@@ -40,19 +40,20 @@ class Passes:
         """Accumulate a batch's gradients, times `scale`; returns the mean loss over all ranks' tokens."""
         batch = self._mine(batch)
         self._renew_parts()
-        labels = self._labels(batch).clamp(min=1.0)
+        label_count = self._label_count(batch).clamp(min=1.0)
         if self._pipeline is not None:
-            mean = self._pipeline.gradients(batch.tokens_BT, batch.labels_BT, labels, scale, **_extra(batch))
+            given = (batch.tokens_BT, batch.labels_BT)
+            mean = self._pipeline.gradients(*given, label_count, scale, **_extra(batch))
         else:
-            mean = self._accumulate(batch, labels, scale)
+            mean = self._accumulate(batch, label_count, scale)
         return self._mesh.total(mean, "loss", "pp")
 
-    def _accumulate(self, batch: Batch, labels: Tensor, scale: float) -> Tensor:
+    def _accumulate(self, batch: Batch, label_count: Tensor, scale: float) -> Tensor:
         mean = torch.zeros((), device=self._device)
         micros = list(batch.split(self._micro_batch))
         for number, micro in enumerate(micros, 1):
             synchronize_gradients(self._parts[0], number == len(micros), self._sync_each)
-            loss = self._loss(micro) / labels
+            loss = self._loss(micro) / label_count
             (loss * scale).backward()
             mean += loss.detach()
         return mean
@@ -70,7 +71,7 @@ class Passes:
         for part in self._parts:
             release(part)
         summed = self._mesh.total(total.double(), "loss", "pp")
-        return summed.item(), int(self._labels(batch).item())
+        return summed.item(), int(self._label_count(batch).item())
 
     def _renew_parts(self) -> None:
         for part in self._parts:
@@ -80,7 +81,7 @@ class Passes:
         batch = batch if self._cut is None else self._cut(batch)
         return batch.to(self._device)
 
-    def _labels(self, batch: Batch) -> Tensor:
+    def _label_count(self, batch: Batch) -> Tensor:
         count = (batch.labels_BT != IGNORED).sum().double()
         return self._mesh.total(count, "loss")
 

@@ -19,6 +19,7 @@ _FREE = (
     "train.micro_batch",
     "train.horizon",
     "precision.compile",
+    "precision.kernels",
     "eval.every",
 )
 
