@@ -83,7 +83,7 @@ def copies_read_the_same_sequences(patch):
 
 @mutation("one axis: dp_shard 2")
 def a_rank_divides_by_its_own_labels(patch):
-    patch.setattr(Passes, "_labels", lambda _, batch: (batch.labels_BT != -100).sum().double())
+    patch.setattr(Passes, "_label_count", lambda _, batch: (batch.labels_BT != -100).sum().double())
 
 
 @mutation("document masks: dp_shard 2")
@@ -91,7 +91,7 @@ def the_mean_is_one_of_the_ranks_means(patch):
     def own_labels_for_all(self, batch):
         return (batch.labels_BT != -100).sum().double() * self._mesh.layout.batch
 
-    patch.setattr(Passes, "_labels", own_labels_for_all)
+    patch.setattr(Passes, "_label_count", own_labels_for_all)
 
 
 @mutation("one axis: dp_shard 2")

@@ -1,5 +1,6 @@
 """`arriero train`."""
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -52,7 +53,9 @@ def train_as_rank(config: "RunConfig") -> None:
     from arriero.train.console import ConsoleProgress, PreparationBar, show_ended, show_outcome
     from arriero.train.finish import ended_already, sample
     from arriero.train.interrupt import interruptible
+    from arriero.train.lock import held
     from arriero.train.loop import train as run
+    from arriero.train.rundir import run_directory
 
     console = Console(highlight=False)
     world = world_from()
@@ -62,7 +65,8 @@ def train_as_rank(config: "RunConfig") -> None:
             if world.leads:
                 show_ended(console, config, ended)
             return
-        with joined(world, plan.device.torch_device):
+        alone = held(run_directory(config)) if world.leads else nullcontext()
+        with alone, joined(world, plan.device.torch_device):
             with PreparationBar(console) as preparation:
                 session = build(plan, preparation, [ConsoleProgress(console)])
             outcome = run(session)

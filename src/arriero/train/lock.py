@@ -1,0 +1,77 @@
+"""One run at a time in a run directory: two would delete each other's checkpoints."""
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from errno import ENOLCK, ENOSYS, ENOTSUP
+from pathlib import Path
+
+from arriero.errors import UserError
+
+# one that was killed may take a while to be gone
+_PATIENCE_S = 5.0
+_POLL_S = 0.1
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """The directory for this process, from now on; freed also when it is killed.
+
+    The lock lies beside the directory, which need not be there yet. It is one of the file system's own, which
+    other nodes see; where there is none, nobody is refused.
+    """
+    path = directory.with_name(f".{directory.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _acquired(path, directory)
+    except OSError as error:
+        raise UserError(
+            f"{path.parent} cannot be written ({error})", "set run.dir to a directory you may write"
+        ) from None
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            # on a disk that has become read-only it stays, and holds nobody up
+            with suppress(OSError):
+                path.unlink()
+            os.close(descriptor)
+
+
+def _acquired(path: Path, directory: Path) -> int | None:
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(descriptor, 1000, 0).decode(errors="replace")
+            os.close(descriptor)
+            if error.errno in (ENOLCK, ENOSYS, ENOTSUP):
+                return None
+            if time.monotonic() > until:
+                raise UserError(
+                    f"{directory} is in use by {holder or 'another process'}",
+                    "wait for it or stop it, or choose another run with --set run.name=NAME",
+                ) from None
+            time.sleep(_POLL_S)
+            continue
+        if _is_there(path, descriptor):
+            break
+        # its last holder has removed it since
+        os.close(descriptor)
+    words = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, words.encode(), 0)
+    return descriptor
+
+
+def _is_there(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
