@@ -330,14 +330,14 @@ def test_a_layout_learns_as_one_process_does(dp, tp, gathered, tolerance):
 
 
 def test_a_wrong_scale_or_wrong_labels_would_be_noticed(monkeypatch):
-    right = float8._both_layouts
+    right = float8.both_layouts
 
     def twice_the_scale(parts, kind):
         cast, turned, scale = right(parts, kind)
         return cast, turned, 2 * scale
 
     with monkeypatch.context() as patch:
-        patch.setattr(float8, "_both_layouts", twice_the_scale)
+        patch.setattr(float8, "both_layouts", twice_the_scale)
         twice = in_ranks(1, lambda: losses_alone("tensorwise"))
     assert apart(twice, reference_losses("off")) > 2 * BF16_TOLERANCE
 
