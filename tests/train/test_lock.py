@@ -60,6 +60,15 @@ def test_one_that_ends_while_another_waits_lets_it_in_and_nothing_is_left_behind
     assert list(tmp_path.iterdir()) == []
 
 
+def test_folders_made_for_a_lock_go_with_it_if_nothing_else_came(tmp_path):
+    with lock.held(tmp_path / "new" / "runs" / "mine"):
+        assert (tmp_path / "new" / "runs" / ".mine.lock").exists()
+    assert list(tmp_path.iterdir()) == []
+    with lock.held(tmp_path / "new" / "runs" / "mine"):
+        (tmp_path / "new" / "runs" / "mine").mkdir()
+    assert [path.name for path in (tmp_path / "new" / "runs").iterdir()] == ["mine"]
+
+
 def test_training_is_refused_in_a_directory_where_somebody_trains(arriero, tmp_path):
     with lock.held(tmp_path / "runs" / "mine"):
         refused = arriero("train", "--set", "run.name=mine", "--set", "run.device=cpu")

@@ -25,6 +25,7 @@ def held(directory: Path) -> Iterator[None]:
     other nodes see; where there is none, nobody is refused.
     """
     path = directory.with_name(f".{directory.name}.lock")
+    missing = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _acquired(path, directory)
@@ -35,10 +36,13 @@ def held(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # on a disk that has become read-only it stays, and holds nobody up
+        with suppress(OSError):
+            path.unlink()
+            # a run that was refused leaves nothing behind
+            for folder in missing:
+                folder.rmdir()
         if descriptor is not None:
-            # on a disk that has become read-only it stays, and holds nobody up
-            with suppress(OSError):
-                path.unlink()
             os.close(descriptor)
 
 
