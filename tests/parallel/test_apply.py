@@ -137,11 +137,13 @@ def test_compiled_gradients_equal_eager_ones_for_every_parameter(monkeypatch, la
 )
 def test_blocks_compute_by_kernels_of_their_own_where_these_fit(given, norms, gelus, monkeypatch):
     """Which they are is decided everywhere; that they are right only a GPU can show."""
-    own = SimpleNamespace(normed_on=lambda device: (device, "norm"), gelu_of="gelu")
+    own = SimpleNamespace(normed_on=lambda device: [device, "norm"], gelu_of="gelu")
     monkeypatch.setattr("arriero.parallel.apply.usable_on", lambda _: True)
     monkeypatch.setattr("arriero.parallel.apply.kernels", lambda _: own)
     mesh = make_mesh(Layout(), World(), 1, CPU)
     [model], _ = parallelize(load_preset("gpt2-test"), [range(2)], mesh, given, CPU)
     for block in model.blocks.values():
-        assert (block.normed == (CPU, "norm")) is norms
+        assert (block.normed == [CPU, "norm"]) is norms
         assert (block.ffn.activated == "gelu") is gelus
+    # or each block would be compiled anew
+    assert len({id(block.normed) for block in model.blocks.values()}) == 1

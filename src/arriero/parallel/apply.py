@@ -106,10 +106,12 @@ def _use_kernels(model: LanguageModel, device: torch.device, recipe: Recipe) -> 
     if recipe.compiled and (remat.keeps_some or remat.kind == "budget"):
         # a compiler that chooses what to compute again cannot look into kernels
         return
+    # one for all: the compiler would take another function for another kind of block
+    normed = kernels("norm").normed_on(device)
     for block in map(partial(cast, Block), model.blocks.values()):
         # torch 2.11, going backward twice, mixes up the gradients of two results
         if not recipe.splits_backward:
-            block.normed = kernels("norm").normed_on(device)
+            block.normed = normed
         if isinstance(block.ffn, Gelu) and recipe.precision.float8 == "off":
             block.ffn.activated = kernels("gelu").gelu_of
 
