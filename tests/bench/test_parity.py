@@ -12,7 +12,7 @@ from arriero.bench.parity import Parity, Verdict, _largest, _weights_apart
 
 QUICK = {
     "llama": [case.title for case in cases("llama") if case.quick],
-    "gpt2": ["one axis: pp 2", "two axes: dp_shard 2 x tp 2"],
+    "gpt2": ["one axis: tp 2", "one axis: pp 2", "two axes: dp_shard 2 x tp 2"],
 }
 
 

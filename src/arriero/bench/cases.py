@@ -114,7 +114,7 @@ _BATCH_OF_18 = {"train.batch": "1152 tok"}
 
 
 def _pairs() -> list[Case]:
-    quick = {("dp_shard", "tp"), ("pp", "tp")}
+    quick = {("dp_shard", "tp"), ("pp", "tp"), ("cp", "tp")}
     return [
         Case("two axes", f"{a} 2 x {b} 2", layout(**{a: 2, b: 2}), quick=(a, b) in quick)
         for a, b in combinations(AXES, 2)
