@@ -1,7 +1,9 @@
 """A run directory is one run's at a time, whatever becomes of its process."""
 
+import errno
 import os
 import signal
+from contextlib import nullcontext
 
 import pytest
 
@@ -76,3 +78,18 @@ def test_training_is_refused_in_a_directory_where_somebody_trains(arriero, tmp_p
     assert f"in use by process {os.getpid()}" in refused.stderr
     assert "run.name" in refused.stderr
     assert not (tmp_path / "runs" / "mine").exists()
+
+
+@pytest.mark.parametrize(("number", "goes_on"), [(errno.ENOLCK, True), (errno.EIO, False)])
+def test_a_file_system_without_locks_refuses_nobody_and_a_broken_one_is_named(
+    number, goes_on, tmp_path, monkeypatch
+):
+    def failing(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(lock.fcntl, "lockf", failing)
+    with (
+        nullcontext() if goes_on else pytest.raises(UserError, match=os.strerror(number)),
+        lock.held(tmp_path / "run"),
+    ):
+        pass

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from errno import ENOLCK, ENOSYS, ENOTSUP
+from errno import EACCES, EAGAIN, ENOLCK, ENOSYS, ENOTSUP
 from pathlib import Path
 
 from arriero.errors import UserError
@@ -15,6 +15,8 @@ from arriero.errors import UserError
 # one that was killed may take a while to be gone
 _PATIENCE_S = 5.0
 _POLL_S = 0.1
+# what file systems say of a lock that another process has, and of one they do not know
+_HELD, _NO_LOCKS = (EACCES, EAGAIN), (ENOLCK, ENOSYS, ENOTSUP)
 
 
 @contextmanager
@@ -55,8 +57,10 @@ def _acquired(path: Path, directory: Path) -> int | None:
         except OSError as error:
             holder = os.pread(descriptor, 1000, 0).decode(errors="replace")
             os.close(descriptor)
-            if error.errno in (ENOLCK, ENOSYS, ENOTSUP):
+            if error.errno in _NO_LOCKS:
                 return None
+            if error.errno not in _HELD:
+                raise
             if time.monotonic() > until:
                 raise UserError(
                     f"{directory} is in use by {holder or 'another process'}",
