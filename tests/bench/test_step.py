@@ -194,3 +194,17 @@ def test_what_the_driver_says_of_a_gpu_is_kept(monkeypatch):
     assert device.memory_gib == pytest.approx(140.4, abs=0.1)
     assert (device.driver, device.power_limit) == ("575.57.08", "700.00 W")
     assert (device.clocks["sm"], device.clocks["sm_at_work"]) == ("1980 MHz", "1755 MHz")
+
+
+@pytest.mark.parametrize(
+    ("count", "warmup", "spread"),
+    [
+        (1, 1, "one step"),
+        (1, 0, "one step, the first"),
+        (4, 1, "1.0-1.0 of 4 steps"),
+        (20, 5, "1.0-1.0"),
+        (20, 0, "1.0-1.0, the first among them"),
+    ],
+)
+def test_a_spread_says_what_is_unusual_about_its_steps(count, warmup, spread):
+    assert Timing.of([1.0] * count, 10, warmup, 1.0).spread == spread

@@ -88,13 +88,12 @@ class Timing(Part):
     @property
     def spread(self) -> str:
         """The quartiles; and how many steps, where they are fewer than `bench step` takes by itself."""
-        first = ", the first" if self.warmup_steps == 0 else ""
+        cold = ", the first" if self.warmup_steps == 0 else ""
         if len(self.step_ms) == 1:
-            return f"one step{first}"
+            return f"one step{cold}"
         few = f" of {len(self.step_ms)} steps" if len(self.step_ms) < ENOUGH else ""
-        return (
-            f"{self.lower_quartile_ms:,.1f}-{self.upper_quartile_ms:,.1f}{few}{first and ', the first too'}"
-        )
+        among = f"{cold} among them" if cold else ""
+        return f"{self.lower_quartile_ms:,.1f}-{self.upper_quartile_ms:,.1f}{few}{among}"
 
     @classmethod
     def of(cls, step_ms: Sequence[float], tokens_per_step: int, warmup: int, start_up_s: float) -> "Timing":
