@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from arriero.bench.matrix_commands import SEVERAL, chosen
+from arriero.bench.step_commands import Json
 
 if TYPE_CHECKING:
     from arriero.bench.costs_result import Cost
@@ -18,7 +19,6 @@ NAMES = ("start-up", "overhead", "saves", "data-wait", "growth", "memory")
 Only = Annotated[
     str, typer.Option(metavar="NAME", help=f"Of {', '.join(NAMES)}; all unless given. {SEVERAL}")
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the result there, too.", show_default=False)]
 Cache = Annotated[Path, typer.Option(help="Where the built-in corpus is kept, made once.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
 
