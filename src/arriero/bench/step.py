@@ -11,7 +11,7 @@ from pathlib import Path
 from arriero.bench.gate import Mode, as_written, judge, mode_of, sets_of
 from arriero.bench.machine import describe_code, describe_device
 from arriero.bench.measure import Measured, Plan, measure
-from arriero.bench.result import Energy, Gate, Memory, Rate, Result, Timing, Work
+from arriero.bench.result import Code, Energy, Gate, Memory, Rate, Result, Timing, Work
 from arriero.config.schema import RunConfig
 from arriero.errors import UserError
 from arriero.kernels import usable_on
@@ -45,11 +45,12 @@ def benchmark_run(config: RunConfig, steps: int, folder: Path) -> RunConfig:
 
 @dataclass(frozen=True)
 class Here:
-    """How a run computes on this machine."""
+    """How a run computes on this machine, and by what code."""
 
     mode: Mode
     device: str
     device_name: str
+    code: Code
 
 
 def mode_here(config: RunConfig, ranks: int) -> Here:
@@ -60,7 +61,7 @@ def mode_here(config: RunConfig, ranks: int) -> Here:
         plan = arrange(config, World(0, ranks, 0, ranks))
         kernels = config.precision.kernels and usable_on(plan.device.torch_device)
         mode = mode_of(config, str(plan.compute).removeprefix("torch."), plan.compiled, kernels)
-        return Here(mode, plan.device.torch_device.type, plan.device.name)
+        return Here(mode, plan.device.torch_device.type, plan.device.name, describe_code())
 
     return run_ranks(decide, 1, leader_prints=False)
 
@@ -69,12 +70,7 @@ def _gate(here: Here, family: str, cache_dir: Path, earlier: Result | None) -> G
     if earlier is not None:
         gate = earlier.gate
         same = (gate.model, gate.settings) == (f"{family}-test", as_written(sets_of(here.mode)))
-        if (
-            gate.holds
-            and same
-            and earlier.device.name == here.device_name
-            and earlier.code == describe_code()
-        ):
+        if gate.holds and same and (earlier.device.name, earlier.code) == (here.device_name, here.code):
             return gate
     return judge(here.mode, family, here.device, cache_dir)
 

@@ -8,6 +8,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+# bytes that are read at once
+LINE = 16
 _wanted = True
 
 
@@ -26,8 +28,8 @@ def usable(tensor: Tensor) -> bool:
 
 
 def in_line(tensor: Tensor) -> bool:
-    """Contiguous from a multiple of 16 bytes on, as kernels read it; a slice of another tensor may not be."""
-    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+    """Contiguous from the begin of a line on, as kernels read it; a slice of another tensor may not be."""
+    return tensor.is_contiguous() and tensor.data_ptr() % LINE == 0
 
 
 @cache

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arriero.kernels import in_line
 from arriero.kernels.many import BLOCK, WARPS, addresses, blocks_of, place_of_block, pointer_to, triton_type
 
 
@@ -45,16 +44,13 @@ def step_in_place(parameters: Parameters, rates: Rates, factor: Tensor, step_key
     """`factor` is what gradients are multiplied by."""
     weights, lows = parameters.weights, parameters.lows
     blocks = blocks_of(tuple(weight.numel() for weight in weights), weights[0].device)
-    table = addresses(weights)
+    # without lower halves the kernel reads none
+    rows, in_line = addresses(weights, lows or weights, *parameters[2:5])
     _adamw[(blocks.count,)](
         blocks.owner,
         blocks.sizes,
         blocks.first,
-        table,
-        addresses(lows) if lows else table,
-        addresses(parameters.gradients),
-        addresses(parameters.first),
-        addresses(parameters.second),
+        *rows,
         parameters.decays,
         parameters.keys,
         factor,
@@ -64,7 +60,7 @@ def step_in_place(parameters: Parameters, rates: Rates, factor: Tensor, step_key
         GRADIENT=triton_type(parameters.gradients[0]),
         MOMENT=triton_type(parameters.first[0]),
         SPLIT=bool(lows),
-        IN_LINE=all(in_line(tensor) for each in parameters[:5] for tensor in each),
+        IN_LINE=in_line,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arriero.kernels import in_line
+from arriero.kernels import LINE
 
 BLOCK = 1024
 WARPS = 4
@@ -34,12 +34,14 @@ def blocks_of(sizes: tuple[int, ...], device: torch.device, block: int = BLOCK) 
     return Blocks(len(owner), owner.to(device), torch.tensor(sizes).to(device), first.to(device))
 
 
-def addresses(tensors: Sequence[Tensor]) -> Tensor:
-    if not all(tensor.is_contiguous() for tensor in tensors):
+def addresses(*tables: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    """Where the tensors of each table lie, in a row of its own on the device; and whether all are in line."""
+    if not all(tensor.is_contiguous() for tensors in tables for tensor in tensors):
         raise ValueError("a kernel over many tensors takes contiguous ones")
+    found = [[tensor.data_ptr() for tensor in tensors] for tensors in tables]
     # from other memory than pinned, the copy would wait for all that the GPU has yet to do
-    found = torch.tensor([tensor.data_ptr() for tensor in tensors], pin_memory=True)
-    return found.to(tensors[0].device, non_blocking=True)
+    rows = torch.tensor(found, pin_memory=True).to(tables[0][0].device, non_blocking=True)
+    return rows, not any(place % LINE for places in found for place in places)
 
 
 def triton_type(tensor: Tensor) -> tl.dtype:
@@ -51,14 +53,15 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     tensors = [tensor.contiguous() for tensor in tensors]
     blocks = blocks_of(tuple(tensor.numel() for tensor in tensors), tensors[0].device, _READ_BLOCK)
     sums = torch.empty(blocks.count, dtype=torch.float32, device=tensors[0].device)
+    rows, in_line = addresses(tensors)
     _sum_of_squares[(blocks.count,)](
         sums,
         blocks.owner,
         blocks.sizes,
         blocks.first,
-        addresses(tensors),
+        rows,
         TYPE=triton_type(tensors[0]),
-        IN_LINE=all(in_line(tensor) for tensor in tensors),
+        IN_LINE=in_line,
         BLOCK=_READ_BLOCK,
         num_warps=WARPS,
     )

@@ -41,9 +41,9 @@ class AdamW:
     def step(self, gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int) -> None:
         """`gradients` are local and to be multiplied by `factor`; those of other rules are passed over."""
         names = [name for name in self._weights if name in gradients and gradients[name].numel()]
-        if self._plain and all(self._fits_kernel(name, gradients[name]) for name in names):
-            for alike in _groups(names, lambda name: self._kind(name, gradients[name])):
-                self._at_once(alike, gradients, factor, lr, step)
+        if held := self._for_kernel(names, factor):
+            for alike in _groups(names, lambda name: _kind(held[name], gradients[name])):
+                self._at_once(alike, held, gradients, factor, lr, step)
         elif self._exact:
             for alike in _groups(names, lambda name: self._weights[name].decay):
                 self._by_torch(alike, gradients, factor, lr, step)
@@ -51,25 +51,30 @@ class AdamW:
             for name in names:
                 self._one(name, gradients[name], factor, lr, step)
 
-    def _fits_kernel(self, name: str, gradient: Tensor) -> bool:
-        weight = self._weights[name]
-        return usable(gradient) and weight.shadow is None and weight.local.is_contiguous()
-
-    def _kind(self, name: str, gradient: Tensor) -> tuple[Any, ...]:
-        """What the kernel must know of a parameter before it is compiled."""
-        local = self._weights[name].local
-        return local.dtype, gradient.dtype, in_line(local) and in_line(gradient)
+    def _for_kernel(self, names: Sequence[str], factor: Tensor) -> dict[str, Tensor] | None:
+        """The weights as they are here, if the kernel takes them all."""
+        if not self._plain or not usable(factor):
+            return None
+        held = {name: self._weights[name].local for name in names}
+        shadowed = any(self._weights[name].shadow is not None for name in names)
+        return held if not shadowed and all(local.is_contiguous() for local in held.values()) else None
 
     def _at_once(
-        self, names: list[str], gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int
-    ):
+        self,
+        names: list[str],
+        held: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        factor: Tensor,
+        lr: float,
+        step: int,
+    ) -> None:
         kernel = kernels("adamw")
-        weights = [self._weights[name] for name in names]
+        lows = [self._weights[name].low for name in names]
         moments = [self.moments[name] for name in names]
         decays, keys = self._constants(tuple(names))
         parameters = kernel.Parameters(
-            weights=[weight.local for weight in weights],
-            lows=[weight.low for weight in weights if weight.low is not None],
+            weights=[held[name] for name in names],
+            lows=[low for low in lows if low is not None],
             gradients=[gradients[name].contiguous() for name in names],
             first=[moment["exp_avg"].stored[0] for moment in moments],
             second=[moment["exp_avg_sq"].stored[0] for moment in moments],
@@ -142,6 +147,11 @@ class AdamW:
         )
         if weight.shadow is not None or not local.is_contiguous():
             local.copy_(flat.view(local.shape))
+
+
+def _kind(local: Tensor, gradient: Tensor) -> tuple[Any, ...]:
+    """What the kernel must know of a parameter before it is compiled."""
+    return local.dtype, gradient.dtype, in_line(local) and in_line(gradient)
 
 
 def _groups(names: Sequence[str], kind: Callable[[str], Any]) -> list[list[str]]:

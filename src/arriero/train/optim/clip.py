@@ -1,7 +1,6 @@
 """The norm of all gradients of a run, however they are spread over ranks."""
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -44,15 +43,13 @@ def _sum_of_squares(parts: list[Tensor]) -> Tensor:
     if not filled:
         return torch.zeros((), dtype=torch.float64, device=parts[0].device)
     if usable(filled[0]):
-        kinds = groupby(sorted(filled, key=_kind), key=_kind)
-        return torch.stack([kernels("many").sum_of_squares(list(alike)) for _, alike in kinds]).sum()
+        kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+        for part in filled:
+            kinds.setdefault((part.dtype, in_line(part)), []).append(part)
+        return torch.stack([kernels("many").sum_of_squares(alike) for alike in kinds.values()]).sum()
     # a long fp32 sum loses digits, and others in each layout
     norms = torch._foreach_norm(filled, 2, dtype=torch.float64)
     return torch.stack(list(norms)).double().square().sum()
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {in_line(tensor)}"
 
 
 def _reduce_over_meshes(sums: dict[_Spread, Tensor]) -> None:

@@ -11,7 +11,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 def local_of(tensor: Tensor) -> Tensor:
     """Shares storage with the tensor; updates of it are updates of the tensor."""
-    tensor = tensor.detach()
+    # one of thousands of tensors a step: each call counts
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
