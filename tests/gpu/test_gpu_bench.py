@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 def test_the_gate_of_an_earlier_result_serves_the_next(synthetic_cache, monkeypatch):
     sets = [
         "model.preset=llama-test",
+        "model.vocab_size=4096",
         "data.sources=[{path='builtin:synthetic'}]",
         f"data.cache={synthetic_cache}",
         "data.seq_len=64",
