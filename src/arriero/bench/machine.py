@@ -62,6 +62,7 @@ def _cpu_model() -> str:
 
 
 def describe_code() -> Code:
+    """Asked where the GPU is used, or could be: to tell its version cuDNN looks at every GPU."""
     source = Path(arriero.__file__).parent
     commit = _said("git", "-C", str(source), "log", "-1", "--format=%H", "--", ".")
     changed = _said("git", "-C", str(source), "status", "--porcelain", "--", ".")

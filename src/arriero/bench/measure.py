@@ -13,7 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from arriero.bench.energy import Meter
-from arriero.bench.result import Breakdown, Losses
+from arriero.bench.machine import describe_code
+from arriero.bench.result import Breakdown, Code, Losses
 from arriero.bench.trace import broken_down
 from arriero.config.schema import RunConfig
 from arriero.data.progress import silent
@@ -52,6 +53,7 @@ class Measured:
 
     device: str
     is_gpu: bool
+    code: Code
     compute: str
     compiled: bool
     layout: str
@@ -83,6 +85,7 @@ def measure(config: RunConfig, plan: Plan) -> Measured | None:
     return Measured(
         device=session.device.name,
         is_gpu=session.device.is_gpu,
+        code=describe_code(),
         compute=str(session.compute).removeprefix("torch."),
         compiled=arrangement.compiled,
         layout=str(session.mesh.layout),

@@ -144,7 +144,7 @@ def _result(config: RunConfig, name: str, plan: Plan, found: Measured, gate: Gat
         inside=INSIDE,
         left_out=[*LEFT_OUT, *(["warm-up steps"] if plan.warmup else [])],
         device=describe_device(found.device, found.is_gpu, found.ranks, found.sm_mhz),
-        code=describe_code(),
+        code=found.code,
         config=config.model_dump(mode="json"),
     )
 
