@@ -6,9 +6,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-import arriero.bench.commands as bench_verbs
 import arriero.bench.costs_commands as costs_verbs
 import arriero.bench.matrix_commands as matrix_verbs
+import arriero.bench.parity_commands as parity_verbs
 import arriero.bench.result_commands as result_verbs
 import arriero.bench.step_commands as step_verbs
 import arriero.checkpoint.commands as checkpoint_verbs
@@ -46,7 +46,7 @@ data.command()(exchange_verbs.inspect)
 data.command()(exchange_verbs.verify)
 data.command()(data_bench_verbs.bench)
 app.add_typer(bench, name="bench")
-bench.command()(bench_verbs.parity)
+bench.command()(parity_verbs.parity)
 bench.command()(step_verbs.step)
 bench.command()(matrix_verbs.matrix)
 bench.command()(costs_verbs.costs)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from arriero.bench.gate import mode_of, reference_of, sets_of, tolerance_of
+from arriero.bench.gate import judge, mode_of, reference_of, sets_of, tolerance_of
 from arriero.bench.result import Result
 from arriero.config.load import load_run
 from arriero.model.presets import expand
@@ -59,6 +59,9 @@ def test_a_sound_mode_is_measured_and_its_differences_are_kept(bench, monkeypatc
     assert Result.read(path).gate == gate
     with pytest.raises(AssertionError, match="judged again"):
         bench("--no-profile", "--gate-from", str(earlier), **BF16, **{"optim.state": "int8"})
+    monkeypatch.setattr("arriero.bench.machine._digest", lambda _: "of other files")
+    with pytest.raises(AssertionError, match="judged again"):
+        bench("--no-profile", "--gate-from", str(earlier), **BF16)
 
 
 def test_a_gate_left_out_is_said_to_be(bench):
@@ -78,6 +81,7 @@ def test_only_plain_fp32_is_the_reference():
     for changed in (
         mode(compiled=True),
         mode(compute="bfloat16"),
+        mode(compute="float16"),
         mode(kernels=True),
         mode("memory.remat=full"),
         mode("memory.offload_activations=true"),
@@ -85,6 +89,11 @@ def test_only_plain_fp32_is_the_reference():
         mode("precision.master=bf16", compute="bfloat16"),
     ):
         assert not changed.is_reference, changed
+
+
+def test_plain_fp16_is_said_to_be_unjudged_as_nothing_skips_the_steps_that_it_skips(tmp_path):
+    gate = judge(mode(compute="float16"), "llama", "cpu", tmp_path)
+    assert (gate.needed, gate.holds) == (True, None)
 
 
 def test_a_reference_is_computed_without_the_kernels_it_is_to_judge():

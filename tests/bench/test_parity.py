@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from arriero.bench.cases import FP32, MODELS, Case, cases, layout
-from arriero.bench.page import page
 from arriero.bench.parity import Parity, Verdict, _largest, _weights_apart
+from arriero.bench.parity_page import page
 
 QUICK = {
     "llama": [case.title for case in cases("llama") if case.quick],

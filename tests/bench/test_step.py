@@ -5,6 +5,7 @@ import statistics
 import subprocess
 
 import pytest
+import torch
 
 import arriero.bench.machine
 from arriero.bench.energy import Meter
@@ -12,6 +13,7 @@ from arriero.bench.machine import describe_device
 from arriero.bench.result import Result, Timing
 from arriero.errors import UserError
 from arriero.model.spec import CONVENTIONS, ModelSpec, flops_per_token
+from arriero.train.device import Device
 
 
 def test_a_result_says_what_was_done_and_with_what(measured):
@@ -182,15 +184,24 @@ def test_without_a_driver_there_is_no_energy(monkeypatch):
     assert Meter(["GPU-a"]).sm_mhz() is None
 
 
+def test_what_tiles_compute_again_is_not_guessed(bench):
+    _, _, path = bench("--no-profile", "--no-gate", **{"memory.ffn_tile": 24})
+    result = Result.read(path)
+    assert result.rate("hfu").flops_per_token is None
+    assert result.rate("honest").flops_per_token is not None
+
+
 def test_what_the_driver_says_of_a_gpu_is_kept(monkeypatch):
     said = "143771 MiB, 575.57.08, 700.00 W, 1980 MHz, 3201 MHz, 1980 MHz, 3201 MHz\n"
 
     def answer(command, **_):
-        assert command[0] == "nvidia-smi"
+        assert command[:3] == ("nvidia-smi", "-i", "GPU-a")
         return subprocess.CompletedProcess(command, 0, said, "")
 
     monkeypatch.setattr(arriero.bench.machine.subprocess, "run", answer)
-    device = describe_device("NVIDIA H200", True, 1, 1755)
+    monkeypatch.setattr("arriero.train.device.uuid_of", lambda _: "GPU-a")
+    used = Device(torch.device("cuda", 1), "NVIDIA H200", 0, None)
+    device = describe_device(used, 1, 1755)
     assert device.memory_gib == pytest.approx(140.4, abs=0.1)
     assert (device.driver, device.power_limit) == ("575.57.08", "700.00 W")
     assert (device.clocks["sm"], device.clocks["sm_at_work"]) == ("1980 MHz", "1755 MHz")

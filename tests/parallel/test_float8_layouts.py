@@ -29,6 +29,7 @@ from arriero.parallel import precision
 from arriero.parallel.precision import apply_float8, ordinary, renew_scales
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
+from arriero.train.optim.shards import local_of
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_gw_hp"]
 STEPS = 20
@@ -215,6 +216,21 @@ def test_scales_of_gathered_weights_follow_the_weights():
     found = in_ranks(4, work)
     assert len(found) == 28
     assert found == pytest.approx([torch.finfo(torch.float8_e4m3fn).max] * 28, rel=1e-6)
+
+
+def test_the_optimizer_gets_the_memory_of_weights_gathered_in_float8():
+    def work():
+        model, _, _ = laid_out("tensorwise", 2, 1, torch.float32, float8_all_gather=True)
+        weight = model.blocks["0"].attention.q.weight
+        held = local_of(weight)
+        with torch.no_grad():
+            whole = weight.full_tensor().clone()
+            held.mul_(2.0)
+        return held.data_ptr(), torch.equal(weight.full_tensor(), 2 * whole)
+
+    address, doubled = in_ranks(2, work)
+    assert address != 0
+    assert doubled
 
 
 def test_a_checkpoint_of_weights_gathered_in_float8_needs_no_torchao(tmp_path, python):

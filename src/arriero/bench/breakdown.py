@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-LOSS = "arriero.loss"
-OPTIMIZER = "arriero.optimizer"
+from arriero.train.ranges import LOSS, OPTIMIZER
 
 # at an instant when several are under way the first of these has it
 COMPUTE = ("GEMM", "attention", "elementwise", "loss", "optimizer")

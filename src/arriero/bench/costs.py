@@ -51,6 +51,6 @@ def measure_costs(
         command=[*command, *(["--only", ",".join(names)] if list(names) != list(MEASURES) else [])],
         costs=tuple(measured),
         load=(load, os.getloadavg()[0]),
-        device=describe_device(found.name, found.is_gpu, 1),
+        device=describe_device(found, 1),
         code=describe_code(),
     )

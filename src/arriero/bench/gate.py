@@ -47,7 +47,7 @@ class Mode:
     @property
     def is_reference(self) -> bool:
         """Plain fp32 by PyTorch's own kernels, not compiled, nothing recomputed or rounded."""
-        return not self.compiled and self == reference_of(self)
+        return self.compute == "float32" and self == reference_of(self)
 
     def __str__(self) -> str:
         weights = ", bf16 weights" if self.precision["master"] == "bf16" else ""
@@ -130,9 +130,9 @@ def sets_of(mode: Mode) -> dict[str, Any]:
 
 
 def judge(mode: Mode, family: str, device: str, cache_dir: Path) -> Gate:
-    """Trains both on `device`, in processes of their own."""
-    if mode.is_reference:
-        return Gate(needed=False, holds=None)
+    """Trains both on `device`, in processes of their own. Plain fp16 has none to be judged beside."""
+    if mode == reference_of(mode):
+        return Gate(needed=not mode.is_reference, holds=None)
     bounds, sets = tolerance_of(mode), sets_of(mode)
     case = Case("gate", str(mode), sets, sets_of(reference_of(mode)), bounds)
     common = {"run.device": device, "train.horizon": f"{STEPS} steps"}

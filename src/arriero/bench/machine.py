@@ -1,5 +1,6 @@
 """What a measurement was made with: the device, the libraries, the code."""
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -13,6 +14,7 @@ import torch
 
 import arriero
 from arriero.bench.result import Code, Device
+from arriero.train import device as train_device
 
 _QUERY = {
     "driver_version": "driver",
@@ -25,15 +27,14 @@ _QUERY = {
 _CLOCKS = ("sm", "memory", "max_sm", "max_memory")
 
 
-def describe_device(name: str, is_gpu: bool, ranks: int, busy_mhz: int | None = None) -> Device:
-    """Asked of the driver's own tool: this process may not have touched a GPU. By then the GPU rests, so that
-    its clock at work is handed in."""
-    told = _from_driver() if is_gpu else {}
+def describe_device(used: train_device.Device, ranks: int, busy_mhz: int | None = None) -> Device:
+    """By then the GPU rests, so that its clock at work is handed in."""
+    told = _from_driver(used.uuid) if used.uuid else {}
     busy = {"sm_at_work": f"{busy_mhz} MHz"} if busy_mhz else {}
     memory = told.get("memory_total", "").removesuffix(" MiB")
     return Device(
-        name=name,
-        count=ranks if is_gpu else 1,
+        name=used.name,
+        count=ranks if used.is_gpu else 1,
         memory_gib=float(memory) / 1024 if memory.isdigit() else None,
         driver=told.get("driver"),
         clocks=busy | {clock: told[clock] for clock in _CLOCKS if clock in told},
@@ -43,9 +44,9 @@ def describe_device(name: str, is_gpu: bool, ranks: int, busy_mhz: int | None = 
     )
 
 
-def _from_driver() -> dict[str, str]:
+def _from_driver(uuid: str) -> dict[str, str]:
     fields = {"memory.total": "memory_total"} | _QUERY
-    said = _said("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
+    said = _said("nvidia-smi", "-i", uuid, f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
     if not said:
         return {}
     values = [value.strip() for value in said.splitlines()[0].split(",")]
@@ -62,14 +63,15 @@ def _cpu_model() -> str:
 
 
 def describe_code() -> Code:
-    """Asked where the GPU is used, or could be: to tell its version cuDNN looks at every GPU."""
     source = Path(arriero.__file__).parent
     commit = _said("git", "-C", str(source), "log", "-1", "--format=%H", "--", ".")
     changed = _said("git", "-C", str(source), "status", "--porcelain", "--", ".")
+    # looks at every GPU: never in a process that forks others
     cudnn: Any = torch.backends.cudnn.version() if torch.version.cuda else None
     return Code(
         commit=commit,
         dirty=None if commit is None else bool(changed),
+        source=_digest(source),
         versions={
             "arriero": arriero.__version__,
             "python": platform.python_version(),
@@ -81,6 +83,13 @@ def describe_code() -> Code:
             "torchao": _installed("torchao"),
         },
     )
+
+
+def _digest(folder: Path) -> str:
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def _installed(package: str) -> str | None:

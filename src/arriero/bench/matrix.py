@@ -1,6 +1,5 @@
 """`bench matrix`: models x layouts x modes, each cell a process of its own that may fail without the rest."""
 
-import json
 import re
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arriero.bench.result import Part, Result
+from arriero.bench.result import Part, Result, Stored
 from arriero.config.toml import toml_value
 from arriero.model.presets import resolve
 from arriero.units import counted
@@ -84,7 +83,9 @@ def _too_few(ranks: int) -> str:
     return f"needs {counted(ranks, 'GPU')}"
 
 
-class Matrix(Part):
+class Matrix(Stored):
+    MADE_BY = "arriero bench matrix"
+
     schema_version: int = 1
     time: str
     small: bool
@@ -120,7 +121,7 @@ def run_cells(order: Order) -> Iterator[Cell]:
         for layout in order.layouts:
             for mode in order.modes:
                 family = resolve(MODELS[model].preset, {}).family
-                key = (family, mode, *map(str, MODELS[model].extra))
+                key = (family, mode, *map(str, MODELS[model].extra.items()))
                 cell = _run_cell(order, model, layout, mode, judged.get(key))
                 if cell.result is not None and cell.result.gate.holds:
                     judged.setdefault(key, _file(order, model, layout, mode))
@@ -206,7 +207,3 @@ def first_words(stdout: str, stderr: str) -> str:
 def _file(order: Order, model: str, layout: str, mode: str) -> Path:
     name = "-".join((model, layout, mode)).replace(" ", "_")
     return order.folder / "cells" / f"{name}.json"
-
-
-def write_json(matrix: Matrix, path: Path) -> None:
-    path.write_text(json.dumps(matrix.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")

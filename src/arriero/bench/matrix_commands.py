@@ -39,7 +39,7 @@ def matrix(
 
     Example: arriero bench matrix --models gpt2-1.5b --layouts '1 process' --modes bf16,compile
     """
-    from arriero.bench.matrix import LAYOUTS, MODELS, MODES, Matrix, Order, run_cells, write_json
+    from arriero.bench.matrix import LAYOUTS, MODELS, MODES, Matrix, Order, run_cells
     from arriero.bench.matrix_page import html, markdown
 
     order = Order(
@@ -70,7 +70,7 @@ def matrix(
             status.update(f"{len(cells) + 1} of {number}")
             # after each cell: what a long run has shown stays when it is stopped
             found = Matrix(time=began, small=small, accumulate=accumulate, cells=cells)
-            write_json(found, out / "matrix.json")
+            found.write(out / "matrix.json")
             (out / "matrix.md").write_text(markdown(found), encoding="utf-8")
             (out / "matrix.html").write_text(html(found), encoding="utf-8")
     console.print(f"written to {out}: matrix.md, matrix.json, matrix.html", soft_wrap=True, markup=False)

@@ -13,15 +13,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from arriero.bench.energy import Meter
-from arriero.bench.machine import describe_code
+from arriero.bench.machine import describe_code, describe_device
 from arriero.bench.result import Breakdown, Code, Losses
+from arriero.bench.result import Device as DeviceUsed
 from arriero.bench.trace import broken_down
 from arriero.config.schema import RunConfig
 from arriero.data.progress import silent
 from arriero.parallel.world import joined, world_from
 from arriero.train.arrange import arrange
 from arriero.train.build import build
-from arriero.train.device import Device
+from arriero.train.device import Device, uuid_of
 from arriero.train.hooks import Hook
 from arriero.train.interrupt import interruptible
 from arriero.train.loop import train
@@ -48,11 +49,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks saw together; `real_tokens` are those of a step without padding, `joules` those of all
-    timed steps."""
+    """What the ranks saw together; device and code are those of the first. `real_tokens` are those of a step
+    without padding, `joules` those of all timed steps."""
 
-    device: str
-    is_gpu: bool
+    device: DeviceUsed
     code: Code
     compute: str
     compiled: bool
@@ -64,7 +64,6 @@ class Measured:
     start_up_s: float
     losses: Losses
     joules: float | None
-    sm_mhz: int | None
     allocated: int
     reserved: int | None
     breakdown: Breakdown | None
@@ -83,8 +82,7 @@ def measure(config: RunConfig, plan: Plan) -> Measured | None:
     if not world.leads:
         return None
     return Measured(
-        device=session.device.name,
-        is_gpu=session.device.is_gpu,
+        device=describe_device(session.device, world.size, clock.sm_mhz),
         code=describe_code(),
         compute=str(session.compute).removeprefix("torch."),
         compiled=arrangement.compiled,
@@ -96,7 +94,6 @@ def measure(config: RunConfig, plan: Plan) -> Measured | None:
         start_up_s=clock.start_up_s,
         losses=clock.losses(),
         joules=clock.joules,
-        sm_mhz=clock.sm_mhz,
         allocated=allocated,
         reserved=reserved,
         breakdown=profiler.breakdown,
@@ -186,13 +183,12 @@ def _marker(device: Device) -> Callable[[], Any]:
 
 
 def _meter(session: Session) -> Meter:
-    """The GPUs of this node; a meter of none where the run has others too."""
-    world = session.mesh.world
-    if not session.device.is_gpu or world.local_size < world.size:
+    """The GPUs of this node; a meter of none where the run has others, or not all are seen from here."""
+    world, visible = session.mesh.world, torch.cuda.device_count()
+    if not session.device.is_gpu or world.local_size < world.size or visible < world.size:
         return Meter([])
-    own = session.device.torch_device.index or 0
-    numbers = range(world.size) if world.size > 1 else [own]
-    return Meter([f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in numbers])
+    used = range(world.size) if world.size > 1 else [session.device.torch_device]
+    return Meter([uuid_of(gpu) for gpu in used])
 
 
 class ProfiledSteps(Hook):

@@ -186,10 +186,11 @@ class Device(Part):
 
 
 class Code(Part):
-    """`commit` is null outside a checkout."""
+    """`commit` is null outside a checkout; `source` is a digest of the package's files, whatever git says."""
 
     commit: str | None
     dirty: bool | None
+    source: str | None = None
     versions: dict[str, str | None]
 
 

@@ -65,10 +65,11 @@ def _speeds(members: Sequence[Kept], beside: Path) -> Iterator[str]:
         "GiB",
         "J a step",
         "loss checked",
+        "code",
         "file",
     )
     yield f"| {' | '.join(heads)} |"
-    yield "|---|---|---|---:|---:|---:|---:|---|---|"
+    yield "|---|---|---|---:|---:|---:|---:|---|---|---|"
     for path, result in members:
         t, work = result.timing, result.work
         link = os.path.relpath(path, beside)
@@ -81,6 +82,7 @@ def _speeds(members: Sequence[Kept], beside: Path) -> Iterator[str]:
             f"{result.memory.allocated_gib:.1f}",
             f"{result.energy.joules_per_step:,.0f}" if result.energy else "not reported",
             _checked(result),
+            f"{(result.code.commit or 'no commit')[:7]}{'+' if result.code.dirty else ''}",
             f"[{path.name}]({link})",
         )
         yield f"| {' | '.join(cells)} |"

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from arriero.bench.gate import Mode, as_written, judge, mode_of, sets_of
-from arriero.bench.machine import describe_code, describe_device
+from arriero.bench.machine import describe_code
 from arriero.bench.measure import Measured, Plan, measure
 from arriero.bench.result import Code, Energy, Gate, Memory, Rate, Result, Timing, Work
 from arriero.config.schema import RunConfig
@@ -102,7 +102,7 @@ def benchmark(
             if gated:
                 tell(f"the gate: {here.mode}")
                 gate = _gate(here, _spec(run).family, Path(config.data.cache), earlier)
-                if gate.needed and not gate.holds:
+                if gate.holds is False:
                     return gate
         plan = replace(plan, started=plan.started + time.time() - begun)
         tell(f"{plan.warmup} + {plan.timed} steps")
@@ -143,7 +143,7 @@ def _result(config: RunConfig, name: str, plan: Plan, found: Measured, gate: Gat
         gate=gate,
         inside=INSIDE,
         left_out=[*LEFT_OUT, *(["warm-up steps"] if plan.warmup else [])],
-        device=describe_device(found.device, found.is_gpu, found.ranks, found.sm_mhz),
+        device=found.device,
         code=found.code,
         config=config.model_dump(mode="json"),
     )
@@ -170,7 +170,7 @@ def _work(config: RunConfig, found: Measured) -> Work:
 def _rates(config: RunConfig, found: Measured, timing: Timing) -> list[Rate]:
     """Against the bf16 peak, which fp32 work has no share of; float8 work against both peaks."""
     spec = _spec(config)
-    peak = peak_of(found.device) if found.compute == "bfloat16" else None
+    peak = peak_of(found.device.name) if found.compute == "bfloat16" else None
     float8_peak = peak.fp8 if peak and config.precision.float8 != "off" else None
     rates = []
     for name, convention in CONVENTIONS.items():
@@ -195,7 +195,7 @@ def _count(config: RunConfig, spec: ModelSpec, convention: str) -> float | None:
     remat = config.memory.remat
     if convention in ("honest", "hfu") and config.data.document_mask:
         return None
-    if convention == "hfu" and (remat.keeps_some or remat.kind == "budget"):
+    if convention == "hfu" and (remat.keeps_some or remat.kind == "budget" or config.memory.ffn_tile):
         return None
     again = len(remat.blocks(spec.layers)) / spec.layers
     return flops_per_token(spec, config.data.seq_len, convention, recompute=again)

@@ -1,12 +1,16 @@
 """What is worth a kernel of its own on a GPU. Each has a twin in plain PyTorch, which other devices use."""
 
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Item = TypeVar("Item")
 
 # bytes that are read at once
 LINE = 16
@@ -30,6 +34,14 @@ def usable(tensor: Tensor) -> bool:
 def in_line(tensor: Tensor) -> bool:
     """Contiguous from the begin of a line on, as kernels read it; a slice of another tensor may not be."""
     return tensor.is_contiguous() and tensor.data_ptr() % LINE == 0
+
+
+def alike(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[list[Item]]:
+    """In lists of one kind each: what is in one list goes into one launch."""
+    lists: dict[Hashable, list[Item]] = {}
+    for item in items:
+        lists.setdefault(kind(item), []).append(item)
+    return list(lists.values())
 
 
 @cache

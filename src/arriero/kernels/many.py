@@ -49,7 +49,7 @@ def triton_type(tensor: Tensor) -> tl.dtype:
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """In fp64, of tensors of one type."""
+    """Of tensors of one type; the sums of blocks are added in fp64."""
     tensors = [tensor.contiguous() for tensor in tensors]
     blocks = blocks_of(tuple(tensor.numel() for tensor in tensors), tensors[0].device, _READ_BLOCK)
     sums = torch.empty(blocks.count, dtype=torch.float32, device=tensors[0].device)

@@ -87,13 +87,18 @@ def renew_scales(model: nn.Module, settings: PrecisionSection) -> None:
         _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
+def bare(local: Tensor) -> Tensor:
+    """The memory of a local weight: one gathered in float8 is of torchao's class, which has none itself."""
+    return getattr(local, "_tensor", local)
+
+
 def ordinary(tensor: Tensor) -> Tensor:
     """The same memory without torchao's class, which weights gathered in float8 have: for checkpoints, which
     anyone must be able to read. Loading into it loads the weight."""
     tensor = tensor.detach()
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    inner = getattr(local, "_tensor", None)
-    if inner is None:
+    inner = bare(local)
+    if inner is local:
         return tensor
     if not isinstance(tensor, DTensor):
         return inner

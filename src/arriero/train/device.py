@@ -32,6 +32,11 @@ class Device:
         """All there is, whoever uses it."""
         return torch.cuda.get_device_properties(self.torch_device).total_memory if self.is_gpu else None
 
+    @property
+    def uuid(self) -> str | None:
+        """By which the driver's tools know it."""
+        return uuid_of(self.torch_device) if self.is_gpu else None
+
     def synchronize(self) -> None:
         if self.is_gpu:
             torch.cuda.synchronize(self.torch_device)
@@ -42,6 +47,10 @@ class Device:
             return torch.cuda.max_memory_allocated(self.torch_device)
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def uuid_of(gpu: torch.device | int) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(gpu).uuid}"
 
 
 def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> Device:

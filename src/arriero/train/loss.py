@@ -17,6 +17,7 @@ from arriero.data.order.rows import IGNORED
 from arriero.kernels import kernels, usable
 from arriero.model.layers import HeadLoss
 from arriero.train.head_products import SumOfProducts, products_with
+from arriero.train.ranges import LOSS
 
 
 def chunked_loss(chunk: int | Literal[False], z_loss: float = 0.0, float8: bool = False) -> HeadLoss:
@@ -27,7 +28,7 @@ def chunked_loss(chunk: int | Literal[False], z_loss: float = 0.0, float8: bool 
     all its ranks, and their gradient is this slice's partial sum, for the caller to reduce.
     """
 
-    @record_function("arriero.loss")
+    @record_function(LOSS)
     def loss(x_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
         held = _Slice(0, None)
         if isinstance(weight_VD, DTensor):

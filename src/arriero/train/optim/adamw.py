@@ -1,6 +1,6 @@
 """AdamW: on a GPU one kernel for all parameters; elsewhere, and for moments in eight bits, one at a time."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arriero.config.schema import OptimSection
-from arriero.kernels import in_line, kernels, usable
+from arriero.kernels import alike, in_line, kernels, usable
 from arriero.train.optim.rounding import (
     Noise,
     high_half,
@@ -42,11 +42,11 @@ class AdamW:
         """`gradients` are local and to be multiplied by `factor`; those of other rules are passed over."""
         names = [name for name in self._weights if name in gradients and gradients[name].numel()]
         if held := self._for_kernel(names, factor):
-            for alike in _groups(names, lambda name: _kind(held[name], gradients[name])):
-                self._at_once(alike, held, gradients, factor, lr, step)
+            for together in alike(names, lambda name: _kind(held[name], gradients[name])):
+                self._at_once(together, held, gradients, factor, lr, step)
         elif self._exact:
-            for alike in _groups(names, lambda name: self._weights[name].decay):
-                self._by_torch(alike, gradients, factor, lr, step)
+            for together in alike(names, lambda name: self._weights[name].decay):
+                self._by_torch(together, gradients, factor, lr, step)
         else:
             for name in names:
                 self._one(name, gradients[name], factor, lr, step)
@@ -152,13 +152,6 @@ class AdamW:
 def _kind(local: Tensor, gradient: Tensor) -> tuple[Any, ...]:
     """What the kernel must know of a parameter before it is compiled."""
     return local.dtype, gradient.dtype, in_line(local) and in_line(gradient)
-
-
-def _groups(names: Sequence[str], kind: Callable[[str], Any]) -> list[list[str]]:
-    groups: dict[Any, list[str]] = {}
-    for name in names:
-        groups.setdefault(kind(name), []).append(name)
-    return list(groups.values())
 
 
 @cache

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DeviceMesh, DTensor
 
-from arriero.kernels import in_line, kernels, usable
+from arriero.kernels import alike, in_line, kernels, usable
 from arriero.train.optim.shards import local_of, split_dims
 
 _Spread = tuple[DeviceMesh | None, tuple[int, ...]]
@@ -43,10 +43,8 @@ def _sum_of_squares(parts: list[Tensor]) -> Tensor:
     if not filled:
         return torch.zeros((), dtype=torch.float64, device=parts[0].device)
     if usable(filled[0]):
-        kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
-        for part in filled:
-            kinds.setdefault((part.dtype, in_line(part)), []).append(part)
-        return torch.stack([kernels("many").sum_of_squares(alike) for alike in kinds.values()]).sum()
+        kinds = alike(filled, lambda part: (part.dtype, in_line(part)))
+        return torch.stack([kernels("many").sum_of_squares(parts) for parts in kinds]).sum()
     # a long fp32 sum loses digits, and others in each layout
     norms = torch._foreach_norm(filled, 2, dtype=torch.float64)
     return torch.stack(list(norms)).double().square().sum()

@@ -21,6 +21,7 @@ from arriero.train.optim.sgd import Sgd
 from arriero.train.optim.shards import as_placed, local_of, placed
 from arriero.train.optim.states import Moment
 from arriero.train.optim.weight import Weight
+from arriero.train.ranges import OPTIMIZER
 
 OWN = "optimizer"
 
@@ -81,7 +82,7 @@ class Optimizer:
         return self._scale.skipped if self._scale else 0
 
     @torch.no_grad()
-    @record_function("arriero.optimizer")
+    @record_function(OPTIMIZER)
     def step(self, lr: float) -> Tensor:
         """Clip, update, forget the gradients. Returns the gradient norm before clipping."""
         gradients = self._take_gradients()

@@ -8,12 +8,14 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from arriero.parallel.precision import bare
+
 
 def local_of(tensor: Tensor) -> Tensor:
     """Shares storage with the tensor; updates of it are updates of the tensor."""
     # one of thousands of tensors a step: each call counts
     tensor = tensor.detach() if tensor.requires_grad else tensor
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bare(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def placed(local: Tensor, like: Tensor, placements: Sequence[Placement] | None = None) -> Tensor:

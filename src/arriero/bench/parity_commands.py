@@ -55,8 +55,8 @@ def parity(
         raise UserError(f"no case matches '{only}'", f"name one of the groups: {', '.join(groups)}")
     if write is not None and not write.parent.is_dir():
         raise UserError(f"there is no folder {write.parent} to write {write.name} to", "make it first")
-    from arriero.bench.page import page
     from arriero.bench.parity import refuse_absent
+    from arriero.bench.parity_page import page
     from arriero.train.interrupt import Interrupted
 
     refuse_absent(device)
