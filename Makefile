@@ -16,8 +16,9 @@ check: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format --check src tests recipes
 	$(VENV)/bin/pyrefly check
 
+# A file's tests stay together: they share what its fixtures make.
 test: check
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 # What only a GPU can show: some minutes on one. Fails where there is none.
 gpu: $(VENV)/.installed-test
@@ -34,7 +35,7 @@ bench-small: $(VENV)/.installed-test
 
 # The oldest torch the package allows; its only build is the CUDA one, which also runs on CPU.
 test-oldest: .venv-oldest/.installed-test
-	.venv-oldest/bin/python -m pytest
+	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -34,6 +34,7 @@ def made(spec, compiled=False, weights=torch.float32, remat="none", loss_chunk=2
         loss=chunked_loss(loss_chunk),
         weights=weights,
         splits_backward=False,
+        widths_vary=False,
         seed=1,
     )
     [model], _ = parallelize(spec, [range(spec.layers)], MESH, recipe, DEVICE)

@@ -1,5 +1,6 @@
 """A plain model becomes a rank's part of a parallel one, and stays the same model."""
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -32,6 +33,7 @@ def recipe(compiled=False, remat="none", splits_backward=False, **precision):
         precision=PrecisionSection(**precision),
         loss=chunked_loss(16),
         splits_backward=splits_backward,
+        widths_vary=False,
         weights=torch.float32,
         seed=1,
     )
@@ -50,6 +52,20 @@ def in_ranks(layout, work):
             return work(make_mesh(layout, world, 1, CPU))
 
     return run_ranks(as_rank, layout.ranks, leader_prints=False)
+
+
+def test_batches_of_another_size_do_not_make_a_compiled_block_one_for_any_size(caplog):
+    def work(mesh):
+        [model], _ = parallelize(load_preset("llama-test"), [range(2)], mesh, recipe(compiled=True), CPU)
+        with torch.no_grad():
+            model(torch.ones(2, 16, dtype=torch.long))
+        model(torch.ones(3, 16, dtype=torch.long)).sum().backward()
+
+    torch._logging.set_logs(dynamic=logging.INFO)
+    work(make_mesh(Layout(), World(), 1, CPU))
+    torch._logging.set_logs()
+    assert "create_env" in caplog.text
+    assert "create_symbol" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_recomputed_blocks_have_the_same_gradients(options):
 def test_compiled_blocks_have_the_same_gradients():
     def compile_blocks(model):
         for block in model.blocks.values():
-            block.compile(backend="aot_eager")
+            block.compile(backend="aot_eager", dynamic=False)
 
     assert unlike_one_process(Case(1, 2, documents=True, shape={"layers": 1}), compile_blocks) == {}
 

@@ -117,7 +117,7 @@ def laid_out(recipe, dp, tp, dtype, compiled=False, **keys):
         split_over(model, mesh["tp"])
     if compiled:
         for name, block in model.blocks.items():
-            block.compile(backend="aot_eager")
+            block.compile(backend="aot_eager", dynamic=False)
             model.blocks[name] = checkpoint_wrapper(block)
     shard_over(model, mesh["dp"], dtype)
     renew_scales(model, settings)

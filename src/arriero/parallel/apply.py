@@ -29,7 +29,8 @@ from arriero.parallel.tensor import split_layers, use_async_tensor_parallel
 @dataclass(frozen=True)
 class Recipe:
     """What is to be done to the model, all of it decided. `weights` is the type they are kept in;
-    `splits_backward` says that states and weights have their gradients computed apart."""
+    `splits_backward` says that states and weights have their gradients computed apart, `widths_vary` that
+    batches are as wide as their longest sample."""
 
     sharding: Sharding
     compiled: bool
@@ -39,7 +40,14 @@ class Recipe:
     loss: HeadLoss
     weights: torch.dtype
     splits_backward: bool
+    widths_vary: bool
     seed: int
+
+    @property
+    def dynamic(self) -> bool | None:
+        """As the compiler asks. Where sizes of batches are few, each has its own compilation: after an
+        evaluation in smaller ones the training step would be compiled for any size, and be slower."""
+        return None if self.widths_vary else False
 
 
 def parallelize(
@@ -78,15 +86,15 @@ def _part(
         apply_context(model, mesh.group("ring"), mesh.group("ulysses"))
     if recipe.memory.ffn_tile:
         # before blocks are compiled: tiles part them in two
-        _cut_into_tiles(model, recipe.memory.ffn_tile, recipe.compiled)
+        _cut_into_tiles(model, recipe)
     # only the compiler can keep some of a compiled block's results; whole blocks it need not see recomputed,
     # and torch 2.13 cannot compile that together with tensor parallelism
     sees_remat = recipe.memory.remat.keeps_some
     if recipe.compiled and not sees_remat:
-        _compile(model)
+        _compile(model, recipe)
     apply_remat(model, recipe.memory.remat, spec.layers, recipe.compiled, recipe.memory.offload_activations)
     if recipe.compiled and sees_remat:
-        _compile(model)
+        _compile(model, recipe)
     if mesh.shards:
         # what is gathered is what all of the above computes with
         shard_weights(model, mesh, recipe.sharding, device.type == "cuda")
@@ -116,17 +124,17 @@ def _use_kernels(model: LanguageModel, device: torch.device, recipe: Recipe) -> 
             block.ffn.activated = kernels("gelu").gelu_of
 
 
-def _cut_into_tiles(model: LanguageModel, tokens: int, compiled: bool) -> None:
+def _cut_into_tiles(model: LanguageModel, recipe: Recipe) -> None:
     for block in map(partial(cast, Block), model.blocks.values()):
-        block.tile = tokens
-        if compiled:
-            block.feed_forward = torch.compile(block.feed_forward)
+        block.tile = recipe.memory.ffn_tile
+        if recipe.compiled:
+            block.feed_forward = torch.compile(block.feed_forward, dynamic=recipe.dynamic)
 
 
-def _compile(model: LanguageModel) -> None:
+def _compile(model: LanguageModel, recipe: Recipe) -> None:
     """Block by block: they are alike, so one compilation serves them all."""
     for block in model.blocks.values():
-        block.compile()
+        block.compile(dynamic=recipe.dynamic)
 
 
 def held_here(parameter: Tensor) -> list[Piece]:

@@ -202,6 +202,7 @@ def _recipe(plan: Arrangement) -> Recipe:
         loss=chunked_loss(plan.loss_chunk, config.train.z_loss, config.precision.float8_head),
         weights=torch.bfloat16 if config.precision.master == "bf16" else torch.float32,
         splits_backward=plan.layout.pp > 1 and SCHEDULES[parallel.schedule].splits_backward,
+        widths_vary=config.data.packing == "none",
         seed=config.run.seed,
     )
 
