@@ -123,7 +123,9 @@ def gradients(spec, mesh, how):
 def test_compiled_gradients_equal_eager_ones_for_every_parameter(monkeypatch, layout, remat):
     """A compiled block fed by a collective can silently lose the embedding's gradient."""
     eagerly_traced = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self: eagerly_traced(self, backend="aot_eager"))
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: eagerly_traced(self, backend="aot_eager", **options)
+    )
     spec = load_preset("llama-test")
 
     def work(mesh):
