@@ -25,6 +25,8 @@ from arriero.bench.costs_commands import NAMES
 from arriero.bench.costs_result import Costs
 from arriero.bench.results_page import BEGIN, END, read_results, tables
 from arriero.errors import UserError
+from arriero.model.build import build_model
+from arriero.model.presets import load_preset
 from arriero.model.spec import ModelSpec
 
 LEAST = Sizes().least
@@ -150,6 +152,8 @@ def test_live_tensors_see_what_only_the_backward_pass_holds():
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_plan_knows_the_bytes_of_every_state(place, precision, state):
     """All choices of the table but recomputation, which state does not depend on."""
+    # the quantiles that weights are drawn by are made once in a process, and are of no run
+    build_model(load_preset("llama-test")).init_weights(1)
     sets = {**LEAST, "model.dim": 64, "model.ffn": 128, "model.heads": 1, **PRECISIONS[precision]}
     place = replace(place, sizes=replace(TINY, kept=sets))
     values = beside_the_plan(place, "it", {"optim.state": state}, on_gpu=False).values

@@ -57,3 +57,11 @@ def test_the_cpu_knows_its_free_memory():
 def test_blocks_are_compiled_on_gpus_unless_they_are_tiny(model, device, compiled):
     config = load_run(None, [f"model.preset={model}"], expand).config
     assert _compiled(config, load_preset(model), Layout(), device)[0] is compiled
+
+
+def test_the_peak_of_a_process_is_not_that_of_the_one_which_started_it(python):
+    child = "from arriero.train.device import choose_device; print(choose_device('cpu').peak_memory())"
+    parent = f"import subprocess, sys; kept = b'x' * 2**31; subprocess.run([sys.executable, '-c', {child!r}])"
+    started = python("-c", parent)
+    assert started.returncode == 0, started.stderr
+    assert 2**26 < int(started.stdout) < 2**30

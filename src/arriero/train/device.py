@@ -45,8 +45,7 @@ class Device:
         """Most bytes in use so far: of the GPU, or of this process."""
         if self.is_gpu:
             return torch.cuda.max_memory_allocated(self.torch_device)
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return _peak_of_process()
 
 
 def uuid_of(gpu: torch.device | int) -> str:
@@ -74,6 +73,15 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> Devi
     peak = peak_of(properties.name)
     free, _ = torch.cuda.mem_get_info(device)
     return Device(device, properties.name, free, peak.bf16 if peak else None)
+
+
+def _peak_of_process() -> int:
+    status = Path("/proc/self/status")
+    fields = dict(line.split(":", 1) for line in status.read_text().splitlines()) if status.exists() else {}
+    # on Linux the other figure is never below that of the process which started this one
+    if peak := fields.get("VmHWM"):
+        return int(peak.split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _available_ram() -> int:

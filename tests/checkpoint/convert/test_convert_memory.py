@@ -13,18 +13,19 @@ from arriero.model.spec import ModelSpec
 
 GIB = 2**30
 SCRIPT = """
-import json, resource, shutil, sys
+import json, shutil, sys
 from pathlib import Path
 import torch
 from arriero.checkpoint.convert import convert, open_source
 from arriero.checkpoint.formats.source import Writing
+from arriero.train.device import choose_device
 place, before = Path(sys.argv[1]), Path(sys.argv[1]) / "start"
 for kind in ("hf", "dcp", "meta", "torch"):
     convert(open_source(before), place / kind, kind, Writing(dtype=torch.bfloat16, model_parallel=2))
     if kind != "hf":
         shutil.rmtree(before)
     before = place / kind
-print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+print(json.dumps(choose_device("cpu").peak_memory()))
 """
 
 
