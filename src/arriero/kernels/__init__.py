@@ -32,7 +32,7 @@ def usable(tensor: Tensor) -> bool:
 
 
 def in_line(tensor: Tensor) -> bool:
-    """Contiguous from the begin of a line on, as kernels read it; a slice of another tensor may not be."""
+    """Contiguous from the start of a line on, as kernels read it; a slice of another tensor may not be."""
     return tensor.is_contiguous() and tensor.data_ptr() % LINE == 0
 
 
