@@ -54,18 +54,30 @@ def in_ranks(layout, work):
     return run_ranks(as_rank, layout.ranks, leader_prints=False)
 
 
-def test_batches_of_another_size_do_not_make_a_compiled_block_one_for_any_size(caplog):
-    def work(mesh):
-        [model], _ = parallelize(load_preset("llama-test"), [range(2)], mesh, recipe(compiled=True), CPU)
-        with torch.no_grad():
-            model(torch.ones(2, 16, dtype=torch.long))
-        model(torch.ones(3, 16, dtype=torch.long)).sum().backward()
+@pytest.fixture
+def eagerly_traced(monkeypatch):
+    """What is compiled is traced, and computed as it is."""
+    compiled = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: compiled(self, backend="aot_eager", **options)
+    )
 
+
+@pytest.mark.usefixtures("eagerly_traced")
+@pytest.mark.parametrize("widths_vary", [False, True])
+def test_a_compiled_block_is_for_any_size_only_where_widths_vary(widths_vary, caplog):
+    """Of itself torch would take a second size, as of held-out batches, for a sign that any may come."""
+    torch._dynamo.reset()
     torch._logging.set_logs(dynamic=logging.INFO)
-    work(make_mesh(Layout(), World(), 1, CPU))
+    how = replace(recipe(compiled=True), widths_vary=widths_vary)
+    mesh = make_mesh(Layout(), World(), 1, CPU)
+    [model], _ = parallelize(load_preset("llama-test"), [range(2)], mesh, how, CPU)
+    with torch.no_grad():
+        model(torch.ones(2, 16, dtype=torch.long))
+    model(torch.ones(3, 24, dtype=torch.long)).sum().backward()
     torch._logging.set_logs()
     assert "create_env" in caplog.text
-    assert "create_symbol" not in caplog.text
+    assert ("create_symbol" in caplog.text) is widths_vary
 
 
 @pytest.mark.parametrize(
@@ -110,6 +122,7 @@ def gradients(spec, mesh, how):
     return {name: whole(parameter.grad) for name, parameter in named}
 
 
+@pytest.mark.usefixtures("eagerly_traced")
 @pytest.mark.parametrize(
     ("layout", "remat"),
     [
@@ -120,12 +133,8 @@ def gradients(spec, mesh, how):
     ],
     ids=str,
 )
-def test_compiled_gradients_equal_eager_ones_for_every_parameter(monkeypatch, layout, remat):
+def test_compiled_gradients_equal_eager_ones_for_every_parameter(layout, remat):
     """A compiled block fed by a collective can silently lose the embedding's gradient."""
-    eagerly_traced = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda self, **options: eagerly_traced(self, backend="aot_eager", **options)
-    )
     spec = load_preset("llama-test")
 
     def work(mesh):

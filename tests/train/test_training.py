@@ -15,7 +15,8 @@ from arriero.model.presets import expand
 from arriero.model.spec import flops_per_token
 from arriero.parallel.world import World
 from arriero.train.arrange import arrange
-from arriero.train.build import build
+from arriero.train.build import _recipe, build
+from arriero.train.finish import sample
 from arriero.train.hooks import Hook
 from arriero.train.interrupt import Interrupted, interruptible
 from arriero.train.loop import train
@@ -267,6 +268,22 @@ def test_a_compiled_model_trains_the_same(session):
     compiled = losses(session("train.horizon=2 steps", "precision.compile=true", name="compiled"))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert compiled == pytest.approx(eager, rel=1e-4)
+
+
+def test_a_text_that_grows_is_continued_without_compiling_anything_more(session):
+    run = session("train.horizon=1 steps", "precision.compile=true")
+    train(run)
+    counts = torch._dynamo.utils.counters["stats"]
+    before = counts["unique_graphs"]
+    assert before > 0
+    assert sample(run, None)
+    assert counts["unique_graphs"] == before
+
+
+@pytest.mark.parametrize(("packing", "vary"), [("concat", False), ("bestfit", False), ("none", True)])
+def test_the_compiler_is_told_whether_widths_vary(packing, vary):
+    config = load_run(None, [*BASE, f"data.packing={packing}"], expand).config
+    assert _recipe(arrange(config, World())).widths_vary is vary
 
 
 def test_masked_documents_cost_less_and_count_so(session):

@@ -101,6 +101,8 @@ def sample(session: Session, directory: Path | None) -> str | None:
         state, spec = load_hf(directory)
         model = build_model(spec)
         model.load_state_dict(state, strict=False)
-    return continue_text(
-        model, session.tokenizer, config.observe.sample, config.data.seq_len, seed=config.run.seed
-    )
+    # a text that grows by a token would be compiled for every length
+    with torch.compiler.set_stance("force_eager"):
+        return continue_text(
+            model, session.tokenizer, config.observe.sample, config.data.seq_len, seed=config.run.seed
+        )
