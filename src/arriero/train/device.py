@@ -76,21 +76,23 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> Devi
 
 
 def _peak_of_process() -> int:
-    status = Path("/proc/self/status")
-    fields = dict(line.split(":", 1) for line in status.read_text().splitlines()) if status.exists() else {}
     # on Linux the other figure is never below that of the process which started this one
-    if peak := fields.get("VmHWM"):
-        return int(peak.split()[0]) * 1024
+    if peak := _bytes_told(Path("/proc/self/status"), "VmHWM"):
+        return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _bytes_told(file: Path, field: str) -> int | None:
+    """By a file of Linux's like /proc/meminfo; None where it is not there, or does not tell."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    told = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
+    return int(told[0]) * 1024 if told else None
 
 
 def _available_ram() -> int:
     """What this process may still take: of the machine, and of its container or job."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        pages = int(fields["MemAvailable"].split()[0]) * 1024
+    pages = _bytes_told(Path("/proc/meminfo"), "MemAvailable") or pages
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and (text := limit.read_text().strip()) != "max":
         return min(pages, int(text) - int(used.read_text()))
