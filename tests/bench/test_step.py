@@ -9,7 +9,7 @@ import torch
 
 import arriero.bench.machine
 from arriero.bench.energy import Meter
-from arriero.bench.machine import describe_device
+from arriero.bench.machine import describe_machine
 from arriero.bench.result import Result, Timing
 from arriero.errors import UserError
 from arriero.model.spec import CONVENTIONS, ModelSpec, flops_per_token
@@ -201,7 +201,7 @@ def test_what_the_driver_says_of_a_gpu_is_kept(monkeypatch):
     monkeypatch.setattr(arriero.bench.machine.subprocess, "run", answer)
     monkeypatch.setattr("arriero.train.device.uuid_of", lambda _: "GPU-a")
     used = Device(torch.device("cuda", 1), "NVIDIA H200", 0, None)
-    device = describe_device(used, 1, 1755)
+    device = describe_machine(used, 1, 1755)
     assert device.memory_gib == pytest.approx(140.4, abs=0.1)
     assert (device.driver, device.power_limit) == ("575.57.08", "700.00 W")
     assert (device.clocks["sm"], device.clocks["sm_at_work"]) == ("1980 MHz", "1755 MHz")

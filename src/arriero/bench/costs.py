@@ -11,7 +11,7 @@ from arriero.bench.cost_sizes import ON_GPU, Place, Sizes
 from arriero.bench.cost_steps import growth, overhead, saves
 from arriero.bench.cost_waits import data_wait, start_up
 from arriero.bench.costs_result import Cost, Costs
-from arriero.bench.machine import describe_code, describe_device
+from arriero.bench.machine import describe_code, describe_machine
 from arriero.data.prepare.builtin import prepare_builtin
 from arriero.errors import UserError
 from arriero.parallel.world import world_from
@@ -51,6 +51,6 @@ def measure_costs(
         command=[*command, *(["--only", ",".join(names)] if list(names) != list(MEASURES) else [])],
         costs=tuple(measured),
         load=(load, os.getloadavg()[0]),
-        device=describe_device(found, 1),
+        device=describe_machine(found, 1),
         code=describe_code(),
     )

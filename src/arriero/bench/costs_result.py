@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from arriero.bench.result import Code, Device, Part, Stored
+from arriero.bench.result import Code, Machine, Part, Stored
 
 
 class Row(Part):
@@ -38,7 +38,7 @@ class Costs(Stored):
     command: list[str]
     costs: tuple[Cost, ...]
     load: tuple[float, float]
-    device: Device
+    device: Machine
     code: Code
 
 

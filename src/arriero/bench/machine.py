@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import arriero
-from arriero.bench.result import Code, Device
-from arriero.train import device as train_device
+from arriero.bench.result import Code, Machine
+from arriero.train.device import Device
 
 _QUERY = {
     "driver_version": "driver",
@@ -27,12 +27,12 @@ _QUERY = {
 _CLOCKS = ("sm", "memory", "max_sm", "max_memory")
 
 
-def describe_device(used: train_device.Device, ranks: int, busy_mhz: int | None = None) -> Device:
+def describe_machine(used: Device, ranks: int, busy_mhz: int | None = None) -> Machine:
     """By then the GPU rests, so that its clock at work is handed in."""
     told = _from_driver(used.uuid) if used.uuid else {}
     busy = {"sm_at_work": f"{busy_mhz} MHz"} if busy_mhz else {}
     memory = told.get("memory_total", "").removesuffix(" MiB")
-    return Device(
+    return Machine(
         name=used.name,
         count=ranks if used.is_gpu else 1,
         memory_gib=float(memory) / 1024 if memory.isdigit() else None,

@@ -13,9 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from arriero.bench.energy import Meter
-from arriero.bench.machine import describe_code, describe_device
-from arriero.bench.result import Breakdown, Code, Losses
-from arriero.bench.result import Device as DeviceUsed
+from arriero.bench.machine import describe_code, describe_machine
+from arriero.bench.result import Breakdown, Code, Losses, Machine
 from arriero.bench.trace import broken_down
 from arriero.config.schema import RunConfig
 from arriero.data.progress import silent
@@ -52,7 +51,7 @@ class Measured:
     """What the ranks saw together; device and code are those of the first. `real_tokens` are those of a step
     without padding, `joules` those of all timed steps."""
 
-    device: DeviceUsed
+    device: Machine
     code: Code
     compute: str
     compiled: bool
@@ -82,7 +81,7 @@ def measure(config: RunConfig, plan: Plan) -> Measured | None:
     if not world.leads:
         return None
     return Measured(
-        device=describe_device(session.device, world.size, clock.sm_mhz),
+        device=describe_machine(session.device, world.size, clock.sm_mhz),
         code=describe_code(),
         compute=str(session.compute).removeprefix("torch."),
         compiled=arrangement.compiled,

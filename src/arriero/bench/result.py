@@ -172,7 +172,7 @@ class Gate(Part):
     error: str = ""
 
 
-class Device(Part):
+class Machine(Part):
     """Clocks and limits as the driver tells them; null where it does not."""
 
     name: str
@@ -215,7 +215,7 @@ class Result(Stored):
     gate: Gate
     inside: list[str]
     left_out: list[str]
-    device: Device
+    device: Machine
     code: Code
     config: dict[str, Any]
 
