@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from arriero.bench.gate import judge, mode_of, reference_of, sets_of, tolerance_of
+from arriero.bench.gate import mode_of, reference_of, sets_of, tolerance_of
 from arriero.bench.result import Result
 from arriero.config.load import load_run
 from arriero.model.presets import expand
@@ -91,9 +91,11 @@ def test_only_plain_fp32_is_the_reference():
         assert not changed.is_reference, changed
 
 
-def test_plain_fp16_is_said_to_be_unjudged_as_nothing_skips_the_steps_that_it_skips(tmp_path):
-    gate = judge(mode(compute="float16"), "llama", "cpu", tmp_path)
-    assert (gate.needed, gate.holds) == (True, None)
+def test_plain_fp16_is_said_to_be_unjudged_as_nothing_else_skips_the_steps_that_it_skips(bench):
+    code, out, path = bench("--no-profile", **{"precision.compute": "fp16"})
+    assert code == 0, out
+    assert "NOT JUDGED" in out
+    assert Result.read(path).gate.holds is None
 
 
 def test_a_reference_is_computed_without_the_kernels_it_is_to_judge():
