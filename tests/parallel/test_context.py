@@ -11,11 +11,12 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from arriero.data.order.loader import IGNORED, Batch
 from arriero.model.build import build_model
-from arriero.model.layers import Attention, attend, same_document_mask
+from arriero.model.documents import Documents
+from arriero.model.layers import Attention, attend
 from arriero.model.presets import load_preset
 from arriero.parallel.blocks import block_backward, block_forward, merge
 from arriero.parallel.context import apply_context, cut_to, positions_held
-from arriero.parallel.ring import meeting
+from arriero.parallel.ring import meetings
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
 from arriero.plan.layout import divide_context, tokens_divisor
@@ -183,23 +184,36 @@ def test_every_position_is_held_exactly_once_and_all_ranks_hold_equally_many(uly
         positions_held(length + 1, 0, ulysses, ring) if ulysses * ring > 1 else positions_held(1, 0, 2, 1)
 
 
-@pytest.mark.parametrize("ring", [2, 3, 4])
-def test_a_ring_meets_each_causal_pair_once_and_no_other_and_all_ranks_work_alike(ring):
-    length = 12 * ring
-    met = torch.zeros(length, length, dtype=torch.long)
+def pairs_met(ring, length, documents):
+    """How often each query of a ring's ranks meets each key, for each row; and the work of each step."""
+    met, work = torch.zeros(2, length, length, dtype=torch.long), []
     for step in range(ring):
-        work = set()
+        work.append([])
         for rank in range(ring):
             source = (rank - step) % ring
-            block = meeting(rank, source, length // ring)
-            rows = positions_held(length, rank, 1, ring)[block.queries]
-            columns = positions_held(length, source, 1, ring)[block.keys]
-            pairs = torch.ones(len(rows), len(columns), dtype=torch.long)
-            pairs = pairs.tril() if block.causal else pairs
-            met[rows[:, None], columns] += pairs
-            work.add(pairs.sum().item())
-        assert len(work) == 1
+            before = met.sum().item()
+            for rows, queries, keys, causal in meetings(rank, source, ring, length // ring, documents):
+                at = positions_held(length, rank, 1, ring)[queries]
+                to = positions_held(length, source, 1, ring)[keys]
+                pairs = torch.ones(len(at), len(to), dtype=torch.long)
+                for row in range(2)[rows]:
+                    met[row][at[:, None], to] += pairs.tril() if causal else pairs
+            work[-1].append(met.sum().item() - before)
+    return met, work
+
+
+@pytest.mark.parametrize("ring", [2, 3, 4])
+def test_a_ring_meets_each_causal_pair_once_and_no_other_and_all_ranks_work_alike(ring):
+    met, work = pairs_met(ring, 12 * ring, None)
     assert met.equal(torch.ones_like(met).tril())
+    assert all(len(set(step)) == 1 for step in work)
+
+
+@pytest.mark.parametrize("ring", [2, 3, 4])
+def test_a_ring_meets_each_pair_of_a_document_once_and_no_other(ring):
+    numbers = documents_of(LENGTHS)
+    met, _ = pairs_met(ring, TOKENS, Documents(numbers))
+    assert met.equal((numbers[:, :, None] == numbers[:, None, :]).long().tril())
 
 
 def test_a_cut_batch_says_where_its_tokens_stood():
@@ -210,41 +224,44 @@ def test_a_cut_batch_says_where_its_tokens_stood():
     assert part.labels_BT.equal(batch.labels_BT[:, held])
     assert part.positions_BT.equal(held.expand(2, -1)) and part.documents_BT is None
     packed = cut_to(Case(1, 2, documents=True).batch(), held)
-    assert packed.positions_BT.max() < 20 and packed.documents_BT.shape == (2, TOKENS // 2)
+    assert packed.positions_BT.max() < 20 and packed.documents_BT.shape == (2, TOKENS)
 
 
 def attention_by_blocks(q, k, v, grad, documents, ring):
     """What the ranks of a ring compute, on one device and one after the other."""
     held = [positions_held(q.shape[1], rank, 1, ring).to(q.device) for rank in range(ring)]
-    documents = None if documents is None else torch.stack([documents[:, at] for at in held])
     out, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, q, k, v))
     for rank, at in enumerate(held):
-        blocks = []
-        for source in ((rank - step) % ring for step in range(ring)):
-            block = meeting(rank, source, len(at), documents)
-            blocks.append((at[block.queries], held[source][block.keys], block.causal, block.seen_Bts))
-        rows, columns, *how = blocks[0]
-        mine, lse = block_forward(q[:, rows], k[:, columns], v[:, columns], *how)
-        for rows, columns, *how in blocks[1:]:
-            late = slice(len(at) - len(rows), None)
-            more = block_forward(q[:, rows], k[:, columns], v[:, columns], *how)
-            merged, merged_lse = merge(mine[:, late], lse[..., late], *more)
-            mine = torch.cat((mine[:, : late.start], merged), dim=1)
-            lse = torch.cat((lse[..., : late.start], merged_lse), dim=-1)
-        out[:, at] = mine.float()
-        mine = mine.to(q.dtype)
-        for rows, columns, *how in blocks:
-            late = slice(len(at) - len(rows), None)
-            inputs = (grad[:, rows], q[:, rows], k[:, columns], v[:, columns])
-            more = block_backward(*inputs, mine[:, late], lse[..., late], *how)
-            for total, where, part in zip((dq, dk, dv), (rows, columns, columns), more, strict=True):
-                total[:, where] += part
+        mine, grad_here = q[:, at], grad[:, at]
+        merged = torch.zeros_like(mine, dtype=torch.float32)
+        lse = merged.new_empty(len(q), q.shape[2], len(at))
+        met = [
+            (source, meeting)
+            for source in ((rank - step) % ring for step in range(ring))
+            for meeting in meetings(rank, source, ring, len(at), documents)
+        ]
+        for source, (rows, queries, keys, causal) in met:
+            k_here, v_here = (x[:, held[source]][rows, keys] for x in (k, v))
+            block = block_forward(mine[rows, queries], k_here, v_here, causal)
+            if not causal:
+                block = merge(merged[rows, queries], lse[rows, :, queries], *block)
+            merged[rows, queries], lse[rows, :, queries] = block
+        out[:, at] = merged
+        for source, (rows, queries, keys, causal) in met:
+            k_here, v_here = (x[:, held[source]][rows, keys] for x in (k, v))
+            given = (grad_here[rows, queries], mine[rows, queries], k_here, v_here)
+            whole = merged.to(q.dtype)[rows, queries]
+            more = block_backward(*given, whole, lse[rows, :, queries], causal)
+            for total, where, part in zip(
+                (dq, dk, dv), (at[queries], held[source][keys], held[source][keys]), more, strict=True
+            ):
+                total[rows, where] += part
     return out, dq, dk, dv
 
 
 def attention_at_once(q, k, v, grad, documents):
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    out = attend(q, k, v, None if documents is None else same_document_mask(documents))
+    out = attend(q, k, v, documents)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 
@@ -260,7 +277,7 @@ def test_merged_blocks_are_as_near_to_exact_attention_as_one_kernel_is(device, m
         torch.manual_seed(5)
         shapes = ((2, TOKENS, 6, 16), (2, TOKENS, 3, 16), (2, TOKENS, 3, 16), (2, TOKENS, 6, 16))
         q, k, v, grad = (torch.randn(shape).to(device, dtype) for shape in shapes)
-        documents = documents_of(LENGTHS).to(device) if masked else None
+        documents = Documents(documents_of(LENGTHS)) if masked else None
         true = attention_at_once(*(x.double() for x in (q, k, v, grad)), documents)
         once = errors_of(attention_at_once(q, k, v, grad, documents), true)
         return once, errors_of(attention_by_blocks(q, k, v, grad, documents, 4), true)

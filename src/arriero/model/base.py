@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from arriero.model.documents import document_mask
 from arriero.model.init import Pieces, Rule, fill, plain_name, whole
-from arriero.model.layers import Block, Head, MaskOf, Rope, Rotation, same_document_mask
+from arriero.model.layers import Block, Head, MaskOf, Rope, Rotation
 from arriero.model.spec import ModelSpec
 
 
@@ -25,7 +26,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         self.norm = norm
         self.head = Head(spec.dim, spec.vocab_size)
-        self.mask_of: MaskOf = same_document_mask
+        self.mask_of: MaskOf = document_mask
         self.tie()
 
     def keep(self, blocks: range) -> None:
@@ -66,7 +67,7 @@ class LanguageModel(nn.Module):
         positions = positions_BT
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
-        mask = None if documents_BT is None else self.mask_of(documents_BT)
+        mask = None if documents_BT is None else self.mask_of(documents_BT, x.device)
         rotation = self.rotation(positions)
         x_BTD = x if self.embedding is None else self.embed(x, positions)
         for block in self.blocks.values():

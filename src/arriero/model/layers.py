@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
+from arriero.model.documents import Documents, attend_by_blocks, attend_by_document, attend_causally
 from arriero.model.spec import RopeScaling
 from arriero.model.tiles import in_tiles
 
@@ -15,9 +17,9 @@ from arriero.model.tiles import in_tiles
 _COUNTED = 2**31
 
 Rotation = tuple[Tensor, Tensor]
-Mask = Any
-MaskOf = Callable[[Tensor], Mask]
-Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
+Mask = BlockMask | Documents | None
+MaskOf = Callable[[Tensor, torch.device], Any]
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 Project = Callable[[Tensor, Sequence[nn.Linear]], Iterable[Tensor]]
 Gated = Callable[[Tensor, nn.Linear, nn.Linear], Tensor]
 Activated = Callable[[Tensor, nn.Linear], Tensor]
@@ -71,23 +73,13 @@ def rotate(x_BTHE: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTHE.dtype)
 
 
-def same_document_mask(documents_BT: Tensor) -> Tensor:
-    """(B, 1, T, T), true where a query may look: not ahead, not into another document."""
-    same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
-    return same.tril()
-
-
 def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Mask) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
-    groups = q.shape[1] // k.shape[1]
-    if mask is not None and groups > 1:
-        # torch's masked kernels know no groups and would fall back to the T x T one
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        groups = 1
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1
-    )
-    return out.transpose(1, 2)
+    """Causal attention, inside documents where there is a mask."""
+    if mask is None:
+        return attend_causally(q_BTHE, k_BTKE, v_BTKE)
+    if isinstance(mask, BlockMask):
+        return attend_by_blocks(q_BTHE, k_BTKE, v_BTKE, mask)
+    return attend_by_document(q_BTHE, k_BTKE, v_BTKE, mask)
 
 
 def one_by_one(x_BTD: Tensor, layers: Sequence[nn.Linear]) -> Iterable[Tensor]:

@@ -2,7 +2,7 @@
 
 A block gives its output and the log of its softmax's sum; by that log blocks merge into what one attention
 over all keys would give, and given the merged pair each block's gradients are those of the whole.
-B batch, t queries, s keys, H heads, K kv heads, E head dim. `seen_Bts` is true where a query may look.
+B batch, t queries, s keys, H heads, K kv heads, E head dim.
 """
 
 from typing import Protocol
@@ -16,18 +16,11 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 _aten = torch.ops.aten
 
 
-def block_forward(
-    q_BtHE: Tensor, k_BsKE: Tensor, v_BsKE: Tensor, causal: bool, seen_Bts: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(out_BtHE, lse_BHt). A query that sees no key of the block has output 0 and lse -inf."""
+def block_forward(q_BtHE: Tensor, k_BsKE: Tensor, v_BsKE: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(out_BtHE, lse_BHt)"""
     q, k, v = (x.transpose(1, 2) for x in (q_BtHE, k_BsKE, v_BsKE))
-    out, lse = _kernel(q, seen_Bts).forward(q, k, v, causal, _bias(seen_Bts, q))
-    out = out.transpose(1, 2)
-    if seen_Bts is not None:
-        blind_Bt = ~seen_Bts.any(-1)
-        out = out.masked_fill(blind_Bt[..., None, None], 0.0)
-        lse = lse.masked_fill(blind_Bt[:, None], float("-inf"))
-    return out, lse
+    out, lse = _kernel(q).forward(q, k, v, causal)
+    return out.transpose(1, 2), lse
 
 
 def block_backward(
@@ -38,12 +31,10 @@ def block_backward(
     out_BtHE: Tensor,
     lse_BHt: Tensor,
     causal: bool,
-    seen_Bts: Tensor | None,
 ) -> Gradients:
     """What this block adds to the gradients of q, k and v; out and lse are those of all blocks merged."""
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_BtHE, q_BtHE, k_BsKE, v_BsKE, out_BtHE))
-    kernel = _kernel(q, seen_Bts)
-    grads = kernel.backward(grad, q, k, v, out, lse_BHt.contiguous(), causal, _bias(seen_Bts, q))
+    grads = _kernel(q).backward(grad, q, k, v, out, lse_BHt.contiguous(), causal)
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
     return dq, dk, dv
 
@@ -58,56 +49,37 @@ def merge(
 
 
 class _Kernel(Protocol):
-    """All in (B, heads, tokens, E); a bias is 0 or -inf."""
+    """All in (B, heads, tokens, E)."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        bias: Tensor | None,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> Gradients: ...
 
 
-def _kernel(q: Tensor, seen: Tensor | None) -> _Kernel:
+def _kernel(q: Tensor) -> _Kernel:
     if q.device.type == "cpu":
         return _Cpu()
-    # the flash kernel of GPUs knows neither masks nor fp32
-    return _Efficient() if seen is not None or q.dtype == torch.float32 else _Flash()
-
-
-def _bias(seen_Bts: Tensor | None, q: Tensor) -> Tensor | None:
-    """The mask as kernels take it, the same for each head; its rows are padded so that GPUs can load them."""
-    if seen_Bts is None:
-        return None
-    rows, keys = seen_Bts.shape[1:]
-    padded = q.new_zeros(len(seen_Bts), 1, rows, _up_to_multiple(keys, 16))
-    return padded[..., :keys].masked_fill_(~seen_Bts[:, None], float("-inf")).expand(-1, q.shape[1], -1, -1)
+    # the flash kernel of GPUs has no fp32
+    return _Efficient() if q.dtype == torch.float32 else _Flash()
 
 
 class _Cpu:
-    def forward(self, q, k, v, causal, bias):
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
+    def forward(self, q, k, v, causal):
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
-    def backward(self, grad, q, k, v, out, lse, causal, bias):
+    def backward(self, grad, q, k, v, out, lse, causal):
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias
+            grad, q, k, v, out, lse, 0.0, causal
         )
 
 
 class _Flash:
-    def forward(self, q, k, v, causal, bias):
+    def forward(self, q, k, v, causal):
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
 
-    def backward(self, grad, q, k, v, out, lse, causal, bias):
+    def backward(self, grad, q, k, v, out, lse, causal):
         lengths, dropout = (None, None, q.shape[2], k.shape[2]), _no_dropout(q)
         return _aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, *lengths, 0.0, causal, *dropout
@@ -115,23 +87,23 @@ class _Flash:
 
 
 class _Efficient:
-    """It knows no groups of heads, and pads the queries of its lse."""
+    """It has no grouped-query attention, and pads the queries of its lse."""
 
-    def forward(self, q, k, v, causal, bias):
+    def forward(self, q, k, v, causal):
         k, v = _for_each_head(k, q), _for_each_head(v, q)
-        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)[:2]
+        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
         return out, lse[..., : q.shape[2]]
 
-    def backward(self, grad, q, k, v, out, lse, causal, bias):
+    def backward(self, grad, q, k, v, out, lse, causal):
         queries, kv_heads = q.shape[2], k.shape[1]
-        width = queries if torch.version.hip else _up_to_multiple(queries, 32)
+        width = queries if torch.version.hip else -(-queries // 32) * 32
         lse = F.pad(lse, (0, width - queries), value=float("inf"))
         # of the output's strides it reads only some
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         k, v = _for_each_head(k, q), _for_each_head(v, q)
         wanted = [True, True, True, False]
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, bias, out, lse, *_no_dropout(q), 0.0, wanted, causal
+            grad, q, k, v, None, out, lse, *_no_dropout(q), 0.0, wanted, causal
         )
         dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32) for x in (dk, dv))
         return dq, dk, dv
@@ -145,7 +117,3 @@ def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
     """A seed and an offset, there to be ignored."""
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     return unused, unused
-
-
-def _up_to_multiple(number: int, of: int) -> int:
-    return -(-number // of) * of

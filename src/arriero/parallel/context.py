@@ -13,7 +13,8 @@ from torch import Tensor
 
 from arriero.data.order.loader import Batch
 from arriero.model.base import LanguageModel
-from arriero.model.layers import Attention, Mask, attend, same_document_mask
+from arriero.model.documents import Documents, document_mask
+from arriero.model.layers import Attention, Mask, attend
 from arriero.parallel.ring import ring_attention
 from arriero.plan.layout import tokens_divisor
 
@@ -32,19 +33,18 @@ def positions_held(seq_len: int, cp_rank: int, ulysses: int, ring: int) -> Tenso
 
 
 def cut_to(batch: Batch, held_t: Tensor) -> Batch:
-    """The batch's tokens at these positions; where it names no positions, these are the positions."""
+    """Select this rank's tokens of each sequence; documents stay those of the whole sequences."""
 
     def cut(whole_BT: Tensor) -> Tensor:
         return whole_BT.index_select(1, held_t.to(whole_BT.device))
 
-    tokens_Bt, documents = cut(batch.tokens_BT), batch.documents_BT
+    tokens_Bt = cut(batch.tokens_BT)
     positions = held_t.to(tokens_Bt.device).expand_as(tokens_Bt)
     return replace(
         batch,
         tokens_BT=tokens_Bt,
         labels_BT=cut(batch.labels_BT),
         positions_BT=positions if batch.positions_BT is None else cut(batch.positions_BT),
-        documents_BT=None if documents is None else cut(documents),
     )
 
 
@@ -72,18 +72,16 @@ class ContextAttention:
         q, k, v = q_BtHE, k_BtKE, v_BtKE
         if self.ulysses is not None:
             q, k, v = _tokens_for_heads(q, k, v, self.ulysses)
-        out = attend(q, k, v, mask) if self.ring is None else ring_attention(q, k, v, mask, self.ring)
+        if self.ring is None:
+            out = attend(q, k, v, mask)
+        else:
+            assert mask is None or isinstance(mask, Documents)
+            out = ring_attention(q, k, v, mask, self.ring)
         return out if self.ulysses is None else _heads_for_tokens(out, self.ulysses)
 
-    @torch.no_grad()
-    def mask_of(self, documents_Bt: Tensor) -> Tensor:
-        """For a ring the documents of all its ranks (R, B, t), of which each block makes its own mask."""
-        documents = documents_Bt
-        if self.ulysses is not None:
-            documents = torch.cat(_gather(documents, self.ulysses), dim=1)
-        if self.ring is None:
-            return same_document_mask(documents)
-        return torch.stack(_gather(documents, self.ring))
+    def mask_of(self, documents_BT: Tensor, device: torch.device) -> Mask:
+        """Masks are of whole sequences: Ulysses brings all tokens here, and a ring all pairs of ranks."""
+        return document_mask(documents_BT, device) if self.ring is None else Documents(documents_BT)
 
 
 def _tokens_for_heads(
@@ -118,9 +116,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _Exchange.apply(grads[0], ctx.group), None
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return parts

@@ -30,25 +30,30 @@ class Batch:
     checksum: int = 0
 
     def split(self, sequences: int) -> "Iterator[Batch]":
-        """Parts of at most so many sequences, in order; the counts stay those of the whole batch."""
+        """Micro-batches of at most `sequences` rows; the counts stay those of the whole batch."""
         for begin in range(0, len(self.tokens_BT), sequences):
             rows = slice(begin, begin + sequences)
-            yield self._map(lambda tensor, rows=rows: tensor[rows])
+            documents = None if self.documents_BT is None else self.documents_BT[rows]
+            # plain causal attention is faster where every row is one document
+            documents = documents if documents is not None and _several(documents) else None
+            yield replace(self._map(lambda tensor, rows=rows: tensor[rows]), documents_BT=documents)
 
     def to(self, device: torch.device) -> "Batch":
+        """Documents stay on the host, which lays out the attention between them."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        positions, documents = (
-            None if t is None else change(t) for t in (self.positions_BT, self.documents_BT)
-        )
         return replace(
             self,
             tokens_BT=change(self.tokens_BT),
             labels_BT=change(self.labels_BT),
-            positions_BT=positions,
-            documents_BT=documents,
+            positions_BT=None if self.positions_BT is None else change(self.positions_BT),
         )
+
+
+def _several(documents_BT: torch.Tensor) -> bool:
+    """True if a row holds more than one document, or a document and padding."""
+    return bool((documents_BT[:, 0] != documents_BT[:, -1]).any())
 
 
 class Loader:
@@ -152,7 +157,7 @@ class Loader:
         tokens_BT, labels_BT = self._empty(shape), self._empty(shape)
         real, begins = self._rows.fill(located, tokens_BT.numpy(), labels_BT.numpy())
         marks = ()
-        if self._rows.marks_documents:
+        if self._rows.marks_documents and any(len(places) for places in begins):
             marks = self._empty(shape, torch.int32), self._empty(shape, torch.int32)
             self._rows.mark(begins, *(tensor.numpy() for tensor in marks))
         return Batch(

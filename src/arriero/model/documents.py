@@ -1,0 +1,127 @@
+"""Attention that stays inside the documents of packed rows, without a T x T mask.
+
+A token attends to the tokens of its own document up to itself. On GPUs this is one FlexAttention kernel,
+which skips the blocks between documents; elsewhere it is one causal attention per document.
+B batch, T tokens, H heads, K kv heads, E head dim, N blocks of tokens.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from arriero.kernels import usable_on
+
+# FlexAttention skips whole blocks of this many queries and keys
+_BLOCK = 128
+# measured on Hopper; elsewhere torch chooses
+_NARROW_HEADS = {
+    "fwd_BLOCK_M": 128,
+    "fwd_BLOCK_N": 64,
+    "fwd_num_warps": 4,
+    "fwd_num_stages": 3,
+    "bwd_BLOCK_M1": 64,
+    "bwd_BLOCK_N1": 64,
+    "bwd_BLOCK_M2": 64,
+    "bwd_BLOCK_N2": 64,
+    "bwd_num_warps": 4,
+    "bwd_num_stages": 2,
+}
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+class Documents:
+    """Where documents begin and end in each row, on the host: `edges[b]` is 0, ..., T.
+
+    Compiled code receives it as an opaque object, so other edges do not recompile a block.
+    """
+
+    def __init__(self, documents_BT: Tensor) -> None:
+        changes = (documents_BT[:, 1:] != documents_BT[:, :-1]).cpu()
+        tokens = documents_BT.shape[1]
+        self.edges = [[0, *(row.nonzero().flatten() + 1).tolist(), tokens] for row in changes]
+
+
+def document_mask(documents_BT: Tensor, device: torch.device) -> BlockMask | Documents:
+    """Return what `attend` needs to keep attention inside the documents that `documents_BT` numbers."""
+    if usable_on(device) and documents_BT.shape[1] >= _BLOCK:
+        return block_mask(documents_BT.to(device, non_blocking=True))
+    return Documents(documents_BT)
+
+
+def block_mask(documents_BT: Tensor) -> BlockMask:
+    """Build FlexAttention's mask from the first token of each document; documents are contiguous in a row."""
+    tokens = documents_BT.shape[1]
+    starts_BT = document_starts(documents_BT)
+    query_block = torch.arange(-(-tokens // _BLOCK), device=documents_BT.device)
+    last_query = (query_block + 1) * _BLOCK - 1
+    first_BN = starts_BT[:, query_block * _BLOCK] // _BLOCK
+    # a key block is whole if every query of a block attends to all its keys; the diagonal never is,
+    # nor is anything for a last block that is not filled with queries
+    first_whole_BN = -(-starts_BT[:, last_query.clamp(max=tokens - 1)] // _BLOCK)
+    first_whole_BN = torch.where(last_query < tokens, first_whole_BN.minimum(query_block), query_block)
+    whole_BN = query_block - first_whole_BN
+    before_BN = first_whole_BN - first_BN
+    step = query_block
+    whole_BNN = (first_whole_BN[..., None] + step).clamp(max=len(step) - 1)
+    partial_BNN = torch.where(step < before_BN[..., None], first_BN[..., None] + step, query_block[:, None])
+
+    def sees(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= starts_BT[b, query])
+
+    counts_and_indices = [before_BN + 1, partial_BNN, whole_BN, whole_BNN]
+    return BlockMask.from_kv_blocks(
+        *(x.int()[:, None].contiguous() for x in counts_and_indices),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=sees,
+        seq_lengths=(tokens, tokens),
+    )
+
+
+def document_starts(documents_BT: Tensor) -> Tensor:
+    """The index in its row of the first token of each token's document."""
+    index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    begins_BT = F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0))
+    return (begins_BT * index_T).cummax(dim=1).values
+
+
+def attend_by_blocks(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: BlockMask) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
+    options: dict[str, Any] = {"BACKEND": "TRITON"} | _measured_options(q)
+    # uncompiled it would compute whole T x T scores
+    flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    grouped = q.shape[1] != k.shape[1]
+    out = flex(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=cast(Any, options))
+    return cast(Tensor, out).transpose(1, 2)
+
+
+def _measured_options(q_BHTE: Tensor) -> dict[str, int]:
+    if not q_BHTE.is_cuda or torch.version.hip or torch.cuda.get_device_capability(q_BHTE.device)[0] != 9:
+        return {}
+    return _NARROW_HEADS if q_BHTE.shape[-1] <= 64 and q_BHTE.dtype.itemsize == 2 else {}
+
+
+# every batch has other lengths, and each would be compiled anew
+@torch.compiler.disable
+def attend_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Documents) -> Tensor:
+    rows = []
+    for edges, *row in zip(documents.edges, *(x.split(1) for x in (q_BTHE, k_BTKE, v_BTKE)), strict=True):
+        lengths = [end - begin for begin, end in pairwise(edges)]
+        parts = zip(*(x.split(lengths, dim=1) for x in row), strict=True)
+        rows.append(torch.cat([attend_causally(*part) for part in parts], dim=1))
+    return torch.cat(rows)
+
+
+def attend_causally(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
