@@ -53,6 +53,7 @@ class Work(Part):
     tokens_per_step: int
     seq_len: int
     document_mask: bool
+    documents: str | None = None
     compute: str
     master: str
     float8: str

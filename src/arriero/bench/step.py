@@ -8,11 +8,17 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
 from arriero.bench.gate import Mode, as_written, judge, mode_of, sets_of
 from arriero.bench.machine import describe_code
 from arriero.bench.measure import Measured, Plan, measure
 from arriero.bench.result import Code, Energy, Gate, Memory, Rate, Result, Timing, Work
-from arriero.config.schema import RunConfig
+from arriero.config.schema import RunConfig, SourceSection
+from arriero.data.store.shards import ShardWriter, dtype_for
+from arriero.data.store.store import write_manifest
 from arriero.errors import UserError
 from arriero.kernels import usable_on
 from arriero.model.spec import CONVENTIONS, ModelSpec, flops_per_token
@@ -41,6 +47,58 @@ def benchmark_run(config: RunConfig, steps: int, folder: Path) -> RunConfig:
     }
     sections = {name: getattr(config, name).model_copy(update=each) for name, each in changes.items()}
     return config.model_copy(update=sections)
+
+
+@dataclass(frozen=True)
+class DocumentLengths:
+    """Log-normal lengths in tokens; `sigma` is the standard deviation of their logarithm."""
+
+    mean: float
+    sigma: float = 1.0
+
+    @staticmethod
+    def parse(text: str) -> "DocumentLengths":
+        try:
+            lengths = DocumentLengths(*map(float, text.split(":", 1)))
+        except ValueError:
+            lengths = DocumentLengths(0)
+        if not (1 <= lengths.mean <= 10**9 and 0 <= lengths.sigma <= 5):
+            raise UserError(
+                f"--documents {text} is not a distribution of lengths",
+                "give MEAN or MEAN:SIGMA, for example 1000, or 8000:0 for documents of equal length",
+            )
+        return lengths
+
+    def __str__(self) -> str:
+        return f"log-normal, mean {self.mean:g}, sigma {self.sigma:g}"
+
+    def draw(self, generator: np.random.Generator) -> int:
+        return max(2, round(generator.lognormal(np.log(self.mean) - self.sigma**2 / 2, self.sigma)))
+
+
+def with_documents(config: RunConfig, lengths: DocumentLengths, steps: int, folder: Path) -> RunConfig:
+    """The same run with document masks on random tokens, of which every step reads others."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    vocabulary, generator = _spec(config).vocab_size, np.random.default_rng(config.run.seed)
+    with ShardWriter(folder, "00000", vocabulary) as writer:
+        while writer.tokens < (steps + 1) * config.train.batch.amount:
+            writer.add(np.append(generator.integers(1, vocabulary, lengths.draw(generator) - 1), 0))
+        shard = writer.close()
+    write_manifest(
+        folder,
+        [shard],
+        tokenizer="tokenizer.json",
+        vocab_size=vocabulary,
+        eos_id=0,
+        dtype=dtype_for(vocabulary),
+        about={"document lengths": str(lengths)},
+    )
+    sources = (SourceSection(path=str(folder)),)
+    data = config.data.model_copy(update={"sources": sources, "document_mask": True})
+    return config.model_copy(update={"data": data})
 
 
 @dataclass(frozen=True)
@@ -83,10 +141,12 @@ def benchmark(
     gated: bool,
     earlier: Result | None,
     tell: Callable[[str], None],
+    documents: DocumentLengths | None = None,
 ) -> Result | Gate | None:
     """A gate that did not hold instead of a result; None on ranks that do not lead.
 
     `earlier` is a result whose gate serves here too, if it is of the same mode, device and code.
+    With `documents` the steps train on random tokens in packed documents of these lengths.
     """
     launched = world_from().size > 1
     if launched and gated:
@@ -96,6 +156,8 @@ def benchmark(
         )
     with tempfile.TemporaryDirectory(prefix="arriero-bench-") as folder:
         run = benchmark_run(config, plan.steps, Path(folder))
+        if documents is not None:
+            run = with_documents(run, documents, plan.steps, Path(folder) / "documents")
         gate, begun = Gate(needed=True, holds=None), time.time()
         if not launched:
             here = mode_here(run, ranks)
@@ -107,17 +169,25 @@ def benchmark(
         plan = replace(plan, started=plan.started + time.time() - begun)
         tell(f"{plan.warmup} + {plan.timed} steps")
         found = measure(run, plan) if launched else run_ranks(lambda: measure(run, plan), ranks)
-    # not where this measurement happened to lie
-    told = run.model_copy(update={"run": config.run})
-    return None if found is None else _result(told, name, plan, found, gate)
+    # without the temporary folders of this measurement
+    data = run.data.model_copy(update={"sources": config.data.sources})
+    told = run.model_copy(update={"run": config.run, "data": data})
+    return None if found is None else _result(told, name, plan, found, gate, documents)
 
 
 def _spec(config: RunConfig) -> ModelSpec:
     return ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
 
 
-def _result(config: RunConfig, name: str, plan: Plan, found: Measured, gate: Gate) -> Result:
-    work = _work(config, found)
+def _result(
+    config: RunConfig,
+    name: str,
+    plan: Plan,
+    found: Measured,
+    gate: Gate,
+    documents: DocumentLengths | None,
+) -> Result:
+    work = _work(config, found, documents)
     timing = Timing.of(found.step_ms, found.real_tokens, plan.warmup, found.start_up_s)
     joules = found.joules / plan.timed if found.joules else None
     return Result(
@@ -149,7 +219,7 @@ def _result(config: RunConfig, name: str, plan: Plan, found: Measured, gate: Gat
     )
 
 
-def _work(config: RunConfig, found: Measured) -> Work:
+def _work(config: RunConfig, found: Measured, documents: DocumentLengths | None) -> Work:
     spec = _spec(config)
     return Work(
         model=spec.to_dict(),
@@ -157,6 +227,7 @@ def _work(config: RunConfig, found: Measured) -> Work:
         tokens_per_step=config.train.batch.amount,
         seq_len=config.data.seq_len,
         document_mask=config.data.document_mask,
+        documents=None if documents is None else str(documents),
         compute=found.compute,
         master=config.precision.master,
         float8=config.precision.float8,

@@ -35,6 +35,15 @@ GateFrom = Annotated[
         show_default=False,
     ),
 ]
+Documents = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MEAN[:SIGMA]",
+        help="Train on packed random documents with a document mask; their lengths in tokens are log-normal "
+        "(sigma 1 unless given; 0 makes all equally long).",
+        show_default=False,
+    ),
+]
 Name = Annotated[
     str | None, typer.Option(help="What to call it; the run's name unless given.", show_default=False)
 ]
@@ -50,6 +59,7 @@ def step(
     profile: Profile = True,
     no_gate: NoGate = False,
     gate_from: GateFrom = None,
+    documents: Documents = None,
     name: Name = None,
 ) -> None:
     """Measure the training step of a run: speed, memory, energy, and where the time goes.
@@ -75,15 +85,18 @@ def step(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from arriero.bench.machine import process_started
     from arriero.bench.measure import Plan
-    from arriero.bench.step import benchmark
+    from arriero.bench.step import DocumentLengths, benchmark
     from arriero.train.interrupt import Interrupted
 
+    lengths = DocumentLengths.parse(documents) if documents is not None else None
     plan = Plan(warmup, steps, PROFILED_STEPS if profile else 0, process_started())
     console = Console(highlight=False)
     known_as = name or (config.run.name if run_file else str(config.model.preset or config.model.family))
     try:
         with console.status("") as status:
-            found = benchmark(config, known_as, plan, nproc or 1, not no_gate, earlier, status.update)
+            found = benchmark(
+                config, known_as, plan, nproc or 1, not no_gate, earlier, status.update, lengths
+            )
     except Interrupted as stop:
         raise typer.Exit(128 + stop.number) from None
     if found is None:
