@@ -46,7 +46,7 @@ def no_fixture_runs_in_the_repository(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def no_test_runs_in_the_repository(no_fixture_runs_in_the_repository, tmp_path, monkeypatch):
+def no_test_runs_in_the_repository(tmp_path, monkeypatch):
     """Relative paths like runs/demo lead to an empty folder, never to the user's own runs and data."""
     monkeypatch.chdir(tmp_path)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from arriero.config.reference import page
 from arriero.model.presets import preset_names
 
 REPOSITORY = Path(__file__).parents[1]
@@ -55,3 +56,9 @@ def test_the_map_names_every_module():
 
 def test_the_readme_counts_the_presets():
     assert f"{len(preset_names())} named models" in README
+
+
+def test_the_page_of_all_keys_is_the_one_the_schema_gives():
+    written = (REPOSITORY / "docs" / "config.md").read_text()
+    assert written == page(), "run `make docs`"
+    assert "arriero config reference > docs/config.md" in (REPOSITORY / "Makefile").read_text()

@@ -63,6 +63,7 @@ app.add_typer(config, name="config")
 config.command()(model_verbs.show)
 config.command()(config_verbs.schema)
 config.command()(config_verbs.explain)
+config.command()(config_verbs.reference)
 config.command()(model_verbs.models)
 
 

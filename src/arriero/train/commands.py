@@ -29,11 +29,13 @@ def train(run_file: RunFile = None, sets: Sets = [], nproc: Nproc = None) -> Non
     """
     from arriero.config.load import load_run
     from arriero.model.presets import expand
+
+    # before torch is imported, so that a mistake is answered at once
+    config = load_run(run_file, sets, expand).config
     from arriero.parallel.spawn import run_ranks
     from arriero.parallel.world import world_from
     from arriero.train.interrupt import Interrupted
 
-    config = load_run(run_file, sets, expand).config
     if nproc is not None and world_from().size > 1:
         raise UserError("a launcher has started several ranks already", "leave --nproc out")
     try:
