@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -103,3 +104,20 @@ def python(tmp_path):
 def arriero(python):
     """The command line as a user meets it."""
     return lambda *arguments, **options: python("-m", "arriero", *arguments, **options)
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """The command line in this process: quicker, for verbs that do not fork."""
+    from arriero import cli
+
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["arriero", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        printed = capsys.readouterr()
+        return SimpleNamespace(returncode=stop.value.code or 0, stdout=printed.out, stderr=printed.err)
+
+    return run

@@ -1,16 +1,17 @@
 """The verbs of `arriero config` that only need the run file."""
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from arriero.config.options import Key
 from arriero.config.reference import alias_of, answer_to, facts_of, keys_of, page, suggestion
 from arriero.config.schema import RunConfig
 from arriero.errors import UserError
+from arriero.ui import make_console
 
 
 def schema() -> None:
@@ -42,14 +43,14 @@ def _for_editors(node: Any) -> Any:
     return {key: _for_editors(value) for key, value in kept.items()}
 
 
-def explain(key: Annotated[str, typer.Argument(help="A section or key, like train.batch.")]) -> None:
+def explain(key: Key) -> None:
     """Say what a key of the run file means: type, default, names in other trainers. A section lists its keys.
 
     Another trainer's name is answered with the key that does the same here.
 
     Example: arriero config explain train.batch
     """
-    console = Console(highlight=False)
+    console = make_console()
     if key == "extends":
         console.print(f"[bold]extends[/]  {_EXTENDS['description']}")
         return

@@ -4,10 +4,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from arriero.config.options import RunFile, Sets
 from arriero.errors import UserError
+from arriero.ui import make_console
 
 if TYPE_CHECKING:
     from arriero.config.schema import RunConfig
@@ -59,7 +59,7 @@ def train_as_rank(config: "RunConfig") -> None:
     from arriero.train.loop import train as run
     from arriero.train.rundir import run_directory
 
-    console = Console(highlight=False)
+    console = make_console()
     world = world_from()
     with interruptible():
         plan = arrange(config, world)
