@@ -4,7 +4,7 @@ PYTHON ?= python3
 OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check test gpu parity bench-small reliability test-oldest test-peers clean
+.PHONY: demo check test docs gpu parity bench-small reliability test-oldest test-peers clean
 
 # Anew each time: a finished run would only be shown again.
 demo: $(VENV)/.installed
@@ -19,6 +19,10 @@ check: $(VENV)/.installed-test
 # A file's tests stay together: they share what its fixtures make.
 test: check
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+
+# The pages that are generated: docs/config.md from the schema of the run file.
+docs: $(VENV)/.installed
+	$(VENV)/bin/arriero config reference > docs/config.md
 
 # What only a GPU can show: some minutes on one. Fails where there is none.
 gpu: $(VENV)/.installed-test

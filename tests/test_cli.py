@@ -1,6 +1,13 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+import typer
+
+from arriero.cli import app
+from arriero.model.presets import preset_names
 
 TINY = [
     "--set", "model.preset=llama-test", "--set", "model.vocab_size=4096", "--set", "data.seq_len=64",
@@ -87,6 +94,82 @@ def test_debug_shows_the_traceback(arriero):
     assert "Traceback" in arriero("--debug", "train", "absent.toml").stderr
 
 
+def verbs(group=None, words=()):
+    """Every verb as its words, found by walking the command table."""
+    group = typer.main.get_command(app) if group is None else group
+    for name, each in group.commands.items():
+        if hasattr(each, "commands"):
+            yield from verbs(each, (*words, name))
+        else:
+            yield (*words, name)
+
+
+@pytest.mark.parametrize("verb", [(), ("data",), *verbs()], ids=" ".join)
+def test_every_verb_has_help_under_both_names(command, verb):
+    short, long = command(*verb, "-h"), command(*verb, "--help")
+    assert (short.returncode, short.stdout) == (0, long.stdout)
+    assert "Usage: arriero" in short.stdout
+    assert len(verb) == 0 or verb == ("data",) or "Example: arriero" in short.stdout
+
+
+def test_the_version_is_printed(command):
+    from arriero import __version__
+
+    assert command("--version").stdout.startswith(f"arriero {__version__} (torch ")
+
+
+def test_quiet_prints_nothing_but_errors_and_json(command):
+    for arguments in (["--quiet", "config", "models"], ["config", "explain", "train", "--quiet"]):
+        assert command(*arguments).stdout == ""
+    assert json.loads(command("config", "models", "--json", "--quiet").stdout)["models"]
+    failed = command("train", "absent.toml", "--quiet")
+    assert failed.returncode == 2
+    assert "no run file absent.toml" in failed.stderr
+    assert command("config", "models").stdout
+    assert "--quiet" in command("train", "--", "--quiet").stderr
+
+
+def test_quiet_training_prints_nothing(arriero, corpus_cache, tmp_path):
+    where = ["--set", f"data.cache='{corpus_cache}'", "--set", "checkpoint.export=false"]
+    result = arriero("train", *TINY, *where, "--quiet")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert (tmp_path / "runs" / "demo" / "metrics.jsonl").exists()
+
+
+def test_models_are_listed_as_json(command):
+    listed = json.loads(command("config", "models", "--json").stdout)["models"]
+    assert [each["preset"] for each in listed] == list(preset_names())
+    llama = next(each for each in listed if each["preset"] == "llama3-8b")
+    assert llama["parameters"] == 8_030_261_248
+    assert llama["bf16_bytes"] == 2 * llama["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("arriero ck", ["ckpt"]),
+        ("arriero data tr", ["train-tokenizer"]),
+        ("arriero config explain optim.b", ["optim.betas"]),
+        ("arriero train --set train.ba", ["train.batch="]),
+        ("arriero ckpt list --js", ["--json"]),
+    ],
+)
+def test_the_shell_completes_verbs_options_and_keys(line, offered):
+    script = os.path.join(os.path.dirname(sys.executable), "arriero")  # noqa: PTH118, PTH120
+    words = {
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split()) - 1),
+        "_ARRIERO_COMPLETE": "complete_bash",
+    }
+    result = subprocess.run([script], env=os.environ | words, capture_output=True, text=True)
+    assert result.stdout.split() == offered
+
+
+def test_the_completion_script_is_shown(command, monkeypatch):
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("zsh", "/bin/zsh"))
+    assert "_ARRIERO_COMPLETE=complete_zsh" in command("--show-completion").stdout
+
+
 def test_config_show_is_a_run_file_itself(arriero, tmp_path):
     text = arriero("config", "show", "--set", "optim.lr=0.5").stdout
     assert "# --set" in text
@@ -107,16 +190,23 @@ def test_config_schema_is_a_json_schema(arriero):
     assert "null" not in json.dumps(schema)
 
 
-def test_explain_tells_type_default_and_allowed_values(arriero):
-    text = arriero("config", "explain", "schedule.kind").stdout
-    assert "'cosine'" in text
-    text = arriero("config", "explain", "train.micro_batch").stdout
-    assert "integer" in text
-    assert "> 0" in text
-    assert "'4M tok'" in arriero("config", "explain", "train.batch").stdout
-    assert "train.horizon" in arriero("config", "explain", "train").stdout
-    assert "text" in arriero("config", "explain", "data.sources[0].path").stdout
-    assert "builds on" in arriero("config", "explain", "extends").stdout
+def test_explain_tells_type_default_and_names_in_other_trainers(command):
+    assert '"cosine"' in command("config", "explain", "schedule.kind").stdout
+    text = command("config", "explain", "train.micro_batch").stdout
+    for words in ('integer > 0 or "auto"', "default", "per_device_train_batch_size"):
+        assert words in text
+    assert '"4M tok"' in command("config", "explain", "train.batch").stdout
+    assert "text" in command("config", "explain", "data.sources[0].path").stdout
+    assert "builds on" in command("config", "explain", "extends").stdout
+    assert "optim.lr  Peak learning rate" in command("config", "explain", "learning_rate").stdout
+    assert "parallel.dp_shard" in command("config", "explain", "fsdp").stdout
+
+
+def test_explain_lists_the_keys_of_a_section_with_type_and_default(command):
+    text = command("config", "explain", "train").stdout
+    row = next(line for line in text.splitlines() if line.startswith("train.z_loss"))
+    assert "number >= 0" in row
+    assert "0.0" in row
 
 
 def test_models_lists_every_preset_with_its_size(arriero):

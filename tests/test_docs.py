@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from arriero.config.reference import page
 from arriero.model.presets import preset_names
 
 REPOSITORY = Path(__file__).parents[1]
@@ -36,7 +37,8 @@ def test_the_readme_names_the_two_commands_of_the_makefile():
     commands = re.findall(r"^make (\S+)", README, flags=re.MULTILINE)
     assert commands == ["demo", "test"]
     assert set(commands) <= set(targets)
-    assert (REPOSITORY / ".ci" / "run").read_text().strip().endswith("make test")
+    ci = re.findall(r"^make (\S+)", (REPOSITORY / ".ci" / "run").read_text(), flags=re.MULTILINE)
+    assert ci == commands, "CI runs them in one clone, in this order"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -54,3 +56,9 @@ def test_the_map_names_every_module():
 
 def test_the_readme_counts_the_presets():
     assert f"{len(preset_names())} named models" in README
+
+
+def test_the_page_of_all_keys_is_the_one_the_schema_gives():
+    written = (REPOSITORY / "docs" / "config.md").read_text()
+    assert written == page(), "run `make docs`"
+    assert "arriero config reference > docs/config.md" in (REPOSITORY / "Makefile").read_text()

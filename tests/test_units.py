@@ -18,16 +18,42 @@ from arriero.units import Span, human_count, human_time, parse_bytes, parse_span
         ("90 min", Span(5400, "s")),
         ("1.5h", Span(5400, "s")),
         ("30s", Span(30, "s")),
+        ("1e+9 tok", Span(10**9, "tok")),
+        ("1E3 steps", Span(1000, "steps")),
+        ("2.5E+1k tok", Span(25_000, "tok")),
+        ("5000e-3 steps", Span(5, "steps")),
+        ("0e99999999 steps", Span(0, "steps")),
     ],
 )
 def test_quantities_mean_what_they_say(text, span):
     assert parse_span(text) == span
 
 
-@pytest.mark.parametrize("text", ["4M", "500", "tok", "-3 steps", "1.5 steps", "2 weeks", "", "4 M tok tok"])
+@pytest.mark.parametrize(
+    "text", ["4M", "500", "tok", "-3 steps", "1.5 steps", "2 weeks", "", "4 M tok tok", "1e-99999999 tok"]
+)
 def test_a_quantity_without_a_clear_meaning_is_refused(text):
     with pytest.raises(ValueError, match=r"not a quantity|whole number"):
         parse_span(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["1e99999999 tok", "1E+999999999999 s", "9" * 60 + "T tok", "9" * 10**6 + "h"]
+)
+def test_an_absurd_quantity_is_refused_without_computing_it(text):
+    with pytest.raises(ValueError, match=r"too large|too long"):
+        parse_span(text)
+    with pytest.raises(ValueError, match=r"too large|too long"):
+        parse_bytes(text.partition(" ")[0].rstrip("Th") + "MB")
+
+
+@given(st.text(alphabet="0123456789.eE+-_ kMTtoksephB", max_size=30))
+def test_any_text_is_a_quantity_or_refused(text):
+    for parse in (parse_span, parse_bytes):
+        try:
+            parse(text)
+        except ValueError:
+            continue
 
 
 @given(st.integers(0, 10**15), st.sampled_from(["tok", "steps", "s"]))

@@ -1,6 +1,9 @@
 """The verb table. Each verb lives in the room that does its work."""
 
+import io
+import platform
 import sys
+from importlib.metadata import version
 
 import typer
 from rich.console import Console
@@ -20,19 +23,21 @@ import arriero.data.commands.look as look_verbs
 import arriero.data.commands.prepare as prepare_verbs
 import arriero.model.commands as model_verbs
 import arriero.train.commands as train_verbs
+from arriero import __version__
 from arriero.errors import UserError
+from arriero.ui import set_quiet
 
 app = typer.Typer(
     help="Pre-train Llama-class models, from raw text to a finished model.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-ckpt = typer.Typer(help="Models and checkpoints at rest.", no_args_is_help=True)
-config = typer.Typer(help="Look at run files, keys and model presets.", no_args_is_help=True)
-data = typer.Typer(help="Text to tokens, and what is in them.", no_args_is_help=True)
-bench = typer.Typer(help="Measure steps, honestly, and prove that layouts agree.", no_args_is_help=True)
+ckpt = typer.Typer(help="Inspect, verify, convert and prune models and checkpoints.", no_args_is_help=True)
+config = typer.Typer(help="Show run files, keys and model presets.", no_args_is_help=True)
+data = typer.Typer(help="Turn text into tokens; inspect and verify datasets.", no_args_is_help=True)
+bench = typer.Typer(help="Benchmark training steps and verify parallel layouts.", no_args_is_help=True)
 
 app.command()(train_verbs.train)
 app.add_typer(data, name="data")
@@ -63,23 +68,49 @@ app.add_typer(config, name="config")
 config.command()(model_verbs.show)
 config.command()(config_verbs.schema)
 config.command()(config_verbs.explain)
+config.command()(config_verbs.reference)
 config.command()(model_verbs.models)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"arriero {__version__} (torch {version('torch')}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
 @app.callback()
-def options(debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error.")) -> None: ...
+def options(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),  # noqa: ARG001
+    quiet: bool = typer.Option(
+        False, "--quiet", help="Print no progress and no text: errors, --json and the exit code remain."
+    ),
+    version: bool = typer.Option(  # noqa: ARG001
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """--debug and --quiet may also stand after the verb."""
+    set_quiet(quiet)
 
 
 def main() -> None:
     """A user's mistake ends with one sentence and exit code 2; anything else is a bug and crashes loudly."""
-    debug = "--debug" in sys.argv
-    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    arguments = _global_options_first(sys.argv[1:])
+    for stream in (sys.stdout, sys.stderr):
+        # a file name that is not UTF-8, or a terminal that is not, must not end in a traceback
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app(arguments)
+        app(arguments, prog_name="arriero")
     except UserError as error:
-        if debug:
+        if "--debug" in arguments[:2]:
             raise
         Console(stderr=True, highlight=False).print(
             f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True
         )
         sys.exit(2)
+
+
+def _global_options_first(arguments: list[str]) -> list[str]:
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    front = [option for option in ("--debug", "--quiet") if option in arguments[:end]]
+    return front + [word for word in arguments[:end] if word not in front] + arguments[end:]

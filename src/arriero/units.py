@@ -14,7 +14,10 @@ _BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 _LARGEST = 10**18
 
-_NUMBER = r"(\d[\d_]*(?:\.\d+)?(?:e\d+)?)"
+_LONGEST = 64  # characters
+_MOST_EXPONENT = 99
+
+_NUMBER = r"(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 _COUNT = re.compile(rf"{_NUMBER}\s*([kKMBGT]?)\s*(tok|tokens?|steps?)")
 _TIME = re.compile(rf"{_NUMBER}\s*({'|'.join(_TIMES)})")
 _SIZE = re.compile(rf"{_NUMBER}\s*({'|'.join(_BYTES)})")
@@ -42,26 +45,38 @@ class Span:
 
 
 def parse_span(text: str) -> Span:
-    if match := _COUNT.fullmatch(text.strip()):
+    text = _short(text)
+    if match := _COUNT.fullmatch(text):
         number, scale, word = match.groups()
         return Span(_whole(number, _SCALES[scale], text), "steps" if word.startswith("step") else "tok")
-    if match := _TIME.fullmatch(text.strip()):
+    if match := _TIME.fullmatch(text):
         return Span(_whole(match[1], _TIMES[match[2]], text), "s")
     raise ValueError(f"'{text}' is not a quantity of training")
 
 
 def parse_bytes(text: str) -> int:
-    if match := _SIZE.fullmatch(text.strip()):
+    text = _short(text)
+    if match := _SIZE.fullmatch(text):
         return _whole(match[1], _BYTES[match[2]], text)
     raise ValueError(f"'{text}' is not a size like '80GiB' or '500MB'")
 
 
+def _short(text: str) -> str:
+    text = text.strip()
+    if len(text) > _LONGEST:
+        raise ValueError(f"'{text[:20]}...' is too long for a quantity ({len(text):,} characters)")
+    return text
+
+
 def _whole(number: str, scale: int, text: str) -> int:
-    value = Fraction(number.replace("_", "")) * scale
+    digits, _, exponent = number.replace("_", "").lower().partition("e")
+    # clamped, because the power of 1e99999999 has a hundred million digits
+    power = max(-_MOST_EXPONENT, min(int(exponent or 0), _MOST_EXPONENT))
+    value = Fraction(digits) * scale * Fraction(10) ** power
     if value.denominator != 1:
         raise ValueError(f"'{text}' is not a whole number of its unit")
     if value > _LARGEST:
-        raise ValueError(f"'{text}' is larger than anything that can be trained")
+        raise ValueError(f"'{text}' is too large (at most 1e18)")
     return int(value)
 
 

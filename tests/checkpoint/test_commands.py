@@ -1,5 +1,7 @@
 """`arriero ckpt` as a user meets it."""
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
@@ -22,7 +24,7 @@ def test_the_verbs_tell_sound_from_damaged_and_remove_what_is_old(ckpt):
     assert "optim.blocks.0.attention.q.weight.exp_avg_sq" in inside
     assert "float32" in inside
     assert 'preset = "llama-test"' in inside
-    assert "is sound" in verb("verify", folder).output
+    assert "is valid" in verb("verify", folder).output
     victim = newest / "ledger.json"
     content = victim.read_bytes()
     victim.write_bytes(content.replace(b"samples", b"Samples", 1))
@@ -42,3 +44,43 @@ def test_the_verbs_tell_sound_from_damaged_and_remove_what_is_old(ckpt):
     assert "would remove" in verb("prune", folder, "--keep", 1, "--dry-run").output
     assert "kept: 6" in verb("prune", folder, "--keep", 1).output
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_the_verbs_print_one_json_object(ckpt, command):
+    folder, _ = ckpt
+    newest = folder / "checkpoints" / "step-00000006"
+
+    def facts(verb, *rest, code=0):
+        result = command("ckpt", verb, *rest, "--json")
+        assert result.returncode == code, result.stderr
+        return json.loads(result.stdout)
+
+    listed = facts("list", folder)
+    assert [(each["step"], each["valid"]) for each in listed["checkpoints"]] == [
+        (2, True),
+        (4, True),
+        (6, True),
+    ]
+    assert listed["checkpoints"][0]["tokens"] * 3 == listed["checkpoints"][2]["tokens"]
+    inside = facts("inspect", folder)
+    assert inside["tensors"]["model.embedding.weight"]["dtype"] == "float32"
+    assert inside["config"]["model"]["preset"] == "llama-test"
+    assert "tensors" not in facts("inspect", folder, "--no-tensors")
+    assert facts("verify", newest)["valid"]
+    victim = newest / "ledger.json"
+    victim.write_bytes(victim.read_bytes().replace(b"samples", b"Samples", 1))
+    found = facts("verify", newest, code=1)
+    assert (found["valid"], list(found["problems"])) == (False, ["ledger.json"])
+    assert [each["valid"] for each in facts("list", folder)["checkpoints"]] == [True, True, False]
+    (newest / "manifest.json").write_text("{}")
+    assert list(facts("verify", newest, code=1)["problems"]) == ["manifest.json"]
+    missing = command("ckpt", "verify", folder / "nowhere", "--json")
+    assert (missing.returncode, missing.stdout) == (2, "")
+
+
+def test_a_bad_interval_for_prune_is_refused_in_a_sentence(ckpt, command):
+    for value in ("foo", "", "0 steps", "2h", "1e99999999 tok", "-3 steps", "\udcff"):
+        result = command("ckpt", "prune", ckpt[0], "--keep-every", value)
+        assert result.returncode == 2
+        assert "--keep-every" in result.stderr
+    assert len(list((ckpt[0] / "checkpoints").iterdir())) == 3

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from exchange_corpora import EOS, make_dataset
 
@@ -86,6 +88,15 @@ def test_inspect_shows_counts_lengths_and_samples(store, arriero):
     one = arriero("data", "inspect", store.directory, "--document", "3")
     assert "w7 <|end|>" in one.stdout
     assert "document 3, 2 tokens, shard 00002" in one.stdout
+
+
+def test_inspect_prints_one_json_object(store, command):
+    facts = json.loads(command("data", "inspect", store.directory, "--json", "--samples", 2).stdout)
+    assert (facts["tokens"], facts["documents"]) == (store.tokens, store.documents)
+    assert sum(bucket["documents"] for bucket in facts["lengths"]["buckets"]) == store.documents
+    assert len(facts["samples"]) == 2
+    one = json.loads(command("data", "inspect", store.directory, "--document", 3, "--json").stdout)
+    assert one["document"]["text"] == "w7 <|end|>"
 
 
 def test_inspect_says_when_it_looked_at_a_part(tmp_path, arriero):

@@ -122,6 +122,26 @@ def test_the_past_and_the_future_of_a_run_are_shown(run_file, tmp_path, capsys):
         show(tmp_path / "songs", 1, 0)
 
 
+def test_a_step_and_the_audit_are_printed_as_one_json_object(run_file, command, capsys):
+    run = session(run_file)
+    train(run)
+    text = json.loads(command("data", "show", run.run_dir, "--step", 2, "--sample", 3, "--json").stdout)
+    assert (text["step"], text["first_sample"], len(text["samples"])) == (2, 8, 8)
+    sample = text["sample"]
+    assert len(sample["tokens"]) == len(sample["labels"]) <= 32
+    assert sample["text"].splitlines()[0][:10] in shown(capsys, run.run_dir, 2, 3).replace("⟦", "").replace(
+        "⟧", ""
+    )
+    proved = json.loads(command("data", "audit", run.run_dir, "--json").stdout)
+    assert (proved["holds"], proved["samples"], proved["steps"]) == (True, 48, 6)
+    assert sum(source["samples_seen"] for source in proved["sources"]) == 48
+    ledger = run.run_dir / "ledger.json"
+    ledger.write_text(ledger.read_text().replace('"end": 48', '"end": 40'))
+    bad = command("data", "audit", run.run_dir, "--json")
+    assert bad.returncode == 1
+    assert "samples 0 to 40" in json.loads(bad.stdout)["problems"][0]
+
+
 def test_what_is_shown_is_what_the_model_was_given(run_file):
     class Keep(Hook):
         def on_step(self, session, step, tokens):

@@ -173,9 +173,18 @@ def test_a_scan_sees_the_same_in_chunks_of_any_size(tmp_path_factory, monkeypatc
 def test_verify_exits_with_1_and_names_the_file(store, arriero):
     sound = arriero("data", "verify", store.directory)
     assert sound.returncode == 0, sound.stderr
-    assert "sound" in sound.stdout
+    assert "valid" in sound.stdout
     rewrite(store, "00001.bin", lambda raw: bytes(reversed(raw)))
     bad = arriero("data", "verify", store.directory, "--workers", "2")
     assert bad.returncode == 1
     assert "00001.bin: its checksum differs" in bad.stdout
     assert "00000.bin" not in bad.stdout
+
+
+def test_verify_prints_one_json_object(store, command):
+    facts = json.loads(command("data", "verify", store.directory, "--json").stdout)
+    assert (facts["valid"], facts["problems"], facts["tokens"]) == (True, [], store.tokens)
+    rewrite(store, "00001.bin", lambda raw: bytes(reversed(raw)))
+    bad = command("data", "verify", store.directory, "--json")
+    assert bad.returncode == 1
+    assert json.loads(bad.stdout)["problems"][0]["file"] == "00001.bin"

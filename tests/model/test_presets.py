@@ -102,3 +102,26 @@ def test_every_problem_of_an_override_is_reported():
         resolve("llama3-8b", {"kv_heads": 5, "layers": 0, "laeyrs": 2})
     for part in ("kv_heads 5", "layers must be positive", "did you mean layers?"):
         assert part in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("qwen2-7b", "known families: llama2, llama3, llama3.1, llama3.2, gpt2;"),
+        ("mistral-7b", "known families"),
+        ("llama3-9b", "did you mean 'llama3-8b'?"),
+        ("llama3.1-7b", "did you mean 'llama3.1-8b'?"),
+        ("meta-llama/Llama-3.1-8B", "did you mean 'llama3.1-8b'?"),
+        ("Llama-2-7b-hf", "did you mean 'llama2-7b'?"),
+        ("llama-7b", "did you mean 'llama2-7b'?"),
+        ("llama-dmeo", "did you mean 'llama-demo'?"),
+        ("llama3-400b", "presets of llama3: llama3-8b, llama3-70b"),
+        ("gpt2-xl", "presets of gpt2"),
+        ("", "known families"),
+    ],
+)
+def test_an_unknown_preset_is_answered_by_family_and_size(name, words):
+    with pytest.raises(UserError) as caught:
+        load_preset(name)
+    assert words in caught.value.todo
+    assert "bench-llama" not in caught.value.todo

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from arriero.bench.matrix_commands import SEVERAL, chosen
 from arriero.bench.step_commands import Json
+from arriero.ui import make_console
 
 if TYPE_CHECKING:
     from arriero.bench.costs_result import Cost
@@ -37,7 +38,7 @@ def costs(only: Only = "", json: Json = None, cache: Cache = Path("data"), devic
     from arriero.bench.costs import measure_costs
     from arriero.train.interrupt import Interrupted
 
-    console = Console(highlight=False)
+    console = make_console()
     try:
         with console.status("") as status:
             found = measure_costs(names, device, cache, status.update)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from arriero.bench.step_commands import Steps, Warmup
 from arriero.config.options import Sets
 from arriero.errors import UserError, nearest
+from arriero.ui import make_console
 
 if TYPE_CHECKING:
     from arriero.bench.matrix import Cell
@@ -59,7 +59,7 @@ def matrix(
         (out / "cells").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error})", "give another --out") from None
-    console = Console(highlight=False)
+    console = make_console()
     began = datetime.now(UTC).isoformat(timespec="minutes")
     cells: list[Cell] = []
     number = len(order.models) * len(order.layouts) * len(order.modes)

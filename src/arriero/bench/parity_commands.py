@@ -11,6 +11,7 @@ from rich.table import Table
 
 from arriero.bench.cases import MODELS, Case, cases
 from arriero.errors import UserError
+from arriero.ui import make_console
 
 if TYPE_CHECKING:
     from arriero.bench.parity import Verdict
@@ -60,7 +61,7 @@ def parity(
     from arriero.train.interrupt import Interrupted
 
     refuse_absent(device)
-    console = Console(highlight=False)
+    console = make_console()
     try:
         verdicts: dict[str, list[Verdict]] = {}
         for name, chosen in wanted.items():

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from arriero.errors import UserError
+from arriero.ui import make_console
 
 RESULT = "A file of `arriero bench step --json`."
 
@@ -26,7 +26,7 @@ def compare(
 
     results = [Result.read(path) for path in (first, second)]
     found = compare_results(*results)
-    console = Console(highlight=False)
+    console = make_console()
     for path, result in zip((first, second), results, strict=True):
         t = result.timing
         console.print(

@@ -12,6 +12,7 @@ from rich.table import Table
 from arriero.config.options import RunFile, Sets
 from arriero.errors import UserError
 from arriero.train.commands import Nproc
+from arriero.ui import make_console
 
 if TYPE_CHECKING:
     from arriero.bench.result import Energy, Gate, Rate, Result, Timing
@@ -90,7 +91,7 @@ def step(
 
     lengths = DocumentLengths.parse(documents) if documents is not None else None
     plan = Plan(warmup, steps, PROFILED_STEPS if profile else 0, process_started())
-    console = Console(highlight=False)
+    console = make_console()
     known_as = name or (config.run.name if run_file else str(config.model.preset or config.model.family))
     try:
         with console.status("") as status:

@@ -1,8 +1,9 @@
 """`arriero ckpt list | inspect | verify | prune`."""
 
 import time
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -10,7 +11,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
+from arriero.config.options import AsJson, read_progress
 from arriero.errors import UserError
+from arriero.ui import make_console, print_json
 from arriero.units import human_bytes, human_count, human_time
 
 if TYPE_CHECKING:
@@ -24,8 +27,8 @@ Checkpoint = Annotated[
 Quick = Annotated[bool, typer.Option("--quick", help="Look at sizes only; read no file.")]
 
 
-def list_checkpoints(run: Run, quick: Quick = False) -> None:
-    """The checkpoints of a run: step, tokens, size, whether they are sound, age.
+def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) -> None:
+    """List the checkpoints of a run: step, tokens, size, age, and whether they are valid.
 
     Every file is read and its checksum compared, unless --quick.
 
@@ -33,13 +36,20 @@ def list_checkpoints(run: Run, quick: Quick = False) -> None:
     """
     from arriero.checkpoint.directory import saved_in
 
-    console = Console(highlight=False)
-    found = saved_in(_run_directory(run))
+    console = make_console(as_json)
+    directory = _run_directory(run)
+    found = saved_in(directory)
+    verdicts = _judged(console, found, quick)
+    if as_json:
+        rows = [_listed(saved, problem) for saved, problem in zip(found, verdicts, strict=True)]
+        checked = "sizes" if quick else "checksums"
+        print_json({"run": str(directory), "checked": checked, "checkpoints": rows})
+        return
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("step", "tokens", "size", "age"):
         table.add_column(heading, justify="right")
     table.add_column("valid" if not quick else "complete", overflow="fold")
-    for saved, problem in zip(found, _judged(console, found, quick), strict=True):
+    for saved, problem in zip(found, verdicts, strict=True):
         verdict = "[green]yes[/]" if problem is None else f"[red]no: {escape(problem)}[/]"
         made = saved.manifest
         if made is None:
@@ -50,15 +60,32 @@ def list_checkpoints(run: Run, quick: Quick = False) -> None:
     console.print(table if found else f"{run} has no checkpoints")
 
 
+def _listed(saved: "Saved", problem: str | None) -> dict[str, Any]:
+    made = saved.manifest
+    facts = {"tokens": made.tokens, "bytes": made.size, "saved_at": made.time} if made else {}
+    return {
+        "step": saved.step,
+        "directory": str(saved.directory),
+        "valid": problem is None,
+        "problem": problem,
+        **facts,
+    }
+
+
 def inspect(
-    path: Checkpoint, tensors: Annotated[bool, typer.Option(help="List every tensor.")] = True
+    path: Checkpoint,
+    tensors: Annotated[bool, typer.Option(help="List every tensor.")] = True,
+    as_json: AsJson = False,
 ) -> None:
-    """What is in a checkpoint: tensors with shapes and types, layout, versions, config.
+    """Show what a checkpoint holds: tensors with shapes and types, layout, versions, config.
 
     Example: arriero ckpt inspect runs/demo/checkpoints/step-00000600
     """
     directory, made = _read(path)
-    console = Console(highlight=False)
+    if as_json:
+        print_json(_inspected(directory, made, tensors))
+        return
+    console = make_console()
     facts = Table.grid(padding=(0, 2))
     layout = " x ".join(f"{axis} {n}" for axis, n in made.layout.items() if n > 1) or "1 process"
     rows = [
@@ -77,38 +104,60 @@ def inspect(
     if tensors:
         console.print(_tensor_table(made))
     console.print("[bold]run.toml[/]")
-    console.print((directory / "run.toml").read_text(), markup=False, soft_wrap=True)
+    console.print(_run_toml(directory), markup=False, soft_wrap=True)
 
 
-def verify(path: Checkpoint) -> None:
+def _inspected(directory: Path, made: "Manifest", tensors: bool) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "checkpoint": str(directory),
+        "step": made.step,
+        "tokens": made.tokens,
+        "saved_at": made.time,
+        "layout": dict(made.layout),
+        "versions": dict(made.versions),
+        "tokenizer_sha256": made.tokenizer,
+        "bytes": made.size,
+        "files": len(made.files) + 1,
+        "config": tomllib.loads(_run_toml(directory)),
+    }
+    if tensors:
+        facts["tensors"] = {n: {"dtype": dtype, "shape": shape} for n, (dtype, shape) in made.tensors.items()}
+    return facts
+
+
+def verify(path: Checkpoint, as_json: AsJson = False) -> None:
     """Read every file of a checkpoint and compare its checksum; exit code 1 and their names if any differ.
 
     Example: arriero ckpt verify runs/demo
     """
     from arriero.checkpoint.manifest import damaged_files
 
-    console = Console(highlight=False)
-    directory, made = _read(path, damaged=1)
+    console = make_console(as_json)
+    directory, made = _read(path, damaged=1, as_json=as_json)
     with _bar(console, made.size) as advance:
         bad = damaged_files(directory, made, progress=advance)
+    if as_json:
+        facts = {"valid": not bad, "files": len(made.files), "bytes": made.size, "problems": bad}
+        print_json({"checkpoint": str(directory), **facts})
+        raise typer.Exit(1 if bad else 0)
     for name, problem in sorted(bad.items()):
         console.print(f"[red]{escape(name)}[/] {escape(problem)}", soft_wrap=True)
     if bad:
         raise typer.Exit(1)
-    console.print(f"{directory} is sound: {len(made.files)} files, {human_bytes(made.size)}", soft_wrap=True)
+    console.print(f"{directory} is valid: {len(made.files)} files, {human_bytes(made.size)}", soft_wrap=True)
 
 
 def prune(
     run: Run,
-    keep: Annotated[int | None, typer.Option(min=1, help="How many of the newest stay.")] = None,
+    keep: Annotated[int | None, typer.Option(min=1, help="Number of the newest to keep.")] = None,
     keep_every: Annotated[
-        str | None, typer.Option(help="The first after each such stretch stays: '10B tok'.")
+        str | None, typer.Option(help="Keep the first one after each such stretch: '10B tok'.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
 ) -> None:
-    """Remove old checkpoints of a run that is not training; as its run file says, unless told otherwise.
+    """Remove old checkpoints of a run that is not training; by default as its run file says.
 
-    Nothing goes before the newest one has been read and found sound.
+    Nothing is removed before the newest one has been read and found valid.
 
     Example: arriero ckpt prune runs/demo --keep 1
     """
@@ -116,11 +165,11 @@ def prune(
     from arriero.checkpoint.manifest import damaged_files
     from arriero.checkpoint.retention import Mark, to_delete
     from arriero.config.load import config_from_toml
-    from arriero.units import parse_span
 
-    console, directory = Console(highlight=False), _run_directory(run)
+    console, directory = make_console(), _run_directory(run)
     config = config_from_toml(directory / "run.toml")
-    span = parse_span(keep_every) if keep_every else config.checkpoint.keep_every
+    given = keep_every is not None
+    span = read_progress("--keep-every", keep_every) if given else config.checkpoint.keep_every
     period = span.in_tokens(config.train.batch.amount) if span else None
     usable = [saved for saved in saved_in(directory) if saved.problem is None and saved.manifest]
     if not usable:
@@ -150,10 +199,19 @@ def _run_directory(run: Path) -> Path:
     return run
 
 
-def _read(path: Path, damaged: int | None = None) -> "tuple[Path, Manifest]":
+def _run_toml(directory: Path) -> str:
+    try:
+        return (directory / "run.toml").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{directory / 'run.toml'} cannot be read ({error})", "see `arriero ckpt verify`"
+        ) from None
+
+
+def _read(path: Path, damaged: int | None = None, as_json: bool = False) -> "tuple[Path, Manifest]":
     """`damaged` is the exit code for a directory whose manifest cannot be used."""
     from arriero.checkpoint.directory import checkpoint_at
-    from arriero.checkpoint.manifest import Invalid, read_manifest
+    from arriero.checkpoint.manifest import MANIFEST, Invalid, read_manifest
 
     directory = checkpoint_at(path)
     try:
@@ -161,9 +219,11 @@ def _read(path: Path, damaged: int | None = None) -> "tuple[Path, Manifest]":
     except Invalid as error:
         if damaged is None:
             raise UserError(f"{directory} {error}", "give a checkpoint that is whole") from None
-        Console(highlight=False).print(
-            f"[red]{escape(str(directory))}[/] {escape(str(error))}", soft_wrap=True
-        )
+        if as_json:
+            facts = {"checkpoint": str(directory), "valid": False, "problems": {MANIFEST: str(error)}}
+            print_json(facts)
+            raise typer.Exit(damaged) from None
+        make_console().print(f"[red]{escape(str(directory))}[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(damaged) from None
 
 

@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand
 
-from arriero.data.commands.bars import byte_bar
-from arriero.errors import UserError
-from arriero.units import counted, human_bytes, human_count, parse_bytes
+from arriero.config.options import read_size
+from arriero.ui import byte_bar, make_console
+from arriero.units import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
     from arriero.checkpoint.formats.source import Source, Writing
@@ -99,17 +98,14 @@ def _is_number(text: str) -> bool:
 def _writing(dtype: str | None, shard_size: str, model_parallel: int, meta_rule: Rule | None) -> "Writing":
     from arriero.checkpoint.formats.source import DTYPES, Writing
 
-    try:
-        size = parse_bytes(shard_size)
-    except ValueError as error:
-        raise UserError(f"--shard-size: {error}", "write it like --shard-size 5GB") from None
+    size = read_size("--shard-size", shard_size)
     return Writing(DTYPES[dtype] if dtype else None, size, model_parallel, meta_rule)
 
 
 def _write(source: "Source", target: Path, to: Format, writing: "Writing") -> None:
     from arriero.checkpoint.convert import convert as write
 
-    console = Console(highlight=False)
+    console = make_console()
     spec, total = source.spec, source.nbytes(writing.dtype)
     types = sorted({str(writing.dtype or t.dtype).removeprefix("torch.") for t in source.tensors.values()})
     console.print(

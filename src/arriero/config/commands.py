@@ -1,18 +1,17 @@
 """The verbs of `arriero config` that only need the run file."""
 
 import json
-import re
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from arriero.config.problems import nearest_key
+from arriero.config.options import Key
+from arriero.config.reference import alias_of, answer_to, facts_of, keys_of, page, suggestion
 from arriero.config.schema import RunConfig
-from arriero.config.toml import toml_value
-from arriero.config.walk import field_at, section_of, type_name
 from arriero.errors import UserError
+from arriero.ui import make_console
 
 
 def schema() -> None:
@@ -30,79 +29,65 @@ _EXTENDS = {"type": "string", "description": "A run file this one builds on."}
 
 
 def _for_editors(node: Any) -> Any:
-    """TOML has no null, and what a file lacks may stand in the one it extends."""
+    """TOML has no null but "auto" or false, and what a file lacks may stand in the one it extends."""
     if isinstance(node, list):
         return [_for_editors(item) for item in node]
     if not isinstance(node, dict):
         return node
     kept = {key: value for key, value in node.items() if key != "required"}
     if "anyOf" in kept:
-        kept["anyOf"] = [branch for branch in kept["anyOf"] if branch != {"type": "null"}]
+        unset = {"const": False if {"type": "string"} in kept["anyOf"] else "auto"}
+        kept["anyOf"] = [unset if branch == {"type": "null"} else branch for branch in kept["anyOf"]]
     if kept.get("default", "") is None:
         del kept["default"]
     return {key: _for_editors(value) for key, value in kept.items()}
 
 
-def explain(key: Annotated[str, typer.Argument(help="A section or key, like train.batch.")]) -> None:
-    """Say what a key of the run file means: type, default, allowed values.
+def explain(key: Key) -> None:
+    """Say what a key of the run file means: type, default, names in other trainers. A section lists its keys.
+
+    Another trainer's name is answered with the key that does the same here.
 
     Example: arriero config explain train.batch
     """
-    console = Console(highlight=False)
+    console = make_console()
     if key == "extends":
         console.print(f"[bold]extends[/]  {_EXTENDS['description']}")
         return
-    field = field_at(RunConfig, key)
-    if field is None:
-        close = nearest_key(key)
-        raise UserError(
-            f"'{key}' is not a key of the run file",
-            f"did you mean '{close}'?" if close else "see `arriero config schema`",
-        )
-    console.print(f"[bold]{escape(key)}[/]  {field.description}")
-    if section := section_of(field.annotation):
-        for name, inner in section.model_fields.items():
-            console.print(f"  [cyan]{key}.{name}[/]  {inner.description}")
+    facts = facts_of(key)
+    if facts is None and (answer := answer_to(key)):
+        console.print(f"[bold]{escape(key)}[/]  not a key here: {answer}", soft_wrap=True)
         return
-    console.print(f"  type     {type_name(field.annotation)}", markup=False)
-    default = "none: it must be given" if field.is_required() else toml_value(_plain(field.get_default()))
-    console.print(f"  default  {default}", markup=False)
-    if allowed := _allowed(key):
-        console.print(f"  allowed  {allowed}", markup=False)
+    if facts is None and (ours := alias_of(key)):
+        console.print(f"[bold]{escape(key)}[/]  here this is {ours}", soft_wrap=True)
+        key, facts = ours, facts_of(ours)
+    if facts is None:
+        todo = suggestion(key) or f"the sections are {', '.join(RunConfig.model_fields)}"
+        raise UserError(f"'{key}' is not a key of the run file", todo)
+    console.print(f"[bold]{escape(key)}[/]  {escape(facts.meaning)}")
+    if inner := keys_of(facts.key):
+        console.print(_listing(inner))
+        return
+    console.print(f"  type     {facts.type}", markup=False)
+    console.print(f"  default  {facts.default}", markup=False)
+    for who, names in facts.elsewhere.items():
+        console.print(f"  {who:<12}  {', '.join(names)}", markup=False)
 
 
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
+def reference() -> None:
+    """Print the reference of all keys as Markdown: type, default, meaning, names in other trainers.
+
+    Example: arriero config reference > docs/config.md
+    """
+    typer.echo(page(), nl=False)
 
 
-_LIMITS = {
-    "exclusiveMinimum": ">",
-    "minimum": ">=",
-    "maximum": "<=",
-    "exclusiveMaximum": "<",
-    "pattern": "matching",
-}
-
-
-def _allowed(key: str) -> str:
-    """The limits and examples the JSON Schema knows of a key."""
-    document = RunConfig.model_json_schema()
-    node = document
-    for part in re.sub(r"\[\d+\]", "", key).split("."):
-        while "properties" not in node:
-            node = document["$defs"][_reference(node)]
-        node = node["properties"][part]
-    branches = [b for b in (node, *node.get("anyOf", [])) if isinstance(b, dict)]
-    words = [f"{sign} {b[name]}" for b in branches for name, sign in _LIMITS.items() if name in b]
-    words += [", ".join(map(repr, b["enum"])) for b in branches if "enum" in b]
-    words += [repr(b["const"]) for b in branches if b.get("const")]
-    words += ["like " + ", ".join(map(repr, b["examples"])) for b in branches if "examples" in b]
-    return " and ".join(words)
-
-
-def _reference(node: dict) -> str:
-    """The definition a schema node points to: plain, optional, or the item of a list."""
-    for candidate in (node, node.get("items", {}), *node.get("anyOf", [])):
-        if "$ref" in candidate:
-            return candidate["$ref"].rpartition("/")[2]
-    raise KeyError(node)
+def _listing(keys: list[str]) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("key", "type", "default", "meaning"):
+        table.add_column(heading, no_wrap=heading == "key", overflow="fold")
+    for key in keys:
+        facts = facts_of(key)
+        assert facts is not None
+        table.add_row(key, *map(escape, (facts.type or "table", facts.default, facts.meaning)))
+    return table

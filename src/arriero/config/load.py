@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from arriero.config.check import cross_check
-from arriero.config.problems import ConfigError, Problem, from_validation
+from arriero.config.problems import ConfigError, Problem, from_validation, unknown_section
 from arriero.config.schema import ModelSection, RunConfig
-from arriero.config.walk import section_of
+from arriero.config.walk import field_at, section_of, without_unset
 from arriero.errors import UserError
 
 Table = dict[str, Any]
@@ -71,8 +71,8 @@ def _read_toml(path: Path) -> Table:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error})", "give a readable TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML ({error})", "mend the line it names") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid TOML ({error})", "correct the file") from None
 
 
 def _overlay_sets(tree: Table, origins: dict[str, str], sets: Iterable[str]) -> None:
@@ -81,17 +81,39 @@ def _overlay_sets(tree: Table, origins: dict[str, str], sets: Iterable[str]) -> 
         parts = key.strip().split(".")
         if not equals or not all(parts):
             raise UserError(f"--set {item} is not an assignment", "write it like --set train.batch='4M tok'")
+        if not _is_unicode(item):
+            raise UserError(f"--set {key}: the value is not valid UTF-8", "write it as UTF-8")
+        if text.strip() == "default" and field_at(RunConfig, key.strip()):
+            _restore_default(tree, origins, parts)
+            continue
         table: Table = {parts[-1]: _parse_value(text.strip())}
         for part in reversed(parts[:-1]):
             table = {part: table}
         _overlay(tree, table, "--set", origins)
 
 
+def _is_unicode(text: str) -> bool:
+    """Bytes of an argument that are not UTF-8 arrive as lone surrogates, which JSON cannot hold."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _restore_default(tree: Table, origins: dict[str, str], parts: list[str]) -> None:
+    """Forget what files and earlier --set options gave a key or section."""
+    key = ".".join(parts)
+    for name in [n for n in origins if n == key or n.startswith(f"{key}.")]:
+        del origins[name]
+    table: Any = tree
+    for part in parts[:-1]:
+        table = table.get(part) if isinstance(table, dict) else None
+    if isinstance(table, dict):
+        table.pop(parts[-1], None)
+
+
 def _parse_value(text: str) -> Any:
     """A TOML value, or plain text where quotes were left to the shell."""
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return table["value"] if len(table) == 1 else text
 
@@ -148,14 +170,15 @@ def _validate_sections(tree: Table) -> tuple[Table, list[Problem]]:
     """Each section by itself, so that one wrong key does not hide what is wrong elsewhere."""
     sections: Table = {}
     errors: list[Any] = [
-        {"type": "extra_forbidden", "loc": (name,), "msg": "", "input": value}
+        error
         for name, value in tree.items()
         if name not in RunConfig.model_fields
+        for error in unknown_section(name, value)
     ]
     for name, field in RunConfig.model_fields.items():
         section = section_of(field.annotation)
         assert section is not None
-        table = tree.get(name, {})
+        table = without_unset(section, tree.get(name, {}))
         try:
             sections[name] = _read_section(section, table)
         except ValidationError as error:

@@ -5,9 +5,55 @@ from typing import Annotated
 
 import typer
 
+from arriero.errors import UserError
+from arriero.units import Span, parse_bytes, parse_span
+
 RunFile = Annotated[
     Path | None, typer.Argument(help="A run file; without one, the embedded default.", show_default=False)
 ]
 Sets = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file; repeatable.")
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the run file; KEY=default restores its default. Repeatable.",
+        autocompletion=lambda incomplete: _completed(incomplete, "="),
+    ),
 ]
+Key = Annotated[
+    str,
+    typer.Argument(
+        help="A section or key, like train.batch, or another trainer's name.",
+        autocompletion=lambda incomplete: _completed(incomplete, ""),
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def read_size(option: str, text: str) -> int:
+    """Bytes of an option like --shard-size."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UserError(f"{option}: {error}", f"write it like {option} 5GB") from None
+
+
+def read_progress(option: str, text: str) -> Span:
+    """Tokens or steps of an option like --keep-every; more than zero, no wall time."""
+    example = f"write it like {option} '10B tok' or {option} '5000 steps'"
+    try:
+        span = parse_span(text)
+    except ValueError as error:
+        raise UserError(f"{option}: {error}", example) from None
+    if span.unit == "s" or span.amount < 1:
+        raise UserError(f"{option}: '{text}' is not a positive number of tokens or steps", example)
+    return span
+
+
+def _completed(incomplete: str, after: str) -> list[str]:
+    """Keys of the run file for the shell's completion."""
+    from arriero.config.schema import RunConfig
+    from arriero.config.walk import all_keys
+
+    keys = [key for key in all_keys(RunConfig) if not key.startswith("data.phases.")]
+    return [f"{key}{after}" for key in keys if key.startswith(incomplete)]

@@ -1,13 +1,13 @@
 """Turning what is wrong with a run file into sentences: where, which key, what is wrong, what to do."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from arriero.config.reference import facts_of, suggestion
 from arriero.config.schema import RunConfig
 from arriero.config.toml import toml_value
-from arriero.config.walk import all_keys, field_at
+from arriero.config.walk import field_at, section_of, unset_value
 from arriero.errors import UserError, nearest
 
 
@@ -28,44 +28,17 @@ class ConfigError(UserError):
         super().__init__(several + "\n  - ".join(lines))
 
 
-# What other trainers call our keys.
-_CALLED_ELSEWHERE = {
-    "learning_rate": "optim.lr",
-    "max_norm": "optim.clip",
-    "grad_clip": "optim.clip",
-    "batch_size": "train.batch",
-    "gradient_accumulation_steps": "train.micro_batch",
-    "steps": "train.horizon",
-    "max_steps": "train.horizon",
-    "num_steps": "train.horizon",
-    "epochs": "train.horizon",
-    "warmup_steps": "schedule.warmup",
-    "hidden_size": "model.dim",
-    "n_embd": "model.dim",
-    "num_layers": "model.layers",
-    "n_layer": "model.layers",
-    "num_attention_heads": "model.heads",
-    "n_heads": "model.heads",
-    "intermediate_size": "model.ffn",
-    "seq_length": "data.seq_len",
-    "context_length": "data.seq_len",
-    "dataset": "data.sources",
-    "dtype": "precision.compute",
-}
-
-
-def nearest_key(key: str) -> str | None:
-    """What a mistyped key likely means: a key of its section, another trainer's name, a key elsewhere."""
-    keys = all_keys(RunConfig)
-    section, _, word = re.sub(r"\[\d+\]", "", key).rpartition(".")
-    siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
-    if match := nearest(word, siblings):
-        return siblings[match]
-    if word in _CALLED_ELSEWHERE:
-        return _CALLED_ELSEWHERE[word]
-    elsewhere = {k.rpartition(".")[2]: k for k in keys if "." in k}
-    match = nearest(word, elsewhere, cutoff=0.8)
-    return elsewhere[match] if match else None
+def unknown_section(name: str, value: Any) -> list[Mapping[str, Any]]:
+    """The errors of a table that is no section: of its keys, where they have a known meaning elsewhere."""
+    whole = {"type": "extra_forbidden", "loc": (name,), "msg": "", "input": value}
+    if not isinstance(value, Mapping):
+        return [whole]
+    near = nearest(name, RunConfig.model_fields)
+    section = section_of(RunConfig.model_fields[near].annotation) if near else None
+    if section is not None and value.keys() <= section.model_fields.keys():
+        return [whole]
+    known = [key for key in value if suggestion(f"{name}.{key}")]
+    return [{**whole, "loc": (name, key), "input": value[key]} for key in known] or [whole]
 
 
 def from_validation(errors: Iterable[Mapping[str, Any]]) -> list[Problem]:
@@ -79,6 +52,8 @@ def from_validation(errors: Iterable[Mapping[str, Any]]) -> list[Problem]:
 
 def _key_of(error: Mapping[str, Any]) -> str:
     """The key an error is about; the branch of a union that was tried is not part of it."""
+    if error["loc"][0] not in RunConfig.model_fields:
+        return ".".join(map(str, error["loc"]))
     key, last = "", len(error["loc"]) - 1
     for place, part in enumerate(error["loc"]):
         if isinstance(part, int):
@@ -94,18 +69,28 @@ def _key_of(error: Mapping[str, Any]) -> str:
 def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Problem:
     kinds = {error["type"]: error for error in errors}
     if "extra_forbidden" in kinds:
-        close = nearest_key(key)
-        todo = f"did you mean '{close}'?" if close else "`arriero config schema` lists all keys"
-        return Problem(key, "unknown section" if "." not in key else "unknown key", todo)
+        if isinstance(kinds["extra_forbidden"]["input"], Mapping) and "." not in key:
+            near = nearest(key, RunConfig.model_fields)
+            return Problem(key, "unknown section", f"did you mean '{near}'?" if near else _all_keys_hint(key))
+        return Problem(key, "unknown key", suggestion(key) or _all_keys_hint(key))
     if "missing" in kinds:
-        field = field_at(RunConfig, key)
-        meaning = field.description if field and field.description else key
-        return Problem(key, "is missing", f"add it ({meaning.rstrip('.')})")
+        facts = facts_of(key)
+        return Problem(key, "is missing", f"add it ({(facts.meaning if facts else key).rstrip('.')})")
     if "value_error" in kinds:
         what, _, todo = kinds["value_error"]["msg"].removeprefix("Value error, ").partition("; ")
         return Problem(key, what, todo or f"see `arriero config explain {key}`")
-    wanted = " or ".join(dict.fromkeys(_wanted(error) for error in errors))
+    field = field_at(RunConfig, key)
+    unset = unset_value(field) if field else None
+    words = [_wanted(error) for error in errors] + ([toml_value(unset)] if unset is not None else [])
+    wanted = " or ".join(dict.fromkeys(words))
     return Problem(key, f"{toml_value(errors[0]['input'])} is not accepted", f"it should be {wanted}")
+
+
+def _all_keys_hint(key: str) -> str:
+    section = key.partition(".")[0]
+    if section in RunConfig.model_fields:
+        return f"`arriero config explain {section}` lists the keys of this section"
+    return f"the sections are {', '.join(RunConfig.model_fields)}"
 
 
 _WORDS = {

@@ -4,7 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from arriero.config.fields import AnySpan, Progress, RematKind, Tokens
+from arriero.config.fields import (
+    AnySpan,
+    AnySpanOrOff,
+    Progress,
+    ProgressOrOff,
+    ProgressOrZero,
+    RematKind,
+    Tokens,
+    TokensOrOff,
+)
 
 
 class Section(BaseModel):
@@ -163,8 +172,10 @@ class ScheduleSection(Section):
     kind: Literal["constant", "linear", "cosine", "wsd", "frontier", "fms", "fms-annealing"] = Field(
         "cosine", description="Shape of the learning rate over tokens; 'wsd' is warm-up, stable, decay."
     )
-    warmup: Progress | None = Field(
-        None, description="Linear warm-up; 'fms' derives its own when none is given."
+    warmup: ProgressOrZero | None = Field(
+        None,
+        description="Linear warm-up; false or '0 steps' has none. 'auto' has none either, except that 'fms' "
+        "derives one.",
     )
     floor: Fraction | None = Field(
         None, description="Share of the peak at the end; 0.1 for cosine and fms, 0 for linear and wsd."
@@ -176,10 +187,10 @@ class ScheduleSection(Section):
 
 
 class EvalSection(Section):
-    heldout: Tokens | Literal[False] = Field(
+    heldout: TokensOrOff = Field(
         False, description="Tokens at the end of each source kept out of training, cut between documents."
     )
-    every: AnySpan | Literal[False] = Field(
+    every: AnySpanOrOff = Field(
         False, description="How often to compute the held-out loss; always at start and end."
     )
 
@@ -305,7 +316,7 @@ class LoadSection(Section):
 
 
 class CheckpointSection(Section):
-    every: AnySpan | Literal[False] = Field(
+    every: AnySpanOrOff = Field(
         "1000 steps",
         validate_default=True,
         description="How often to save; also on SIGTERM, SIGUSR1 and `touch RUN/save-now`.",
@@ -313,7 +324,7 @@ class CheckpointSection(Section):
     at_end: bool = Field(True, description="Save when training ends.")
     export: bool = Field(True, description="Write the finished model as a Hugging Face directory, RUN/model.")
     keep: Positive = Field(3, description="How many of the newest to keep; older ones go.")
-    keep_every: Progress | Literal[False] = Field(
+    keep_every: ProgressOrOff = Field(
         False, description="The first checkpoint after each such stretch is kept for ever."
     )
     background: bool = Field(

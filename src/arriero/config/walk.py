@@ -1,9 +1,8 @@
 """Walking the sections and keys of the run file's schema."""
 
 import re
-import types
 import typing
-from typing import Annotated, Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -40,27 +39,25 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def type_name(annotation: Any) -> str:
-    """How a person would name the type of a key."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        return type_name(arguments[0])
-    if origin is typing.Literal:
-        return " or ".join(
-            dict.fromkeys(type_name(type(a)) if a is not False else "false" for a in arguments)
-        )
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join("nothing" if a is type(None) else type_name(a) for a in arguments)
-    if origin is tuple:
-        return "list of " + ", ".join(type_name(a) for a in arguments if a is not ...)
-    if section_of(annotation):
-        return "table"
-    names = {
-        "int": "integer",
-        "float": "number",
-        "str": "text",
-        "bool": "true or false",
-        "Span": "quantity",
-        "Remat": "text",
-    }
-    return names.get(annotation.__name__, annotation.__name__)
+def unset_value(field: FieldInfo) -> Literal["auto", False] | None:
+    """The value that leaves an optional key unset: "auto", or false where the value is free text."""
+    if field.is_required() or field.get_default() is not None or field.default_factory is not None:
+        return None
+    return False if str in typing.get_args(field.annotation) else "auto"
+
+
+def without_unset(section: type[BaseModel], table: Any) -> Any:
+    """The table without keys that are given their unset value."""
+    if isinstance(table, list):
+        return [without_unset(section, item) for item in table]
+    if not isinstance(table, dict):
+        return table
+    kept = {}
+    for name, value in table.items():
+        field = section.model_fields.get(name)
+        word = unset_value(field) if field else None
+        if word is not None and value == word and type(value) is type(word):
+            continue
+        inner = section_of(field.annotation) if field else None
+        kept[name] = without_unset(inner, value) if inner else value
+    return kept

@@ -1,5 +1,7 @@
 """The named models of presets.toml, and a user's own fields laid over them."""
 
+import math
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -64,9 +66,43 @@ def _fields(name: str) -> dict[str, object]:
 def _entry(name: str) -> dict[str, Any]:
     if name in _table():
         return _table()[name]
-    near = nearest(name, preset_names(), cutoff=0.4)
-    hint = f"did you mean '{near}'? " if near else ""
-    raise UserError(f"there is no model preset '{name}'", f"{hint}`arriero config models` lists them all")
+    raise UserError(
+        f"there is no model preset '{name}'",
+        f"{_suggestion(name)}; `arriero config models` lists all presets",
+    )
+
+
+def _suggestion(name: str) -> str:
+    """The preset of the same family and about the same size, the family's presets, or the families."""
+    families: dict[str, list[str]] = {}
+    for preset in preset_names():
+        families.setdefault(_family_and_size(preset)[0], []).append(preset)
+    wanted, size = _family_and_size(name)
+    family = nearest(wanted, families, cutoff=0.8)
+    if family and size:
+        # 'llama-7b' is as near to llama2 as to llama3
+        versions = [
+            each for each in families if each == wanted or (family != wanted and each[:-1] == family[:-1])
+        ]
+        found = [preset for each in versions for preset in families[each]] or families[family]
+        apart = {preset: abs(math.log(load_preset(preset).parameters / size)) for preset in found}
+        best = min(apart, key=lambda preset: apart[preset])
+        if apart[best] < math.log(1.5):
+            return f"did you mean '{best}'?"
+    elif close := nearest(name, preset_names(), cutoff=0.85):
+        return f"did you mean '{close}'?"
+    if family:
+        return f"presets of {family}: {', '.join(families[family])}"
+    plain = [each for each in families if families[each][0].startswith(f"{each}-")]
+    return f"known families: {', '.join(plain)}; for other Llama-class models set the dimensions in [model]"
+
+
+def _family_and_size(name: str) -> tuple[str, float | None]:
+    """'meta-llama/Llama-3.1-8B' -> ('llama3.1', 8e9); the size is None where the name has none."""
+    plain = name.rpartition("/")[2].lower().removeprefix("meta-")
+    match = re.search(r"[-_]?(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", plain)
+    family = re.sub(r"[-_]", "", plain[: match.start()] if match else plain)
+    return family, float(match[1]) * {"b": 1e9, "m": 1e6}[match[2]] if match else None
 
 
 @cache

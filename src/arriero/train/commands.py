@@ -4,10 +4,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from arriero.config.options import RunFile, Sets
 from arriero.errors import UserError
+from arriero.ui import make_console
 
 if TYPE_CHECKING:
     from arriero.config.schema import RunConfig
@@ -29,11 +29,13 @@ def train(run_file: RunFile = None, sets: Sets = [], nproc: Nproc = None) -> Non
     """
     from arriero.config.load import load_run
     from arriero.model.presets import expand
+
+    # before torch is imported, so that a mistake is answered at once
+    config = load_run(run_file, sets, expand).config
     from arriero.parallel.spawn import run_ranks
     from arriero.parallel.world import world_from
     from arriero.train.interrupt import Interrupted
 
-    config = load_run(run_file, sets, expand).config
     if nproc is not None and world_from().size > 1:
         raise UserError("a launcher has started several ranks already", "leave --nproc out")
     try:
@@ -57,7 +59,7 @@ def train_as_rank(config: "RunConfig") -> None:
     from arriero.train.loop import train as run
     from arriero.train.rundir import run_directory
 
-    console = Console(highlight=False)
+    console = make_console()
     world = world_from()
     with interruptible():
         plan = arrange(config, world)

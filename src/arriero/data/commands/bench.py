@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from arriero.config.options import read_size
 from arriero.errors import UserError
-from arriero.units import parse_bytes
+from arriero.ui import make_console
 
 
 def bench(
@@ -26,13 +26,10 @@ def bench(
     """
     from arriero.data.bench.table import measure
 
-    try:
-        wanted = parse_bytes(size)
-    except ValueError as error:
-        raise UserError(f"--size: {error}", "write it like 100MB") from None
+    wanted = read_size("--size", size)
     if text is not None and not text.is_file():
         raise UserError(f"there is no file {text}", "give a JSONL file")
-    console = Console(highlight=False)
+    console = make_console()
     with tempfile.TemporaryDirectory(prefix="arriero-bench-") as folder, console.status("") as status:
         rows = measure(Path(folder), wanted, text, lambda stage: status.update(stage))
     if as_json:

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
@@ -18,6 +17,7 @@ from arriero.data.text.readers import BadRecords
 from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN
 from arriero.data.tokens.tokenizer import added_by_template
 from arriero.data.tokens.training import sample_texts, train_tokenizer
+from arriero.ui import make_console
 from arriero.units import counted, human_bytes, human_count, human_time
 
 
@@ -25,7 +25,7 @@ class PrepareBar(Watcher):
     """A bar with MB/s, tokens and the time left; in a log file, a line at each tenth."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False)
+        self._console = make_console()
         self._progress = Progress(
             TextColumn("[bold]tokenising"),
             BarColumn(),
@@ -144,7 +144,7 @@ def _template_note(preparation: Preparation) -> str:
 
 
 def show_submission(preparation: Preparation, tasks: int, jobs: tuple[str, str]) -> None:
-    console = Console(highlight=False)
+    console = make_console()
     shards = counted(len(preparation.unfinished()), "shard")
     console.print(f"[bold]array[/]   job {jobs[0]}: {counted(tasks, 'task')}, {shards} to make")
     console.print(f"[bold]finish[/]  job {jobs[1]}: runs after them, writes the manifest")
@@ -161,7 +161,7 @@ def train_tokenizer_with_bar(
     skip_bad: bool,
     seed: int,
 ) -> None:
-    console = Console(highlight=False)
+    console = make_console()
     bad = BadRecords(skip_bad)
     taken = documents = 0
 

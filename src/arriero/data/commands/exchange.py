@@ -1,7 +1,8 @@
 """The verbs of `arriero data` about datasets that exist: import, export, inspect, verify."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.bar import Bar
@@ -10,7 +11,8 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from arriero.data.commands.bars import byte_bar
+from arriero.config.options import AsJson
+from arriero.ui import byte_bar, make_console, print_json
 from arriero.units import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ def import_tokens(
     from arriero.data.exchange.importing import Import
     from arriero.data.tokens.tokenizer import load_tokenizer
 
-    console = Console(highlight=False)
+    console = make_console()
     job = Import(
         format,
         sources,
@@ -89,7 +91,7 @@ def export_tokens(
     from arriero.data.exchange.exporting import export_dataset
     from arriero.data.store.store import TokenStore
 
-    console = Console(highlight=False)
+    console = make_console()
     store = TokenStore.open(directory)
     with byte_bar(console) as bar:
         task = bar.add_task(f"exporting {store.shards} shards", total=store.tokens * store.dtype.itemsize)
@@ -124,6 +126,7 @@ def inspect(
     samples: Annotated[int, typer.Option(min=0, help="How many documents to decode.")] = 3,
     document: Annotated[int | None, typer.Option(min=0, help="Decode this one, whole.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Chooses the samples.")] = 1,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a dataset holds: counts, origin, lengths of documents, decoded samples.
 
@@ -133,25 +136,56 @@ def inspect(
     from arriero.data.store.store import TokenStore
     from arriero.data.tokens.tokenizer import tokenizer_of
 
-    console = Console(highlight=False)
+    console = make_console(as_json)
     store = TokenStore.open(directory)
     if document is not None:
         sample = read_document(store, tokenizer_of(store), document, None)
+        if as_json:
+            print_json({"dataset": str(directory), "document": sample._asdict()})
+            return
         console.print(_sample_panel(sample, whole=True))
         return
     lengths = measure_lengths(store)
+    numbers = choose_documents(store, samples, seed)
+    tokenizer = tokenizer_of(store) if numbers else None
+    decoded = [read_document(store, tokenizer, number, _SAMPLE_TOKENS) for number in numbers if tokenizer]
+    if as_json:
+        print_json(_inspected(store, lengths, decoded))
+        return
     console.print(_facts(store, lengths))
     if lengths.buckets:
         console.print(_histogram(store, lengths))
-    if numbers := choose_documents(store, samples, seed):
-        tokenizer = tokenizer_of(store)
-        for number in numbers:
-            console.print(_sample_panel(read_document(store, tokenizer, number, _SAMPLE_TOKENS), whole=False))
+    for sample in decoded:
+        console.print(_sample_panel(sample, whole=False))
+
+
+def _inspected(store: "TokenStore", lengths: "Lengths", samples: "list[Sample]") -> dict[str, Any]:
+    return {
+        "dataset": str(store.directory),
+        "fingerprint": store.fingerprint,
+        "source": store.about.get("source"),
+        "from": list(map(str, store.about.get("from", []))),
+        "tokens": store.tokens,
+        "documents": store.documents,
+        "shards": store.shards,
+        "dtype": store.dtype.name,
+        "bytes": store.tokens * store.dtype.itemsize,
+        "text_bytes": store.text_bytes,
+        "tokenizer": {
+            "file": store.tokenizer_path.name,
+            "sha256": store.tokenizer_sha256,
+            "vocab_size": store.vocab_size,
+            "eos_id": store.eos_id,
+        },
+        "lengths": asdict(lengths) | {"buckets": [bucket._asdict() for bucket in lengths.buckets]},
+        "samples": [sample._asdict() for sample in samples],
+    }
 
 
 def verify(
     directory: Dataset,
     workers: Annotated[int, typer.Option(min=1, help="Shards checked at once.")] = 2,
+    as_json: AsJson = False,
 ) -> None:
     """Check every byte of a dataset: checksums, ids, indexes, counts, ends of documents.
 
@@ -162,12 +196,17 @@ def verify(
     from arriero.data.store.store import TokenStore
     from arriero.data.store.verify import verify_dataset
 
-    console = Console(highlight=False)
+    console = make_console(as_json)
     store = TokenStore.open(directory)
     with byte_bar(console) as bar:
         task = bar.add_task(f"checking {store.shards} shards", total=store.tokens * store.dtype.itemsize)
         found = verify_dataset(store, workers, lambda got: bar.advance(task, got))
-    _show_verified(console, directory, found)
+    if as_json:
+        listed = {name: [p._asdict() for p in getattr(found, name)] for name in ("problems", "remarks")}
+        valid = {"dataset": str(directory), "valid": not found.problems}
+        print_json(valid | asdict(found) | listed)
+    else:
+        _show_verified(console, directory, found)
     if found.problems:
         raise typer.Exit(1)
 
@@ -276,7 +315,7 @@ def _show_verified(console: Console, directory: Path, found: "Verified") -> None
     verdict = (
         f"[bold red]{counted(len(found.problems), 'problem')} in {counted(files, 'file')}"
         if files
-        else "[bold green]sound"
+        else "[bold green]valid"
     )
     console.print(
         f"{escape(str(directory))}: {verdict}[/]; {counted(found.shards, 'shard')}, {found.tokens:,} tokens, "

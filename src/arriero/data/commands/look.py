@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,8 +11,9 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
-from arriero.config.options import Sets
+from arriero.config.options import AsJson, Sets
 from arriero.errors import UserError
+from arriero.ui import make_console, print_json
 from arriero.units import human_count
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from arriero.data.order.audit import Audit
     from arriero.data.order.loader import Batch
     from arriero.data.order.order import Stream
+    from arriero.data.order.streams import Streams
     from arriero.data.tokens.tokenizer import Tokenizer
 
 Run = Annotated[Path, typer.Argument(help="A run directory, or a run file.", show_default=False)]
@@ -31,24 +33,28 @@ def show(
     step: Annotated[int, typer.Option(help="A step of the run, from 1.", min=1)] = 1,
     sample: Annotated[int, typer.Option(help="Which sequence of the step's batch, from 0.", min=0)] = 0,
     sets: Sets = [],
+    as_json: AsJson = False,
 ) -> None:
     """Print exactly what was or will be trained on at a step, decoded.
 
-    Documents are set apart by a rule. Text in double brackets is read but not learnt. Where the data lies
-    elsewhere than the run knew it, say so: --set data.sources=[{path='...'}].
+    A line separates documents. Text in double brackets is excluded from the loss. If the data was moved, give
+    its new place: --set data.sources=[{path='...'}].
 
     Example: arriero data show runs/demo --step 81234 --sample 3
     """
     from arriero.data.order.loader import Loader
     from arriero.data.tokens.tokenizer import tokenizer_of
 
-    console = Console(highlight=False)
+    console = make_console(as_json)
     config = _config(run, sets)
     streams = _streams(config, console)
     per_step = streams.batch_sequences
     if sample >= per_step:
         raise UserError(f"a step has {per_step} sequences, and --sample is {sample}", "count from 0")
     first = (step - 1) * per_step
+    if as_json:
+        print_json(_shown(config, streams, step, sample))
+        return
     console.print(
         f"step {step}: samples {first:,} to {first + per_step - 1:,}, "
         f"{per_step} sequences of {config.data.seq_len} tokens, packing {config.data.packing}"
@@ -67,12 +73,50 @@ def show(
     _print_sequence(console, batch, tokenizer)
 
 
+def _shown(config: "RunConfig", streams: "Streams", step: int, sample: int) -> dict[str, Any]:
+    import numpy as np
+
+    from arriero.data.order.loader import IGNORED, Loader
+    from arriero.data.tokens.tokenizer import tokenizer_of
+
+    stream, per_step = streams.train, streams.batch_sequences
+    first = (step - 1) * per_step
+    located = stream.locate(np.arange(first, first + per_step))
+    with Loader(stream, 1, first + sample, documents=config.data.document_mask) as loader:
+        batch = next(loader)
+    tokenizer = tokenizer_of(stream.sources[located.source[sample]].store)
+    tokens = batch.tokens_BT[0, : batch.real_tokens].tolist()
+    labels = batch.labels_BT[0, : batch.real_tokens].tolist()
+    documents = None if batch.documents_BT is None else batch.documents_BT[0, : batch.real_tokens].tolist()
+    names = ("source", "epoch", "index")
+    samples = [
+        dict(zip(names, (stream.sources[s].name, int(epoch), int(index)), strict=True))
+        for s, epoch, index in zip(*located, strict=True)
+    ]
+    return {
+        "step": step,
+        "first_sample": first,
+        "sequences": per_step,
+        "seq_len": config.data.seq_len,
+        "packing": config.data.packing,
+        "samples": samples,
+        "sample": {
+            "number": sample,
+            "tokens": tokens,
+            "labels": [None if label == IGNORED else label for label in labels],
+            "documents": documents,
+            "text": tokenizer.decode(tokens),
+        },
+    }
+
+
 def audit(
     run: Annotated[Path, typer.Argument(help="The directory of a run that has trained.", show_default=False)],
     checksums: Annotated[
         bool, typer.Option("--checksums", help="Also hash every shard that was read; reads all of it.")
     ] = False,
     sets: Sets = [],
+    as_json: AsJson = False,
 ) -> None:
     """Prove a run's ledger: what was seen, how often, nothing twice within an epoch, nothing skipped.
 
@@ -83,7 +127,7 @@ def audit(
     from arriero.data.order.audit import Audit
     from arriero.data.order.ledger import read_ledger
 
-    console = Console(highlight=False)
+    console = make_console(as_json)
     directory = _directory(run)
     ledger = read_ledger(directory)
     streams = _streams(_config(run, sets), console)
@@ -93,11 +137,33 @@ def audit(
         proof.run(lambda done, total: bar.update(task, completed=done, total=total))
         if not proof.problems:
             proof.problems += _changed_files(streams.train, checksums, bar)
+    if as_json:
+        print_json(_audited(directory, proof, checksums))
+        raise typer.Exit(1 if proof.problems else 0)
     if proof.problems:
         for problem in proof.problems:
             console.print(f"[bold red]does not hold:[/] {escape(problem)}", soft_wrap=True)
         raise typer.Exit(1)
     _print_proof(console, proof, checksums)
+
+
+def _audited(directory: Path, proof: "Audit", checksums: bool) -> dict[str, Any]:
+    ledger, stream = proof.ledger, proof.stream
+    sources = []
+    if not proof.problems:
+        for source, cut, drawn in zip(stream.sources, stream.cuts, stream.drawn(ledger.samples), strict=True):
+            sources.append({"source": source.name, "samples_seen": int(drawn), "samples": int(cut.count)})
+    return {
+        "run": str(directory),
+        "holds": not proof.problems,
+        "problems": proof.problems,
+        "samples": ledger.samples,
+        "steps": ledger.samples // ledger.batch_sequences,
+        "tokens": ledger.samples * stream.seq_len,
+        "read_again": proof.discarded,
+        "checksums_compared": checksums,
+        "sources": sources,
+    }
 
 
 def _print_proof(console: Console, proof: "Audit", read_all: bool) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from arriero.config.options import read_size
 from arriero.errors import UserError
 
 if TYPE_CHECKING:
@@ -112,12 +113,7 @@ def _stay_offline_unless_asked(sources: list[str]) -> None:
 
 
 def _size(option: str, text: str) -> int:
-    from arriero.units import parse_bytes
-
-    try:
-        size = parse_bytes(text)
-    except ValueError as error:
-        raise UserError(f"{option}: {error}") from None
+    size = read_size(option, text)
     if size < SMALLEST:
         raise UserError(f"{option} {text} is too small", "give 1MB or more")
     return size
