@@ -34,11 +34,6 @@ def unit(step, value=0.0):
     return Unit(step, pieces, {"state.json": b'{"step": 1}', "run.toml": b"[run]"}, about)
 
 
-@pytest.fixture
-def checkpoints(tmp_path):
-    return lambda **options: Checkpoints(tmp_path, Ranks(), 1000, **options)
-
-
 def save(checkpoints, *steps):
     for step in steps:
         checkpoints.save(unit(step))
@@ -118,13 +113,15 @@ def test_the_first_after_each_period_stays_wherever_saves_fall():
     assert to_delete(marks, keep=3, period=None) == [3, 7, 12, 13]
 
 
-def test_a_damaged_one_goes_when_a_newer_one_is_in_place(checkpoints, tmp_path):
+def test_a_damaged_checkpoint_is_renamed_and_neither_counted_nor_deleted(checkpoints, tmp_path):
     save(checkpoints(), 1, 2)
     flip(tmp_path / CHECKPOINTS / "step-00000002" / "state.json")
     again = checkpoints(keep=2)
     again.newest()
     save(again, 3)
-    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+    assert names(tmp_path) == ["step-00000001", "step-00000002.damaged", "step-00000003"]
+    save(again, 4)
+    assert names(tmp_path) == ["step-00000002.damaged", "step-00000003", "step-00000004"]
 
 
 def test_a_damaged_one_is_replaced_when_its_step_is_reached_again(checkpoints, tmp_path):

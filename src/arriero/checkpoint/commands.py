@@ -25,16 +25,17 @@ Quick = Annotated[bool, typer.Option("--quick", help="Look at sizes only; read n
 
 
 def list_checkpoints(run: Run, quick: Quick = False) -> None:
-    """The checkpoints of a run: step, tokens, size, whether they are sound, age.
+    """The checkpoints of a run: step, tokens, size, age, whether they are valid.
 
-    Every file is read and its checksum compared, unless --quick.
+    Every file is read and its checksum compared, unless --quick. Damaged checkpoints that a run has renamed
+    aside are listed too.
 
     Example: arriero ckpt list runs/demo
     """
-    from arriero.checkpoint.directory import saved_in
+    from arriero.checkpoint.directory import aside_in, saved_in
 
-    console = Console(highlight=False)
-    found = saved_in(_run_directory(run))
+    console, directory = Console(highlight=False), _run_directory(run)
+    found, aside = saved_in(directory, report_unreadable=True), aside_in(directory)
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("step", "tokens", "size", "age"):
         table.add_column(heading, justify="right")
@@ -47,7 +48,9 @@ def list_checkpoints(run: Run, quick: Quick = False) -> None:
             continue
         size, age = human_bytes(made.size), human_time(time.time() - made.time)
         table.add_row(str(saved.step), human_count(made.tokens), size, age, verdict)
-    console.print(table if found else f"{run} has no checkpoints")
+    for step, path in aside:
+        table.add_row(str(step), "", "", "", f"[red]no: renamed aside as {escape(path.name)}[/]")
+    console.print(table if found or aside else f"{run} has no checkpoints")
 
 
 def inspect(
@@ -90,7 +93,7 @@ def verify(path: Checkpoint) -> None:
     console = Console(highlight=False)
     directory, made = _read(path, damaged=1)
     with _bar(console, made.size) as advance:
-        bad = damaged_files(directory, made, progress=advance)
+        bad = damaged_files(directory, made, progress=advance, report_unreadable=True)
     for name, problem in sorted(bad.items()):
         console.print(f"[red]{escape(name)}[/] {escape(problem)}", soft_wrap=True)
     if bad:
@@ -106,9 +109,9 @@ def prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
-    """Remove old checkpoints of a run that is not training; as its run file says, unless told otherwise.
+    """Delete old checkpoints of a run that is not training, by its run file's rules or the given ones.
 
-    Nothing goes before the newest one has been read and found sound.
+    Nothing is deleted before the newest one has been read and found valid.
 
     Example: arriero ckpt prune runs/demo --keep 1
     """
@@ -135,9 +138,10 @@ def prune(
     gone = set(to_delete(marks, keep or config.checkpoint.keep, period))
     for saved in usable:
         if saved.step in gone:
-            if not dry_run:
-                delete(saved.directory)
-            console.print(f"{'would remove' if dry_run else 'removed'} {saved.directory}", soft_wrap=True)
+            problem = None if dry_run else delete(saved.directory)
+            done = "would remove" if dry_run else "removed" if problem is None else "could not remove"
+            reason = f" ({problem})" if problem else ""
+            console.print(f"{done} {saved.directory}{reason}", markup=False, soft_wrap=True)
     stay = ", ".join(str(saved.step) for saved in usable if saved.step not in gone)
     console.print(f"kept: {stay}", soft_wrap=True)
 
@@ -179,7 +183,7 @@ def _judged(console: Console, found: "list[Saved]", quick: bool) -> list[str | N
                 if quick:
                     bad = wrong_sizes(saved.directory, made)
                 else:
-                    bad = damaged_files(saved.directory, made, progress=advance)
+                    bad = damaged_files(saved.directory, made, progress=advance, report_unreadable=True)
                 problem = "; ".join(f"{name} {what}" for name, what in sorted(bad.items())) or None
             verdicts.append(problem)
     return verdicts
