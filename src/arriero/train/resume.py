@@ -104,7 +104,8 @@ class Restorer:
     def _weights_alone(self, path: Path) -> str:
         weights = self.optimizer.weights()
         if not (path / MANIFEST).is_file() and not (path / CHECKPOINTS).is_dir():
-            self._fill_from(open_source(path), weights)
+            # together, so that a read error on one rank ends all of them
+            self.ranks.together(lambda: self._fill_from(open_source(path), weights))
         else:
             saved = self._given(str(path), "checkpoint.start_from")
             assert saved.manifest is not None
@@ -114,7 +115,7 @@ class Restorer:
 
     @torch.no_grad()
     def _fill_from(self, source: Source, weights: Mapping[str, torch.Tensor]) -> None:
-        """From a model of any format, tensor by tensor; each rank takes its own part."""
+        """From a model of any format, tensor by tensor; each rank reads its own part."""
         for name, weight in weights.items():
             piece = pieces_of({name: weight})[name]
             told = source.tensors.get(name)
@@ -124,9 +125,8 @@ class Restorer:
                     f"{source.where} has {found} for {name}, and the model wants {list(piece.shape)}",
                     "start from weights of the same model: see [model]",
                 )
-            whole = source.load(name)
             cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True))
-            piece.local.copy_(whole[cut])
+            piece.local.copy_(source.part(name, cut))
             self.optimizer.load_weight(name, weight)
 
     def _load(
