@@ -1,8 +1,13 @@
 """`arriero ckpt` as a user meets it."""
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from arriero.checkpoint.manager import Checkpoints, Unit
+from arriero.checkpoint.manifest import Manifest
+from arriero.checkpoint.pieces import pieces_of
+from arriero.checkpoint.state import described
 from arriero.cli import app
 
 
@@ -22,7 +27,7 @@ def test_the_verbs_tell_sound_from_damaged_and_remove_what_is_old(ckpt):
     assert "optim.blocks.0.attention.q.weight.exp_avg_sq" in inside
     assert "float32" in inside
     assert 'preset = "llama-test"' in inside
-    assert "is sound" in verb("verify", folder).output
+    assert "is valid" in verb("verify", folder).output
     victim = newest / "ledger.json"
     content = victim.read_bytes()
     victim.write_bytes(content.replace(b"samples", b"Samples", 1))
@@ -42,3 +47,20 @@ def test_the_verbs_tell_sound_from_damaged_and_remove_what_is_old(ckpt):
     assert "would remove" in verb("prune", folder, "--keep", 1, "--dry-run").output
     assert "kept: 6" in verb("prune", folder, "--keep", 1).output
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_verify_names_tensors_with_non_finite_values(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpoints, "_refuse_non_finite", lambda *_: None)
+    tensors = {"model.a": torch.ones(4, 4), "model.b": torch.ones(4, dtype=torch.bfloat16)}
+    tensors |= {"model.c": torch.ones(2, 3, 4), "optim.optimizer.step": torch.tensor(1)}
+    tensors["model.b"][2], tensors["model.c"][1, 2, 3] = float("inf"), float("nan")
+    pieces = pieces_of(tensors)
+
+    def about(files):
+        return Manifest(1, 10, 0.0, {"tp": 1}, {}, "tok", described(pieces), files)
+
+    many = checkpoints(background=False)
+    many.save(Unit(1, pieces, {}, about))
+    found = CliRunner().invoke(app, ["ckpt", "verify", str(tmp_path)])
+    assert found.exit_code == 1
+    assert [line.split()[0] for line in found.output.splitlines()] == ["model.b", "model.c"]

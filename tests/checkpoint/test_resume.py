@@ -86,9 +86,9 @@ def test_what_would_not_fit_at_once_is_read_a_tensor_at_a_time(runs, monkeypatch
     runs.train("halves", *sets, HALF, ranks=ranks)
     read = state.read_pieces
 
-    def one(directory, pieces, group):
+    def one(reader, pieces, ranks):
         assert len(pieces) <= 1
-        read(directory, pieces, group)
+        read(reader, pieces, ranks)
 
     monkeypatch.setattr(state, "_READ_AT_ONCE", 1)
     monkeypatch.setattr(state, "read_pieces", one)

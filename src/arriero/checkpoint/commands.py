@@ -84,11 +84,14 @@ def inspect(
 
 
 def verify(path: Checkpoint) -> None:
-    """Read every file of a checkpoint and compare its checksum; exit code 1 and their names if any differ.
+    """Compare the checksum of every file of a checkpoint and look for NaN and infinity in its tensors.
+
+    Exit code 1 and the names of what is wrong, if anything is.
 
     Example: arriero ckpt verify runs/demo
     """
     from arriero.checkpoint.manifest import damaged_files
+    from arriero.checkpoint.state import non_finite_tensors
 
     console = Console(highlight=False)
     directory, made = _read(path, damaged=1)
@@ -98,7 +101,14 @@ def verify(path: Checkpoint) -> None:
         console.print(f"[red]{escape(name)}[/] {escape(problem)}", soft_wrap=True)
     if bad:
         raise typer.Exit(1)
-    console.print(f"{directory} is sound: {len(made.files)} files, {human_bytes(made.size)}", soft_wrap=True)
+    with _bar(console, made.size) as advance:
+        wrong = non_finite_tensors(directory, made, advance)
+    for name in wrong:
+        console.print(f"[red]{escape(name)}[/] contains non-finite values", soft_wrap=True)
+    if wrong:
+        raise typer.Exit(1)
+    counts = f"{len(made.files)} files, {len(made.tensors)} tensors, {human_bytes(made.size)}"
+    console.print(f"{directory} is valid: {counts}", soft_wrap=True)
 
 
 def prune(

@@ -36,7 +36,9 @@ from arriero.checkpoint.pieces import METADATA, Piece, Staging, write_pieces
 from arriero.checkpoint.ranks import Failed, Ranks, explain
 from arriero.checkpoint.retention import Mark, to_delete
 from arriero.checkpoint.space import refuse_no_room, room_at
+from arriero.checkpoint.state import listed
 from arriero.errors import UserError
+from arriero.units import counted
 
 START_OVER = "--set checkpoint.start_over=true moves what is left aside and starts at step 0"
 
@@ -145,10 +147,14 @@ class Checkpoints:
         return self._ranks.by_leader(move)
 
     def save(self, unit: Unit) -> float:
-        """Returns the seconds training had to wait. Failures are told by `reports`."""
+        """Returns the seconds training had to wait. `reports` has what failed while writing.
+
+        Called by all ranks. Non-finite weights or state are not saved: all ranks raise the same UserError.
+        """
         start = time.perf_counter()
         self.wait()
         staged = Unit(unit.step, self._staging.copy(unit.pieces), unit.files, unit.about)
+        self._refuse_non_finite(unit.step)
         if not self._background:
             self._write(staged, start)
             return time.perf_counter() - start
@@ -159,6 +165,20 @@ class Checkpoints:
         )
         self._thread.start()
         return blocked
+
+    def _refuse_non_finite(self, step: int) -> None:
+        found = self._staging.non_finite
+        if not self._ranks.any(bool(found)):
+            return
+        names = sorted({name for part in self._ranks.together(lambda: found) for name in part})
+        contain = "contains" if len(names) == 1 else "contain"
+        problem = f"{counted(len(names), 'tensor')} {contain} non-finite values: {listed(names)}"
+        self._reports.append(Report(step, 0.0, 0.0, error=problem))
+        raise UserError(
+            f"step {step} was not saved: {problem}",
+            "older checkpoints are kept, and the same command resumes from the newest; check the data and "
+            "the learning rate of the steps since then",
+        )
 
     def wait(self) -> None:
         if self._thread is not None:
