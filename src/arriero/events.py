@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+EVENTS = "events.jsonl"
+
 
 class EventLog:
     def __init__(self, path: Path) -> None:

@@ -3,8 +3,13 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from arriero.checkpoint.manager import Checkpoints, Unit
+from arriero.checkpoint.manifest import Manifest
+from arriero.checkpoint.pieces import pieces_of
+from arriero.checkpoint.state import described
 from arriero.cli import app
 
 
@@ -84,3 +89,20 @@ def test_a_bad_interval_for_prune_is_refused_in_a_sentence(ckpt, command):
         assert result.returncode == 2
         assert "--keep-every" in result.stderr
     assert len(list((ckpt[0] / "checkpoints").iterdir())) == 3
+
+
+def test_verify_names_tensors_with_non_finite_values(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpoints, "_refuse_non_finite", lambda *_: None)
+    tensors = {"model.a": torch.ones(4, 4), "model.b": torch.ones(4, dtype=torch.bfloat16)}
+    tensors |= {"model.c": torch.ones(2, 3, 4), "optim.optimizer.step": torch.tensor(1)}
+    tensors["model.b"][2], tensors["model.c"][1, 2, 3] = float("inf"), float("nan")
+    pieces = pieces_of(tensors)
+
+    def about(files):
+        return Manifest(1, 10, 0.0, {"tp": 1}, {}, "tok", described(pieces), files)
+
+    many = checkpoints(background=False)
+    many.save(Unit(1, pieces, {}, about))
+    found = CliRunner().invoke(app, ["ckpt", "verify", str(tmp_path)])
+    assert found.exit_code == 1
+    assert [line.split()[0] for line in found.output.splitlines()] == ["model.b", "model.c"]

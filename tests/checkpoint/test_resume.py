@@ -1,9 +1,25 @@
 """A run that stopped goes on as if it had not, whatever the layout it goes on in."""
 
-import pytest
+import random
+from pathlib import Path
+from typing import Any, cast
 
-from arriero.checkpoint import state
+import pytest
+import torch
+
+from arriero.checkpoint import manifest, state
+from arriero.checkpoint.convert import open_source
+from arriero.checkpoint.formats.hf import write_hf
+from arriero.checkpoint.formats.source import AS_IT_IS
+from arriero.checkpoint.manifest import sha256_of_file
+from arriero.checkpoint.ranks import Ranks
+from arriero.config.schema import CheckpointSection
 from arriero.errors import UserError
+from arriero.parallel.spawn import run_ranks
+from arriero.parallel.world import joined, world_from
+from arriero.train.resume import Restorer
+from checkpoint.convert.models import in_memory, spec_of
+from checkpoint.test_saving import save
 
 HALF = "train.horizon=3 steps"
 
@@ -70,9 +86,9 @@ def test_what_would_not_fit_at_once_is_read_a_tensor_at_a_time(runs, monkeypatch
     runs.train("halves", *sets, HALF, ranks=ranks)
     read = state.read_pieces
 
-    def one(directory, pieces, group):
+    def one(reader, pieces, ranks):
         assert len(pieces) <= 1
-        read(directory, pieces, group)
+        read(reader, pieces, ranks)
 
     monkeypatch.setattr(state, "_READ_AT_ONCE", 1)
     monkeypatch.setattr(state, "read_pieces", one)
@@ -109,3 +125,45 @@ def test_another_run_can_be_continued_or_only_its_weights_taken(runs):
     )
     assert ("start from", str(source / "checkpoints" / "step-00000003")) in fresh["decisions"]
     assert "resume" in dict(continued["decisions"])
+
+
+def test_ranks_share_the_hashing_of_a_named_checkpoint(checkpoints, tmp_path):
+    save(checkpoints(), 1)
+    hashed = []
+
+    def recorded(path, progress):
+        hashed.append(path.name)
+        return sha256_of_file(path, progress)
+
+    def work():
+        with pytest.MonkeyPatch.context() as patch, joined(world_from(), torch.device("cpu")):
+            patch.setattr(manifest, "sha256_of_file", recorded)
+            ranks = Ranks(world_from().rank, 2)
+            restorer = Restorer(CheckpointSection(), ranks, dict, cast(Any, None))
+            restorer._given(str(tmp_path), "checkpoint.resume_from")
+            return ranks.together(lambda: hashed)
+
+    first, second = run_ranks(work, 2, leader_prints=False)
+    assert len(first) == len(second) == 2
+    assert sorted(first + second) == [".metadata", "__0_0.distcp", "run.toml", "state.json"]
+
+
+@pytest.mark.parametrize("kind", ["llama3, tied", "gpt2"])
+def test_a_rank_reads_only_its_part_of_a_hugging_face_model(tmp_path, kind):
+    source = in_memory(spec_of(kind))
+    write_hf(source, tmp_path, AS_IT_IS)
+    opened = open_source(tmp_path)
+    chance, wanted, before = random.Random(3), 0, bytes_read()
+    for name, planned in opened.tensors.items():
+        for axis, size in enumerate(planned.shape):
+            begin, end = sorted(chance.choices(range(size + 1), k=2))
+            cut = tuple(slice(begin, end) if a == axis else slice(0, n) for a, n in enumerate(planned.shape))
+            part = opened.part(name, cut)
+            assert torch.equal(part, source.load(name)[cut]), (name, cut)
+            wanted += part.nbytes
+    assert kind == "gpt2" or bytes_read() - before < 1.1 * wanted
+
+
+def bytes_read():
+    """By this process, from the disk or the page cache."""
+    return int(Path("/proc/self/io").read_text().split()[1])

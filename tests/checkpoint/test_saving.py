@@ -13,6 +13,7 @@ import torch
 
 from arriero.checkpoint import manager
 from arriero.checkpoint.directory import CHECKPOINTS, saved_in
+from arriero.checkpoint.formats.dcp import CarefulReader
 from arriero.checkpoint.manager import Checkpoints, Unit
 from arriero.checkpoint.manifest import MANIFEST, Manifest, damaged_files, read_manifest
 from arriero.checkpoint.pieces import pieces_of, read_pieces
@@ -32,11 +33,6 @@ def unit(step, value=0.0):
         return Manifest(step, step * 10, time.time(), {"tp": 1}, {}, "tok", described(pieces), files)
 
     return Unit(step, pieces, {"state.json": b'{"step": 1}', "run.toml": b"[run]"}, about)
-
-
-@pytest.fixture
-def checkpoints(tmp_path):
-    return lambda **options: Checkpoints(tmp_path, Ranks(), 1000, **options)
 
 
 def save(checkpoints, *steps):
@@ -118,13 +114,15 @@ def test_the_first_after_each_period_stays_wherever_saves_fall():
     assert to_delete(marks, keep=3, period=None) == [3, 7, 12, 13]
 
 
-def test_a_damaged_one_goes_when_a_newer_one_is_in_place(checkpoints, tmp_path):
+def test_a_damaged_checkpoint_is_renamed_and_neither_counted_nor_deleted(checkpoints, tmp_path):
     save(checkpoints(), 1, 2)
     flip(tmp_path / CHECKPOINTS / "step-00000002" / "state.json")
     again = checkpoints(keep=2)
     again.newest()
     save(again, 3)
-    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+    assert names(tmp_path) == ["step-00000001", "step-00000002.damaged", "step-00000003"]
+    save(again, 4)
+    assert names(tmp_path) == ["step-00000002.damaged", "step-00000003", "step-00000004"]
 
 
 def test_a_damaged_one_is_replaced_when_its_step_is_reached_again(checkpoints, tmp_path):
@@ -167,7 +165,7 @@ def test_what_is_written_is_what_was_true_at_the_step(checkpoints, tmp_path):
     one.pieces["model.a"].local.fill_(2.0)
     many.wait()
     empty = {"model.a": torch.zeros(4, 4)}
-    read_pieces(tmp_path / CHECKPOINTS / "step-00000001", pieces_of(empty), Ranks())
+    read_pieces(CarefulReader(tmp_path / CHECKPOINTS / "step-00000001"), pieces_of(empty), Ranks())
     assert torch.equal(empty["model.a"], torch.ones(4, 4))
 
 
@@ -291,3 +289,36 @@ def test_a_run_may_be_lengthened_where_its_rates_stay_the_same(runs):
         runs.train("run", "schedule.kind=cosine", "train.horizon=5 steps")
     kept = ["schedule.kind=cosine", "train.horizon=5 steps", "schedule.horizon=3 steps"]
     assert runs.train("run", *kept)["steps"] == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_values_are_not_saved(checkpoints, tmp_path, dtype, value):
+    many = checkpoints()
+    save(many, 1)
+    if dtype == torch.float8_e4m3fn:
+        value = float("nan")  # the only non-finite value it has
+    bad = torch.ones(7, 5)
+    bad[3, 2] = value
+    tensors = {"model.good": torch.full((3,), torch.finfo(torch.float32).max), "model.bad": bad.to(dtype)}
+    one = unit(2)
+    with pytest.raises(UserError, match=r"step 2 was not saved: 1 tensor contains .*: model\.bad"):
+        many.save(Unit(2, pieces_of(tensors), one.files, one.about))
+    assert names(tmp_path) == ["step-00000001"]
+    assert "non-finite" in many.reports()[0].error
+
+
+@pytest.mark.parametrize(("ranks", "state"), [(1, "fp32"), (2, "int8")])
+def test_non_finite_state_of_one_rank_ends_the_run_and_keeps_older_checkpoints(runs, ranks, state):
+    def spoil(session):
+        moments = session.optimizer._rules[0].moments["blocks.0.ffn.up.weight"]
+        moments["exp_avg"].stored[-1].view(-1)[0] = float("nan")
+
+    sets = ["checkpoint.every=2 steps", f"optim.state={state}"]
+    with pytest.raises(
+        UserError, match=r"step 4 was not saved.*: optim\.blocks\.0\.ffn\.up\.weight\.exp_avg;"
+    ):
+        runs.train("run", *sets, ranks=ranks, hooks=[At(4, spoil)])
+    assert runs.saved("run") == ["step-00000002"]
+    events = [event["event"] for event in runs.lines("run", "events.jsonl")]
+    assert events == ["start", "save", "save failed", "fault"]

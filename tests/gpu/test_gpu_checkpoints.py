@@ -10,6 +10,7 @@ import torch
 
 from arriero.checkpoint import manager
 from arriero.checkpoint.directory import CHECKPOINTS
+from arriero.checkpoint.formats.dcp import CarefulReader
 from arriero.checkpoint.manager import Checkpoints, Unit
 from arriero.checkpoint.manifest import Manifest
 from arriero.checkpoint.pieces import Staging, pieces_of, read_pieces
@@ -153,7 +154,7 @@ def test_what_was_saved_from_a_gpu_is_read_back_into_one(tmp_path, background):
         for tensor in tensors.values():
             tensor.zero_()
         many.wait()
-        read_pieces(tmp_path / CHECKPOINTS / "step-00000001", pieces_of(tensors), Ranks())
+        read_pieces(CarefulReader(tmp_path / CHECKPOINTS / "step-00000001"), pieces_of(tensors), Ranks())
         for name, tensor in tensors.items():
             assert tensor.device == expected[name].device
             assert torch.equal(tensor, expected[name]), name

@@ -30,20 +30,21 @@ Quick = Annotated[bool, typer.Option("--quick", help="Look at sizes only; read n
 def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) -> None:
     """List the checkpoints of a run: step, tokens, size, age, and whether they are valid.
 
-    Every file is read and its checksum compared, unless --quick.
+    Every file is read and its checksum compared, unless --quick. Damaged checkpoints that a run has renamed
+    aside are listed too.
 
     Example: arriero ckpt list runs/demo
     """
-    from arriero.checkpoint.directory import saved_in
+    from arriero.checkpoint.directory import aside_in, saved_in
 
-    console = make_console(as_json)
-    directory = _run_directory(run)
-    found = saved_in(directory)
+    console, directory = make_console(as_json), _run_directory(run)
+    found, aside = saved_in(directory, report_unreadable=True), aside_in(directory)
     verdicts = _judged(console, found, quick)
     if as_json:
         rows = [_listed(saved, problem) for saved, problem in zip(found, verdicts, strict=True)]
         checked = "sizes" if quick else "checksums"
-        print_json({"run": str(directory), "checked": checked, "checkpoints": rows})
+        renamed = [str(path) for _, path in aside]
+        print_json({"run": str(directory), "checked": checked, "checkpoints": rows, "renamed_aside": renamed})
         return
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("step", "tokens", "size", "age"):
@@ -57,7 +58,9 @@ def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) ->
             continue
         size, age = human_bytes(made.size), human_time(time.time() - made.time)
         table.add_row(str(saved.step), human_count(made.tokens), size, age, verdict)
-    console.print(table if found else f"{run} has no checkpoints")
+    for step, path in aside:
+        table.add_row(str(step), "", "", "", f"[red]no: renamed aside as {escape(path.name)}[/]")
+    console.print(table if found or aside else f"{run} has no checkpoints")
 
 
 def _listed(saved: "Saved", problem: str | None) -> dict[str, Any]:
@@ -126,25 +129,33 @@ def _inspected(directory: Path, made: "Manifest", tensors: bool) -> dict[str, An
 
 
 def verify(path: Checkpoint, as_json: AsJson = False) -> None:
-    """Read every file of a checkpoint and compare its checksum; exit code 1 and their names if any differ.
+    """Compare the checksum of every file of a checkpoint and look for NaN and infinity in its tensors.
+
+    Exit code 1 and the names of what is wrong, if anything is.
 
     Example: arriero ckpt verify runs/demo
     """
     from arriero.checkpoint.manifest import damaged_files
+    from arriero.checkpoint.state import non_finite_tensors
 
     console = make_console(as_json)
     directory, made = _read(path, damaged=1, as_json=as_json)
     with _bar(console, made.size) as advance:
-        bad = damaged_files(directory, made, progress=advance)
+        problems = damaged_files(directory, made, progress=advance, report_unreadable=True)
+    if not problems:
+        with _bar(console, made.size) as advance:
+            found = non_finite_tensors(directory, made, advance)
+        problems = dict.fromkeys(found, "contains non-finite values")
     if as_json:
-        facts = {"valid": not bad, "files": len(made.files), "bytes": made.size, "problems": bad}
+        facts = {"valid": not problems, "files": len(made.files), "bytes": made.size, "problems": problems}
         print_json({"checkpoint": str(directory), **facts})
-        raise typer.Exit(1 if bad else 0)
-    for name, problem in sorted(bad.items()):
+        raise typer.Exit(1 if problems else 0)
+    for name, problem in sorted(problems.items()):
         console.print(f"[red]{escape(name)}[/] {escape(problem)}", soft_wrap=True)
-    if bad:
+    if problems:
         raise typer.Exit(1)
-    console.print(f"{directory} is valid: {len(made.files)} files, {human_bytes(made.size)}", soft_wrap=True)
+    counts = f"{len(made.files)} files, {len(made.tensors)} tensors, {human_bytes(made.size)}"
+    console.print(f"{directory} is valid: {counts}", soft_wrap=True)
 
 
 def prune(
@@ -155,9 +166,9 @@ def prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
 ) -> None:
-    """Remove old checkpoints of a run that is not training; by default as its run file says.
+    """Delete old checkpoints of a run that is not training, by its run file's rules or the given ones.
 
-    Nothing is removed before the newest one has been read and found valid.
+    Nothing is deleted before the newest one has been read and found valid.
 
     Example: arriero ckpt prune runs/demo --keep 1
     """
@@ -184,9 +195,10 @@ def prune(
     gone = set(to_delete(marks, keep or config.checkpoint.keep, period))
     for saved in usable:
         if saved.step in gone:
-            if not dry_run:
-                delete(saved.directory)
-            console.print(f"{'would remove' if dry_run else 'removed'} {saved.directory}", soft_wrap=True)
+            problem = None if dry_run else delete(saved.directory)
+            done = "would remove" if dry_run else "removed" if problem is None else "could not remove"
+            reason = f" ({problem})" if problem else ""
+            console.print(f"{done} {saved.directory}{reason}", markup=False, soft_wrap=True)
     stay = ", ".join(str(saved.step) for saved in usable if saved.step not in gone)
     console.print(f"kept: {stay}", soft_wrap=True)
 
@@ -239,7 +251,7 @@ def _judged(console: Console, found: "list[Saved]", quick: bool) -> list[str | N
                 if quick:
                     bad = wrong_sizes(saved.directory, made)
                 else:
-                    bad = damaged_files(saved.directory, made, progress=advance)
+                    bad = damaged_files(saved.directory, made, progress=advance, report_unreadable=True)
                 problem = "; ".join(f"{name} {what}" for name, what in sorted(bad.items())) or None
             verdicts.append(problem)
     return verdicts

@@ -96,7 +96,7 @@ def average(sources: Sequence[Source], weights: Sequence[float] | None = None) -
         return total.to(first.tensors[name].dtype)
 
     where = f"the mean of {', '.join(source.where for source in sources)}"
-    return replace(first, where=where, load=load)
+    return replace(first, where=where, load=load, load_part=None)
 
 
 def _add(total: Tensor, tensor: Tensor, share: float) -> None:

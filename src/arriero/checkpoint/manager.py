@@ -1,11 +1,11 @@
-"""The checkpoints of a run: saved as one unit, found again, and let go."""
+"""The checkpoints of a run: saved as one unit, found again, and deleted by retention."""
 
-import shutil
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -14,10 +14,14 @@ from arriero.checkpoint.directory import (
     CHECKPOINTS,
     UNFINISHED,
     Saved,
+    aside_in,
     delete,
+    free_name,
     name_of,
     publish,
+    remove,
     saved_in,
+    set_aside,
     tidy,
 )
 from arriero.checkpoint.manifest import (
@@ -32,7 +36,11 @@ from arriero.checkpoint.pieces import METADATA, Piece, Staging, write_pieces
 from arriero.checkpoint.ranks import Failed, Ranks, explain
 from arriero.checkpoint.retention import Mark, to_delete
 from arriero.checkpoint.space import refuse_no_room, room_at
+from arriero.checkpoint.state import listed
 from arriero.errors import UserError
+from arriero.units import counted
+
+START_OVER = "--set checkpoint.start_over=true moves what is left aside and starts at step 0"
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,8 @@ class Unit:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a save. `still_fit` is how many more the disk holds."""
+    """The result of a save. `still_fit` is how many more the disk holds; `warnings` concern old checkpoints
+    that could not be deleted."""
 
     step: int
     blocked_s: float
@@ -55,6 +64,7 @@ class Report:
     size: int = 0
     still_fit: int | None = None
     removed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     error: str | None = None
 
 
@@ -80,31 +90,71 @@ class Checkpoints:
         self._reports: deque[Report] = deque()
         self._damaged: set[str] = set()
 
-    def newest(self) -> tuple[Saved | None, list[str]]:
-        """The newest sound one, and what to tell of the others. All ranks read a share of the files."""
-        told = self._ranks.by_leader(lambda: tidy(self._run_dir))
-        for saved in self._ranks.by_leader(lambda: saved_in(self._run_dir)[::-1]):
-            if problem := saved.problem or self._damage(saved):
-                told.append(f"{saved.directory.name} {problem}: not used")
-                if saved.manifest is not None:
-                    self._damaged.add(saved.directory.name)
-                continue
-            return saved, told
-        return None, told
+    def newest(self, start_over: bool = False) -> tuple[Saved | None, list[str]]:
+        """The newest valid checkpoint, if there is any, and remarks on the others. Called by all ranks.
 
-    def _damage(self, saved: Saved) -> str | None:
-        manifest = saved.manifest
-        assert manifest is not None
-        mine = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
-        found = self._ranks.together(lambda: damaged_files(saved.directory, manifest, mine))
-        problems = {name: problem for part in found for name, problem in part.items()}
-        return "; ".join(f"{name} {problem}" for name, problem in sorted(problems.items())) or None
+        Where there are checkpoints and none can be loaded, it moves them aside with `start_over` and refuses
+        without it. Damaged ones are renamed once a valid one is found; nothing published is deleted.
+        """
+        remarks = self._ranks.by_leader(lambda: tidy(self._run_dir))
+        found, aside = self._ranks.by_leader(lambda: (saved_in(self._run_dir), aside_in(self._run_dir)))
+        problems = {saved.directory.name: saved.problem for saved in found if saved.problem}
+        damaged = [saved.directory for saved in found if saved.damaged]
+        for saved in reversed(found):
+            if saved.problem is None:
+                if problem := damage_of(saved, self._ranks):
+                    problems[saved.directory.name] = problem
+                    damaged.append(saved.directory)
+                    continue
+                left = [f"{name} {problem}: not used" for name, problem in problems.items()]
+                asides = self._ranks.by_leader(lambda: self._set_aside(damaged))
+                return saved, remarks + [line + asides.get(line.split()[0], "") for line in left]
+        problems |= {path.name: "was renamed aside earlier" for _, path in aside}
+        if problems and start_over:
+            return None, remarks + self.start_over()
+        if problems:
+            listed = "; ".join(f"{name} {problem}" for name, problem in sorted(problems.items()))
+            raise UserError(
+                f"no checkpoint of {self._run_dir} can be loaded: {listed}",
+                f"restore one from a copy; or {START_OVER}",
+            )
+        return None, remarks
+
+    def _set_aside(self, damaged: list[Path]) -> dict[str, str]:
+        """What became of each of them. One that keeps its name must not count as a checkpoint to keep."""
+        outcomes = {}
+        for path in damaged:
+            try:
+                outcomes[path.name] = f", renamed to {set_aside(path).name}"
+            except OSError as error:
+                outcomes[path.name] = f", and it cannot be renamed ({error})"
+                self._damaged.add(path.name)
+        return outcomes
+
+    def start_over(self) -> list[str]:
+        """Rename the whole folder of checkpoints, so that the run starts at step 0. Called by all ranks."""
+
+        def move() -> list[str]:
+            if not os.path.lexists(self.folder):
+                return []
+            aside = free_name(self.folder.with_name(f"{CHECKPOINTS}.old"))
+            try:
+                self.folder.rename(aside)
+            except OSError as error:
+                raise UserError(f"{self.folder} cannot be renamed ({error})", "rename it yourself") from None
+            return [f"folder {self.folder} was moved to {aside.name} (checkpoint.start_over)"]
+
+        return self._ranks.by_leader(move)
 
     def save(self, unit: Unit) -> float:
-        """Returns the seconds training had to wait. Failures are told by `reports`."""
+        """Returns the seconds training had to wait. `reports` has what failed while writing.
+
+        Called by all ranks. Non-finite weights or state are not saved: all ranks raise the same UserError.
+        """
         start = time.perf_counter()
         self.wait()
         staged = Unit(unit.step, self._staging.copy(unit.pieces), unit.files, unit.about)
+        self._refuse_non_finite(unit.step)
         if not self._background:
             self._write(staged, start)
             return time.perf_counter() - start
@@ -116,6 +166,20 @@ class Checkpoints:
         self._thread.start()
         return blocked
 
+    def _refuse_non_finite(self, step: int) -> None:
+        found = self._staging.non_finite
+        if not self._ranks.any(bool(found)):
+            return
+        names = sorted({name for part in self._ranks.together(lambda: found) for name in part})
+        contain = "contains" if len(names) == 1 else "contain"
+        problem = f"{counted(len(names), 'tensor')} {contain} non-finite values: {listed(names)}"
+        self._reports.append(Report(step, 0.0, 0.0, error=problem))
+        raise UserError(
+            f"step {step} was not saved: {problem}",
+            "older checkpoints are kept, and the same command resumes from the newest; check the data and "
+            "the learning rate of the steps since then",
+        )
+
     def wait(self) -> None:
         if self._thread is not None:
             self._thread.join()
@@ -126,35 +190,40 @@ class Checkpoints:
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def _write(self, unit: Unit, start: float, blocked: float | None = None) -> None:
-        making = self.folder / (name_of(unit.step) + UNFINISHED)
-        size, fits, removed, problem = 0, None, [], None
+        report = Report(unit.step, 0.0, 0.0)
         try:
-            size, fits, removed = self._write_whole(unit, making)
+            report = self._write_whole(unit)
         except (Exception, CheckpointException) as error:
             problem = str(error) if isinstance(error, Failed | UserError) else explain(error)
-            if self._ranks.leads:
-                shutil.rmtree(making, ignore_errors=True)
+            report = replace(report, error=problem)
         seconds = time.perf_counter() - start
         waited = seconds if blocked is None else blocked
-        self._reports.append(Report(unit.step, waited, seconds, size, fits, tuple(removed), problem))
+        self._reports.append(replace(report, blocked_s=waited, written_s=seconds))
 
-    def _write_whole(self, unit: Unit, making: Path) -> tuple[int, int, list[str]]:
+    def _write_whole(self, unit: Unit) -> Report:
         ranks = self._ranks
-        ranks.by_leader(lambda: self._make_room(making))
-        written = write_pieces(making, unit.pieces, ranks)
-        parts = ranks.together(
-            lambda: {name: _confirmed(making / name, sha) for name, sha in written.items()}
-        )
-        files = {name: file for part in parts for name, file in part.items()}
-        return ranks.by_leader(lambda: self._finish(unit, making, files))
+        making = ranks.by_leader(lambda: self._make_room(unit.step))
+        try:
+            written = write_pieces(making, unit.pieces, ranks)
+            parts = ranks.together(
+                lambda: {name: _confirmed(making / name, sha) for name, sha in written.items()}
+            )
+            files = {name: file for part in parts for name, file in part.items()}
+            return ranks.by_leader(lambda: self._finish(unit, making, files))
+        except (Exception, CheckpointException):
+            if ranks.leads:
+                remove(making)
+            raise
 
-    def _make_room(self, making: Path) -> None:
+    def _make_room(self, step: int) -> Path:
         refuse_no_room(self.folder, self.bytes_each)
-        if making.exists():
-            shutil.rmtree(making)
+        making = self.folder / (name_of(step) + UNFINISHED)
+        if os.path.lexists(making) and remove(making):
+            making = free_name(self.folder / name_of(step), UNFINISHED)
         making.mkdir(parents=True)
+        return making
 
-    def _finish(self, unit: Unit, making: Path, files: dict[str, File]) -> tuple[int, int, list[str]]:
+    def _finish(self, unit: Unit, making: Path, files: dict[str, File]) -> Report:
         assert METADATA in files
         for name, content in unit.files.items():
             (making / name).write_bytes(content)
@@ -165,21 +234,40 @@ class Checkpoints:
         make_durable(making / MANIFEST)
         publish(making, self.folder / name_of(unit.step))
         self._damaged.discard(name_of(unit.step))
-        removed = self._let_go()
-        return manifest.size, room_at(self.folder, self.bytes_each).fits, removed
+        report = Report(unit.step, 0.0, 0.0, manifest.size)
+        try:
+            removed, warnings = self._delete_old()
+            fits = room_at(self.folder, self.bytes_each).fits
+        except (OSError, UserError) as error:
+            # the new checkpoint is in place and valid, whatever happens to older ones
+            return replace(report, warnings=(f"old checkpoints were not looked at ({error})",))
+        return replace(report, still_fit=fits, removed=tuple(removed), warnings=tuple(warnings))
 
-    def _let_go(self) -> list[str]:
-        """Called when a new one is in place, read back and sound."""
-        found = saved_in(self._run_dir)
-        sound = [s for s in found if s.manifest and not s.problem and s.directory.name not in self._damaged]
-        marks = [Mark(s.step, s.manifest.tokens) for s in sound if s.manifest]
-        gone = [name_of(step) for step in to_delete(marks, self._keep, self._period)]
-        older = {s.directory.name for s in found if s.step < sound[-1].step}
-        gone += sorted(self._damaged & older)
-        for name in gone:
-            delete(self.folder / name)
-            self._damaged.discard(name)
-        return gone
+    def _delete_old(self) -> tuple[list[str], list[str]]:
+        """What retention removed, and what it could not; called when a new checkpoint is in place."""
+        found = saved_in(self._run_dir, report_unreadable=True)
+        valid = [s for s in found if s.manifest and not s.problem and s.directory.name not in self._damaged]
+        marks = [Mark(s.step, s.manifest.tokens) for s in valid if s.manifest]
+        removed, warnings = [], []
+        for name in map(name_of, to_delete(marks, self._keep, self._period)):
+            problem = delete(self.folder / name)
+            if problem is None:
+                removed.append(name)
+            else:
+                warnings.append(f"the old checkpoint {name} cannot be deleted ({problem})")
+        return removed, warnings
+
+
+def damage_of(saved: Saved, ranks: Ranks) -> str | None:
+    """What is wrong with a checkpoint's files, or None. Called by all ranks: each reads a share of them."""
+    manifest = saved.manifest
+    assert manifest is not None
+    # the largest first, so that every rank has about as much to read
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    mine = by_size[ranks.rank :: ranks.size]
+    found = ranks.together(lambda: damaged_files(saved.directory, manifest, mine))
+    problems = {name: problem for part in found for name, problem in part.items()}
+    return "; ".join(f"{name} {problem}" for name, problem in sorted(problems.items())) or None
 
 
 def _confirmed(path: Path, sha256: str) -> File:

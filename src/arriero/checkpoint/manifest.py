@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arriero.errors import UserError
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 _CHUNK = 2**22
@@ -16,11 +18,19 @@ _THREADS = 8
 
 
 class Invalid(Exception):
-    """Why a directory is not a checkpoint that can be used."""
+    """Why a directory is not a checkpoint that can be used: its content, once read, proves it damaged."""
 
 
 class Newer(Invalid):
-    """It may well be sound, for a later version than this one."""
+    """Possibly valid, but written by a later version than this one."""
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """A read error says nothing about the content, so it must never count as damage."""
+    return UserError(
+        f"{path} cannot be read ({error.strerror or error})",
+        "check its permissions and the file system, then run the same command again; nothing was changed",
+    )
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ def read_manifest(directory: Path) -> Manifest:
     except FileNotFoundError:
         raise Invalid(f"has no {MANIFEST}") from None
     except OSError as error:
-        raise Invalid(f"{MANIFEST} cannot be read ({error.strerror})") from None
+        raise unreadable(directory / MANIFEST, error) from None
     try:
         content = json.loads(raw)
         if content["format"] > FORMAT:
@@ -81,18 +91,38 @@ def damaged_files(
     manifest: Manifest,
     only: Iterable[str] | None = None,
     progress: Callable[[int], None] = lambda _: None,
+    report_unreadable: bool = False,
 ) -> dict[str, str]:
-    """What is wrong with each file that is not as it was written; several are read at a time."""
+    """Names of the files whose content differs from what was written, each with its problem.
+
+    A read error raises UserError, or is listed among the problems with `report_unreadable`.
+    """
     names = list(manifest.files if only is None else only)
+
+    def judge(name: str) -> str | None:
+        try:
+            return _problem(directory / name, manifest.files[name], progress)
+        except OSError as error:
+            if not report_unreadable:
+                raise unreadable(directory / name, error) from None
+            return f"cannot be read ({error.strerror or error})"
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda name: _problem(directory / name, manifest.files[name], progress), names)
+        found = list(pool.map(judge, names))
     return {name: problem for name, problem in zip(names, found, strict=True) if problem}
 
 
 def wrong_sizes(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """The quick look: reads nothing."""
-    found = {name: _size_problem(directory / name, file) for name, file in manifest.files.items()}
-    return {name: problem for name, problem in found.items() if problem}
+    """Compare sizes only, without reading the files."""
+    problems = {}
+    for name, file in manifest.files.items():
+        try:
+            problem = _size_problem(directory / name, file)
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror or error})"
+        if problem:
+            problems[name] = problem
+    return problems
 
 
 def _size_problem(path: Path, file: File) -> str | None:
@@ -104,12 +134,9 @@ def _size_problem(path: Path, file: File) -> str | None:
 
 
 def _problem(path: Path, file: File, progress: Callable[[int], None]) -> str | None:
-    try:
-        if problem := _size_problem(path, file):
-            return problem
-        return None if sha256_of_file(path, progress) == file.sha256 else "has other bytes than were written"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
+    if problem := _size_problem(path, file):
+        return problem
+    return None if sha256_of_file(path, progress) == file.sha256 else "has other bytes than were written"
 
 
 def sha256_of_file(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:

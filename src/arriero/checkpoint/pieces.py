@@ -41,7 +41,8 @@ from torch.distributed.tensor import DTensor
 
 from arriero.checkpoint.formats.dcp import CarefulReader
 from arriero.checkpoint.lazily import OneByOne
-from arriero.checkpoint.ranks import Ranks
+from arriero.checkpoint.manifest import unreadable
+from arriero.checkpoint.ranks import Ranks, cause_of
 from arriero.parallel.apply import held_here
 from arriero.parallel.precision import ordinary
 
@@ -75,16 +76,43 @@ def _piece(tensors: Mapping[str, Tensor], name: str) -> Piece:
     return Piece(cast(DTensor, tensor).to_local(), (0,) * tensor.ndim, tensor.shape)
 
 
+class Extremes:
+    """The least and greatest value of each tensor added, left on its device until `non_finite` is asked for.
+
+    Both are finite exactly when the whole tensor is: aminmax propagates NaN.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[torch.device, torch.dtype], dict[str, tuple[Tensor, Tensor]]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            return
+        wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()
+        self._found.setdefault((wide.device, wide.dtype), {})[name] = tuple(torch.aminmax(wide))
+
+    def non_finite(self) -> list[str]:
+        """Names of the tensors with a NaN or an infinity; one copy from each device."""
+        names = []
+        for extremes in self._found.values():
+            bounds = torch.stack([bound for pair in extremes.values() for bound in pair])
+            good = bounds.isfinite().view(-1, 2).all(dim=1).tolist()
+            names += [name for name, finite in zip(extremes, good, strict=True) if not finite]
+        return sorted(names)
+
+
 class Staging:
     """Host memory for one save, used again by the next. What is on its way there need not wait for the rest:
-    its memory is free for what the device does after the copy."""
+    its memory is free for what the device does after the copy. `non_finite` are names of the last copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self.non_finite: list[str] = []
 
     def copy(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-        staged, from_gpu = {}, False
+        staged, from_gpu, extremes = {}, False, Extremes()
         for name, piece in pieces.items():
+            extremes.add(name, piece.local)
             from_gpu |= piece.local.is_cuda
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != piece.local.shape or buffer.dtype != piece.local.dtype:
@@ -95,6 +123,7 @@ class Staging:
             staged[name] = Piece(buffer, piece.offset, piece.shape)
         if from_gpu:
             torch.cuda.synchronize()
+        self.non_finite = extremes.non_finite()
         return staged
 
 
@@ -119,16 +148,21 @@ def write_pieces(directory: Path, pieces: Mapping[str, Piece], ranks: Ranks) -> 
     return {name.removesuffix(".tmp"): digest.hexdigest() for name, digest in hashed.digests.items()}
 
 
-def read_pieces(directory: Path, pieces: Mapping[str, Piece], ranks: Ranks) -> None:
-    """Called by all ranks, each with the pieces it needs, cut as it needs them."""
+def read_pieces(reader: CarefulReader, pieces: Mapping[str, Piece], ranks: Ranks) -> None:
+    """Called by all ranks, each with the pieces it needs. Each reads on its own; all fail together."""
     _hush()
-    dcp.load(
-        cast(dict[str, Any], dict(pieces)),
-        storage_reader=CarefulReader(directory),
-        planner=_Loading(),
-        process_group=ranks.group,
-        no_dist=ranks.size == 1,
-    )
+    wanted = cast(dict[str, Any], dict(pieces))
+
+    def load() -> None:
+        try:
+            # with collectives, rank 0 would gather every rank's plan only to send it back unchanged
+            dcp.load(wanted, storage_reader=reader, planner=_Loading(), no_dist=True)
+        except CheckpointException as error:
+            if isinstance(cause := cause_of(error), OSError):
+                raise unreadable(Path(cause.filename or reader.path), cause) from None
+            raise
+
+    ranks.together(load)
 
 
 def _hush() -> None:

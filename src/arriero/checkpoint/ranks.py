@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -37,6 +38,14 @@ class Ranks:
         dist.all_gather_object(told, mine, group=self.group)
         return _results(told)
 
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any rank."""
+        if self.size == 1:
+            return flag
+        found = torch.tensor([int(flag)])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return bool(found)
+
     def by_leader(self, work: Callable[[], Result]) -> Result:
         """Done once; the others learn the result."""
         said: list[Any] = [_attempt(work) if self.leads else None]
@@ -54,12 +63,17 @@ def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Any]:
         return None, explain(error)
 
 
-def explain(error: BaseException) -> str:
-    """DCP wraps what each rank met into an exception of its own."""
+def cause_of(error: BaseException) -> BaseException:
+    """The first rank's exception, which DCP wraps into one of its own."""
     inner = getattr(error, "failures", None)
     if isinstance(inner, dict) and inner:
         first = next(iter(inner.values()))
-        error = first[0] if isinstance(first, tuple) else first
+        return first[0] if isinstance(first, tuple) else first
+    return error
+
+
+def explain(error: BaseException) -> str:
+    error = cause_of(error)
     return f"{type(error).__name__}: {error}"
 
 

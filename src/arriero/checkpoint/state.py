@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arriero.checkpoint.formats.dcp import CarefulReader
 from arriero.checkpoint.lazily import OneByOne
 from arriero.checkpoint.manifest import Manifest
-from arriero.checkpoint.pieces import Piece, pieces_of, read_pieces
+from arriero.checkpoint.pieces import Extremes, Piece, pieces_of, read_pieces
 from arriero.checkpoint.ranks import Ranks
 from arriero.errors import UserError
 
@@ -81,11 +82,26 @@ def load_tensors(
     _refuse_strangers(directory, wanted, there, tolerated)
     # of all ranks' names and in the file's order, lest one read less often than the others
     sizes = {name: bytes_of({name: manifest.tensors[name]}) for name in there if name in wanted}
+    reader = CarefulReader(directory)
     for names in _batches(sizes, _READ_AT_ONCE * ranks.size):
         some = {name: tensors[name] for name in names if name in tensors}
-        read_pieces(directory, pieces_of(some), ranks)
+        read_pieces(reader, pieces_of(some), ranks)
         for name, tensor in some.items():
             keep(name, tensor)
+
+
+def non_finite_tensors(
+    directory: Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None
+) -> list[str]:
+    """Names of the tensors of a checkpoint with a NaN or an infinity; read whole, one at a time."""
+    reader, extremes = CarefulReader(directory), Extremes()
+    for name, (dtype, shape) in manifest.tensors.items():
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        if tensor.is_floating_point():
+            read_pieces(reader, pieces_of({name: tensor}), Ranks())
+            extremes.add(name, tensor)
+        progress(tensor.nbytes)
+    return extremes.non_finite()
 
 
 def _batches(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
@@ -109,7 +125,7 @@ def _refuse_strangers(
     changed = sorted(name for name in wanted.keys() & there.keys() if list(wanted[name]) != list(there[name]))
     shapes = [f"{name} {there[name]}, not {wanted[name]}" for name in changed]
     problems = [
-        f"{heading} {_listed(names)}"
+        f"{heading} {listed(names)}"
         for heading, names in (("lacks", missing), ("has unexpected", unexpected), ("has", shapes))
         if names
     ]
@@ -125,6 +141,7 @@ def _not_tolerated(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return sorted(name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first of many names, and how many more there are."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more

@@ -341,6 +341,11 @@ class CheckpointSection(Section):
         description="A checkpoint or run directory that a new run continues: weights, optimizer, step and "
         "data position are kept. A run continues its own newest checkpoint without being told.",
     )
+    start_over: bool = Field(
+        False,
+        description="Start at step 0 although the run has consumed data: its checkpoints are moved to "
+        "RUN/checkpoints.old, never deleted. Applied once; a restart with the same run file resumes.",
+    )
     load: LoadSection = Field(
         default_factory=LoadSection, description="What may differ between a checkpoint and the model."
     )

@@ -46,7 +46,7 @@ from arriero.train.loss import chunked_loss
 from arriero.train.optim import Optimizer, named_parameters
 from arriero.train.passes import Passes
 from arriero.train.resume import Restorer
-from arriero.train.rundir import open_run_directory, run_directory
+from arriero.train.rundir import open_run_directory, run_directory, starts_over
 from arriero.train.saving import Saver, everywhere
 from arriero.train.schedule import make_shape
 from arriero.train.session import Decision, Session, total_steps
@@ -68,7 +68,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     tensors = everywhere(mesh, dict(described(pieces_of(flat(optimizer.weights(), optimizer.state())))))
     checkpoints = _checkpoints(plan, mesh, bytes_of(tensors))
     restorer = Restorer(config.checkpoint, _ranks(plan, mesh), partial(everywhere, mesh), optimizer)
-    beginning = restorer.begin(checkpoints, streams.train, tokenizer)
+    beginning = restorer.begin(checkpoints, streams.train, tokenizer, starts_over(config))
     decisions = [
         *plan.decisions,
         *_found(config, most_steps, float8, device.torch_device),

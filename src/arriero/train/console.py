@@ -105,7 +105,9 @@ class ConsoleProgress(Hook):
             self._console.print(f"[bold red]{escape(text)}[/]", soft_wrap=True)
             return
         self._saved = report.step
-        if not report.still_fit:
+        for warning in report.warnings:
+            self._console.print(warning, style="yellow", markup=False, soft_wrap=True)
+        if report.still_fit == 0:
             text = f"step {report.step} is saved; the next checkpoint will not fit on the disk"
             self._console.print(f"[bold red]{escape(text)}[/]", soft_wrap=True)
 

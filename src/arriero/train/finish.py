@@ -16,7 +16,7 @@ from arriero.errors import UserError
 from arriero.model.build import build_model
 from arriero.parallel.precision import ordinary
 from arriero.train.outcome import Outcome
-from arriero.train.rundir import run_directory
+from arriero.train.rundir import run_directory, starts_over
 from arriero.train.sample import continue_text
 from arriero.train.saving import read_state
 from arriero.train.session import Session, total_steps
@@ -48,7 +48,7 @@ def ended_already(config: RunConfig) -> Outcome | None:
     """What a run reached that is at its end and has its model; answered without building anything."""
     run_dir = run_directory(config)
     usable = [saved for saved in saved_in(run_dir) if saved.problem is None]
-    if not usable or not (run_dir / MODEL / "config.json").is_file():
+    if starts_over(config) or not usable or not (run_dir / MODEL / "config.json").is_file():
         return None
     try:
         outcome = Outcome.recalled(read_state(usable[-1].directory))

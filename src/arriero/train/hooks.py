@@ -11,7 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from arriero.checkpoint.manager import Report
 from arriero.data.order.ledger import Stretch, begin_ledger, write_ledger
-from arriero.events import EventLog
+from arriero.events import EVENTS, EventLog
 from arriero.train.interrupt import Interrupted
 from arriero.train.metrics import StepMetrics
 
@@ -129,7 +129,7 @@ def _read_by_all(session: "Session") -> Stretch:
 
 class EventsFile(Hook):
     def __init__(self, run_dir: Path) -> None:
-        self._events = EventLog(run_dir / "events.jsonl")
+        self._events = EventLog(run_dir / EVENTS)
 
     def on_start(self, session: "Session") -> None:
         self._events.write("start", **session.describe())

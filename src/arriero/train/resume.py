@@ -1,5 +1,6 @@
-"""Where a run begins: at its own newest checkpoint, at another's, from weights alone, or from nothing."""
+"""Where a run starts: at its own newest checkpoint, at another run's, from weights alone, or from scratch."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,20 +11,22 @@ import torch
 from arriero.checkpoint.convert import open_source
 from arriero.checkpoint.directory import CHECKPOINTS, Saved, checkpoint_at
 from arriero.checkpoint.formats.source import Source
-from arriero.checkpoint.manager import Checkpoints
-from arriero.checkpoint.manifest import MANIFEST, Invalid, Manifest, damaged_files, read_manifest
+from arriero.checkpoint.manager import START_OVER, Checkpoints, damage_of
+from arriero.checkpoint.manifest import MANIFEST, Invalid, Manifest, read_manifest, unreadable
 from arriero.checkpoint.pieces import pieces_of
 from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.state import MODEL, OPTIM, Tolerated, flat, flat_weights, load_tensors
 from arriero.config.schema import CheckpointSection
-from arriero.data.order.ledger import refuse_other_order
+from arriero.data.order.ledger import LEDGER, read_ledger, refuse_other_order
 from arriero.data.order.order import Stream
 from arriero.data.tokens.tokenizer import Tokenizer
 from arriero.errors import UserError
+from arriero.events import EVENTS, EventLog
 from arriero.train.optim import Optimizer
 from arriero.train.outcome import Outcome
 from arriero.train.saving import read_state
 from arriero.train.session import Decision
+from arriero.units import counted
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,16 @@ class Restorer:
     everywhere: Callable[[dict[str, Any]], dict[str, Any]]
     optimizer: Optimizer
 
-    def begin(self, checkpoints: Checkpoints, stream: Stream, tokenizer: Tokenizer) -> Beginning:
-        newest, remarks = checkpoints.newest()
+    def begin(
+        self, checkpoints: Checkpoints, stream: Stream, tokenizer: Tokenizer, start_over: bool = False
+    ) -> Beginning:
+        """`start_over`: checkpoint.start_over is set and was not applied yet."""
+        moved = checkpoints.start_over() if start_over else []
+        newest, remarks = checkpoints.newest(self.section.start_over)
+        run_dir, allowed = checkpoints.folder.parent, self.section.start_over
+        if newest is None:
+            moved += self.ranks.by_leader(lambda: refuse_lost_progress(run_dir, allowed))
+        remarks = moved + remarks
         if newest is not None:
             return self._resume(
                 newest.directory, newest.manifest, stream, tokenizer, "the run's newest", remarks
@@ -74,7 +85,7 @@ class Restorer:
         remarks: Sequence[str],
     ) -> Beginning:
         assert manifest is not None
-        state = read_state(directory)
+        state = self.ranks.by_leader(lambda: read_state(directory))
         refuse_other_tokenizer(directory, manifest, tokenizer)
         refuse_other_order(state["data"], stream, str(directory))
         self._load(directory, manifest, flat(self.optimizer.weights(), self.optimizer.state()))
@@ -84,13 +95,17 @@ class Restorer:
         return Beginning(outcome, int(state["data"]["sample"]), directory, decision, remarks)
 
     def _given(self, path: str, key: str) -> Saved:
-        """A checkpoint someone named: if it is damaged there is no other to take."""
-        return self.ranks.by_leader(lambda: sound_checkpoint(Path(path), key))
+        """The checkpoint a user named; refused where it is damaged. All ranks share the reading."""
+        saved = self.ranks.by_leader(lambda: named_checkpoint(Path(path), key))
+        if problem := damage_of(saved, self.ranks):
+            raise UserError(f"{key}: {saved.directory} is damaged ({problem})", "give another checkpoint")
+        return saved
 
     def _weights_alone(self, path: Path) -> str:
         weights = self.optimizer.weights()
         if not (path / MANIFEST).is_file() and not (path / CHECKPOINTS).is_dir():
-            self._fill_from(open_source(path), weights)
+            # together, so that a read error on one rank ends all of them
+            self.ranks.together(lambda: self._fill_from(open_source(path), weights))
         else:
             saved = self._given(str(path), "checkpoint.start_from")
             assert saved.manifest is not None
@@ -100,7 +115,7 @@ class Restorer:
 
     @torch.no_grad()
     def _fill_from(self, source: Source, weights: Mapping[str, torch.Tensor]) -> None:
-        """From a model of any format, tensor by tensor; each rank takes its own part."""
+        """From a model of any format, tensor by tensor; each rank reads its own part."""
         for name, weight in weights.items():
             piece = pieces_of({name: weight})[name]
             told = source.tensors.get(name)
@@ -110,9 +125,8 @@ class Restorer:
                     f"{source.where} has {found} for {name}, and the model wants {list(piece.shape)}",
                     "start from weights of the same model: see [model]",
                 )
-            whole = source.load(name)
             cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True))
-            piece.local.copy_(whole[cut])
+            piece.local.copy_(source.part(name, cut))
             self.optimizer.load_weight(name, weight)
 
     def _load(
@@ -130,18 +144,62 @@ class Restorer:
             self.optimizer.load_moment(parameter, kind, tensor)
 
 
-def sound_checkpoint(path: Path, key: str) -> Saved:
+def named_checkpoint(path: Path, key: str) -> Saved:
     directory = checkpoint_at(path)
     try:
         manifest = read_manifest(directory)
     except Invalid as error:
         raise UserError(
-            f"{key}: {directory} is no checkpoint ({error})", f"give a directory with a {MANIFEST}"
+            f"{key}: {directory} is not a checkpoint ({error})", f"give a directory with a {MANIFEST}"
         ) from None
-    if bad := damaged_files(directory, manifest):
-        named = "; ".join(f"{name} {problem}" for name, problem in sorted(bad.items()))
-        raise UserError(f"{key}: {directory} is damaged ({named})", "give another checkpoint")
     return Saved(directory, manifest.step, manifest)
+
+
+def refuse_lost_progress(run_dir: Path, start_over: bool) -> list[str]:
+    """For a run directory without checkpoints: refuse to train again what was saved once, or finished.
+
+    A run that was stopped before its first save has nothing to resume from: it starts again, with a remark.
+    """
+    if start_over:
+        if run_dir.exists():
+            EventLog(run_dir / EVENTS).write("start over")
+        return []
+    history = _events_since_start_over(run_dir)
+    saves = [event.get("step") for event in history if event["event"] == "save"]
+    if saves:
+        raise UserError(
+            f"{run_dir} has no checkpoint, although {len(saves)} were saved, the last at step {saves[-1]}",
+            f"restore its {CHECKPOINTS} folder; or {START_OVER}",
+        )
+    if any(event["event"] == "end" for event in history):
+        raise UserError(
+            f"{run_dir} is finished and was never saved, so there is nothing to resume from",
+            f"choose another run with --set run.name=NAME; or {START_OVER}",
+        )
+    consumed = read_ledger(run_dir).samples if (run_dir / LEDGER).exists() else 0
+    if not consumed:
+        return []
+    return [f"was never saved in {run_dir}: {counted(consumed, 'consumed sample')} will be read again"]
+
+
+def _events_since_start_over(run_dir: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (run_dir / EVENTS).read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise unreadable(run_dir / EVENTS, error) from None
+    history: list[dict[str, Any]] = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # a kill can leave half a line
+        if isinstance(event, dict) and event.get("event") == "start over":
+            history.clear()
+        elif isinstance(event, dict) and "event" in event:
+            history.append(event)
+    return history
 
 
 def refuse_other_tokenizer(directory: Path, manifest: Manifest, tokenizer: Tokenizer) -> None:

@@ -54,6 +54,15 @@ def refuse_foreign(config: RunConfig) -> None:
         refuse_other_rates(there, config, ledger.samples // ledger.batch_sequences)
 
 
+def starts_over(config: RunConfig) -> bool:
+    """Whether checkpoint.start_over is still to be applied.
+
+    The stored run file tells: a job that is started again with the same one must not lose its progress.
+    """
+    path = run_directory(config) / "run.toml"
+    return config.checkpoint.start_over and path.exists() and not config_from_toml(path).checkpoint.start_over
+
+
 def open_run_directory(config: RunConfig) -> Path:
     directory = run_directory(config)
     try:

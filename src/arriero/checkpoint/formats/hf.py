@@ -13,6 +13,7 @@ from arriero.checkpoint.formats.safetensors import SafetensorsReader, write_safe
 from arriero.checkpoint.formats.source import (
     AS_IT_IS,
     Advance,
+    Cut,
     Source,
     Writing,
     cast,
@@ -24,7 +25,7 @@ from arriero.checkpoint.formats.source import (
 )
 from arriero.errors import UserError
 from arriero.model.formats.hf import hf_config, hf_from_own, hf_names, own_from_hf, spec_from_hf, to_hf
-from arriero.model.formats.recipe import own_tensors, refuse_misfit
+from arriero.model.formats.recipe import as_it_is, own_tensors, refuse_misfit
 from arriero.model.spec import ModelSpec
 
 _INDEX = "model.safetensors.index.json"
@@ -49,6 +50,14 @@ def open_hf(directory: Path) -> Source:
     def read(theirs: str) -> Tensor:
         return readers[names[theirs]].read(names[theirs])
 
+    def read_part(name: str, cut: Cut) -> Tensor:
+        """GPT-2 stores matrices fused and transposed; its models are small enough to be read whole."""
+        made = recipe[name]
+        if made.make is not as_it_is:
+            return made.of(read)[cut]
+        stored = names[made.parts[0]]
+        return readers[stored].read_part(stored, cut)
+
     return Source(
         "hf",
         str(directory),
@@ -57,6 +66,7 @@ def open_hf(directory: Path) -> Source:
         lambda name: recipe[name].of(read),
         companions_of(directory),
         {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None},
+        read_part,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from arriero.checkpoint.formats.source import Advance, raw_bytes, read_into, silent
+from arriero.checkpoint.formats.source import Advance, Cut, raw_bytes, read_into, silent
 from arriero.errors import UserError
 
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -18,7 +18,7 @@ _TYPES |= {"U8": torch.uint8, "BOOL": torch.bool, "I64": torch.int64, "I32": tor
 
 
 class SafetensorsReader:
-    """`tensors` has names, shapes and types, on meta; `read` gives one, and nothing else is held."""
+    """`tensors` has names, shapes and types, on meta; `read` returns one of them, `read_part` a slice."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,6 +43,21 @@ class SafetensorsReader:
         tensor = torch.empty(planned.shape, dtype=planned.dtype)
         read_into(self.path, self._begins[name], tensor)
         return tensor
+
+    def read_part(self, name: str, cut: Cut) -> Tensor:
+        """Only the bytes of the slice are read, of vectors and matrices: rows at once, columns row by row."""
+        planned = self.tensors[name]
+        if planned.ndim not in (1, 2):
+            return self.read(name)[cut]
+        part = torch.empty(planned[cut].shape, dtype=planned.dtype)
+        row_bytes = planned.stride(0) * planned.dtype.itemsize
+        begins = self._begins[name] + (cut[0].start or 0) * row_bytes
+        if part.shape[1:] == planned.shape[1:]:
+            read_into(self.path, begins, part)
+        else:
+            begins += (cut[1].start or 0) * planned.dtype.itemsize
+            read_into(self.path, begins, part, row_stride=row_bytes)
+        return part
 
 
 def write_safetensors(

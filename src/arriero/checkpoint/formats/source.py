@@ -28,6 +28,7 @@ COMPANIONS = (
 SHARD_BYTES = 5 * 10**9
 
 Advance = Callable[[int], None]
+Cut = tuple[slice, ...]
 
 
 def silent(_: int) -> None:
@@ -37,7 +38,8 @@ def silent(_: int) -> None:
 @dataclass(frozen=True)
 class Source:
     """`tensors` has shapes and dtypes, on meta; a tied head is not among them. `companions` are the files
-    that travel beside the weights, `tokens` the ids a Hugging Face config names, such as eos_token_id."""
+    that travel beside the weights, `tokens` the ids a Hugging Face config names, such as eos_token_id.
+    `load_part` reads a slice of a tensor without the rest, where the format allows it."""
 
     format: str
     where: str
@@ -46,6 +48,10 @@ class Source:
     load: Callable[[str], Tensor]
     companions: Mapping[str, Path] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
+    load_part: Callable[[str, Cut], Tensor] | None = None
+
+    def part(self, name: str, cut: Cut) -> Tensor:
+        return self.load(name)[cut] if self.load_part is None else self.load_part(name, cut)
 
     def nbytes(self, dtype: torch.dtype | None = None) -> int:
         return sum(t.numel() * (dtype or t.dtype).itemsize for t in self.tensors.values())
@@ -108,16 +114,21 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def read_into(path: Path, begins: int, tensor: Tensor) -> None:
-    """By reading, not mapping: mapped pages would count as memory until the file is closed."""
+def read_into(path: Path, begins: int, tensor: Tensor, row_stride: int | None = None) -> None:
+    """Fill a contiguous tensor; with `row_stride` its rows lie that many bytes apart in the file.
+
+    The file is read, not mapped: mapped pages would count as memory until the file is closed.
+    """
     view = raw_bytes(tensor)
+    width = len(view) // len(tensor) if row_stride and len(tensor) else len(view)
     try:
         with path.open("rb", buffering=0) as file:
-            file.seek(begins)
-            done = 0
-            while done < len(view) and (got := file.readinto(view[done:])):
-                done += got
+            for row, start in enumerate(range(0, len(view), width or 1)):
+                file.seek(begins + row * (row_stride or 0))
+                done = start
+                while done < start + width and (got := file.readinto(view[done : start + width])):
+                    done += got
+                if done < start + width:
+                    raise UserError(f"{path} ends too early", "copy or download it again")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})", "copy or download it again") from None
-    if done < len(view):
-        raise UserError(f"{path} ends too early", "copy or download it again")
