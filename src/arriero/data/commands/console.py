@@ -1,6 +1,7 @@
 """What a person sees while text is prepared."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,12 +14,15 @@ from rich.table import Table
 from arriero.data.prepare.preparation import Preparation
 from arriero.data.prepare.prepare import Watcher
 from arriero.data.store.store import TokenStore
-from arriero.data.text.readers import BadRecords
+from arriero.data.text.readers import BadLimit, BadRecords, refuse_binary
+from arriero.data.text.sources import Input, TextSources
 from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN
 from arriero.data.tokens.tokenizer import added_by_template
 from arriero.data.tokens.training import sample_texts, train_tokenizer
 from arriero.ui import make_console
 from arriero.units import counted, human_bytes, human_count, human_time
+
+SHOWN_SOURCES = 10
 
 
 class PrepareBar(Watcher):
@@ -39,9 +43,9 @@ class PrepareBar(Watcher):
         self._task: TaskID | None = None
         self._began = time.monotonic()
 
-    def planned(self, preparation: Preparation, todo: Sequence[int]) -> None:
+    def planned(self, preparation: Preparation, todo: Sequence[int], workers: int) -> None:
         self._status.stop()
-        self._console.print(_decisions(preparation, todo))
+        self._console.print(_decisions(preparation, todo, workers))
         self._total = max(1, sum(preparation.shard_bytes(number) for number in todo))
         self._task = self._progress.add_task("", total=self._total, numbers="")
         self._began = time.monotonic()
@@ -86,8 +90,7 @@ class PrepareBar(Watcher):
                 f"{human_bytes(store.tokens * store.dtype.itemsize)} of {store.dtype}",
             ),
         ]
-        if skipped := about["skipped_records"]:
-            rows.append(("skipped", counted(skipped, "bad record"), about["skipped_examples"][0]))
+        rows += _skipped_rows(about)
         rows += _spelled_out_warnings(about)
         rows.append(("dataset", str(store.directory), f"fingerprint {store.fingerprint[:12]}"))
         for name, value, remark in rows:
@@ -111,7 +114,47 @@ def _spelled_out_warnings(about: dict[str, Any]) -> Iterator[tuple[str, str, str
             yield "warning", value, "kept as plain text beside the token of the same name"
 
 
-def _decisions(preparation: Preparation, todo: Sequence[int]) -> Table:
+def _skipped_rows(about: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    some = [each for each in about.get("per_source", []) if each["skipped"]]
+    for each in some[:SHOWN_SOURCES]:
+        records = each["documents"] + each["skipped"]
+        value = f"{counted(each['skipped'], 'bad record')} of {records:,} in {each['source']}"
+        yield "skipped", value, each["skipped_examples"][0]
+    if len(some) > SHOWN_SOURCES:
+        total = sum(each["skipped"] for each in some)
+        yield "skipped", counted(total, "bad record"), f"in {len(some):,} sources; all are in the manifest"
+
+
+def _input_rows(text: TextSources, inputs: Sequence[Input]) -> Iterator[tuple[str, str, str]]:
+    """What is read, by kind, and how it becomes documents."""
+    kinds: dict[str, list[Input]] = {}
+    for each in inputs:
+        kinds.setdefault(each.kind, []).append(each)
+    for kind, some in kinds.items():
+        columns = sorted({text.column_of(each) for each in some} if kind in _RECORDS else ())
+        named = (
+            f", column {', '.join(map(repr, columns[:3]))}{', ...' if columns[3:] else ''}" if columns else ""
+        )
+        counts = Counter("".join(Path(each.path).suffixes[-1:]) or "no suffix" for each in some)
+        suffixes = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(4))
+        rest = ", ..." if len(counts) > 4 else ""
+        files = f"{counted(len(some), 'file')}, {human_bytes(sum(each.size for each in some))}"
+        how = _HOW.get(kind, kind)
+        yield "inputs", files, f"{how}{named}" + (f" ({suffixes}{rest})" if kind == "text" else "")
+
+
+_RECORDS = ("jsonl", "parquet", "arrow")
+_HOW = {
+    "jsonl": "JSON lines: one document per line",
+    "parquet": "Parquet: one document per row",
+    "arrow": "Arrow: one document per row",
+    "text": "text: one document per file",
+    "synthetic": "generated text",
+    "dangling": "links to nothing, left out",
+}
+
+
+def _decisions(preparation: Preparation, todo: Sequence[int], workers: int) -> Table:
     separators = preparation.separators
     marks = [
         f"{word} {mark.token}"
@@ -121,17 +164,28 @@ def _decisions(preparation: Preparation, todo: Sequence[int]) -> Table:
     done = len(preparation.shards) - len(todo)
     backend = preparation.backend
     reasons = [f"{each['name']}: {each['outcome']}" for each in backend.tried] or ["no other is faster"]
-    total = sum(each.size for each in preparation.inputs)
     rows = [
-        ("inputs", f"{counted(len(preparation.inputs), 'file')}, {human_bytes(total)}", ""),
+        *_input_rows(preparation.text, preparation.inputs),
         ("shards", f"{len(todo):,} to make", f"{done:,} finished earlier or for others" if done else ""),
         ("encoder", f"{backend.used} {backend.version}", "; ".join(reasons) + ", on the first MB"),
         ("separators", ", ".join(marks) or "none", _template_note(preparation)),
     ]
+    if workers > max(1, len(todo)):
+        rows.insert(
+            -2, ("workers", f"{max(1, len(todo))} of {workers} used", _smaller_shards(preparation, workers))
+        )
     table = Table.grid(padding=(0, 2))
     for name, value, remark in rows:
         table.add_row(f"[bold]{name}", escape(value), f"[dim]{escape(remark)}")
     return table
+
+
+def _smaller_shards(preparation: Preparation, workers: int) -> str:
+    """A process makes whole shards, so that the bytes do not depend on the number of processes."""
+    total = sum(preparation.shard_bytes(number) for number in range(len(preparation.shards)))
+    size = total // workers // 10**6
+    done = "a shard is made by one process"
+    return f"{done}; --shard-size {size}MB in a new directory gives work to all" if size else done
 
 
 def _template_note(preparation: Preparation) -> str:
@@ -145,6 +199,7 @@ def _template_note(preparation: Preparation) -> str:
 
 def show_submission(preparation: Preparation, tasks: int, jobs: tuple[str, str]) -> None:
     console = make_console()
+    console.print(_decisions(preparation, preparation.unfinished(), 1))
     shards = counted(len(preparation.unfinished()), "shard")
     console.print(f"[bold]array[/]   job {jobs[0]}: {counted(tasks, 'task')}, {shards} to make")
     console.print(f"[bold]finish[/]  job {jobs[1]}: runs after them, writes the manifest")
@@ -152,18 +207,22 @@ def show_submission(preparation: Preparation, tasks: int, jobs: tuple[str, str])
 
 
 def train_tokenizer_with_bar(
-    sources: Sequence[str],
-    column: str,
+    text: TextSources,
     limit_bytes: int,
     vocab_size: int,
     output: Path,
     end: str,
-    skip_bad: bool,
+    max_bad: str,
     seed: int,
 ) -> None:
     console = make_console()
-    bad = BadRecords(skip_bad)
+    bad: dict[int, BadRecords] = {}
     taken = documents = 0
+    inputs = text.find()
+    if not text.skip_bad:
+        refuse_binary(inputs)
+    for name, value, remark in _input_rows(text, inputs):
+        console.print(f"[bold]{name}[/]  {escape(value)}  [dim]{escape(remark)}", soft_wrap=True)
 
     def watched(texts: Iterator[str]) -> Iterator[str]:
         nonlocal taken, documents
@@ -174,7 +233,7 @@ def train_tokenizer_with_bar(
             yield text
 
     with console.status(f"learning {vocab_size:,} tokens") as status:
-        texts = watched(sample_texts(sources, column, limit_bytes, bad, seed))
+        texts = watched(sample_texts(text, inputs, limit_bytes, bad, BadLimit.parse(max_bad), seed))
         tokenizer = train_tokenizer(texts, vocab_size, output, split=LLAMA3_PATTERN, end=end)
     console.print(
         f"[bold]tokenizer[/]  {escape(str(output))}: {tokenizer.vocab_size:,} tokens from "
@@ -182,7 +241,9 @@ def train_tokenizer_with_bar(
         f"(id {tokenizer.eos_id})",
         soft_wrap=True,
     )
-    if bad.count:
-        console.print(
-            f"[bold]skipped[/]  {counted(bad.count, 'bad record')}, the first: {escape(bad.examples[0])}"
-        )
+    for number, each in bad.items():
+        if each.count:
+            where = (
+                f"{counted(each.count, 'bad record')} of {each.kept + each.count:,} in {text.names[number]}"
+            )
+            console.print(f"[bold]skipped[/]  {escape(where)}, the first: {escape(each.examples[0])}")

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,6 +12,7 @@ from arriero.errors import UserError
 if TYPE_CHECKING:
     from arriero.data.prepare.preparation import Request
     from arriero.data.prepare.slurm import Cluster
+    from arriero.data.text.sources import TextSources
 
 SMALLEST = 10**6
 
@@ -24,13 +25,42 @@ Sources = Annotated[
         show_default=False,
     ),
 ]
-Column = Annotated[
-    str | None, typer.Option("--column", help="The column that holds the text.", show_default="text")
+Columns = Annotated[
+    list[str],
+    typer.Option(
+        "--column",
+        metavar="[SOURCE=]COLUMN",
+        help="The column that holds the text, of all sources or of one. May be repeated.",
+        show_default="text",
+    ),
+]
+Include = Annotated[
+    list[str], typer.Option("--include", metavar="PATTERN", help="Read only these files. May be repeated.")
+]
+Exclude = Annotated[
+    list[str], typer.Option("--exclude", metavar="PATTERN", help="Leave these files out. May be repeated.")
+]
+ReadAs = Annotated[
+    Literal["auto", "mixed", "text", "jsonl", "parquet", "arrow"],
+    typer.Option(
+        "--as",
+        help="How files are read: by suffix, refusing folders that mix kinds (auto); by suffix (mixed); "
+        "or all as one kind. A text file is one document.",
+    ),
 ]
 SkipBad = Annotated[
     bool, typer.Option("--skip-bad", help="Leave out records that cannot be read; count them.")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the shuffle.")]
+MaxBad = Annotated[
+    str | None,
+    typer.Option(
+        "--max-bad",
+        metavar="N|N%",
+        help="Fail when more records of a source are bad. Implies --skip-bad.",
+        show_default="50%",
+    ),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the shuffle.")]
 
 
 def prepare(
@@ -39,13 +69,17 @@ def prepare(
     tokenizer: Annotated[
         Path, typer.Option("--tokenizer", help="tokenizer.json, a Llama tokenizer.model, or their folder.")
     ],
-    column: Column = None,
+    column: Columns = [],
+    include: Include = [],
+    exclude: Exclude = [],
+    read_as: ReadAs = "auto",
     bos: Annotated[str, typer.Option(help="Before each document: none, auto or a token.")] = "none",
     eos: Annotated[str, typer.Option(help="After each document: auto, none or a token.")] = "auto",
     literal_eos: Annotated[
         bool, typer.Option("--literal-eos", help="Texts may end with the end token spelled out.")
     ] = False,
     skip_bad: SkipBad = False,
+    max_bad: MaxBad = None,
     shard_size: Annotated[str, typer.Option(help="Text that goes into a shard.")] = "1GB",
     seed: Seed = 1,
     workers: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
@@ -68,8 +102,21 @@ def prepare(
 
     _stay_offline_unless_asked(sources)
     shard_bytes = _size("--shard-size", shard_size)
+    text = _text_sources(sources, column, include, exclude, read_as, skip_bad or max_bad is not None)
     request = Request(
-        tuple(sources), directory, tokenizer, column, bos, eos, seed, shard_bytes, skip_bad, literal_eos
+        text.names,
+        directory,
+        tokenizer,
+        text.column,
+        bos,
+        eos,
+        seed,
+        shard_bytes,
+        text.skip_bad,
+        literal_eos,
+        max_bad=_limit(max_bad),
+        columns=text.columns,
+        select=text.select,
     )
     if slurm:
         _prepare_on_slurm(request, Cluster(partition, account, time, tasks, workers), dry_run)
@@ -85,8 +132,12 @@ def train_tokenizer(
         Path, typer.Option("-o", "--output", metavar="FILE", help="The tokenizer.json to write.")
     ],
     vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 32000,
-    column: Column = None,
+    column: Columns = [],
+    include: Include = [],
+    exclude: Exclude = [],
+    read_as: ReadAs = "auto",
     skip_bad: SkipBad = False,
+    max_bad: MaxBad = None,
     end: Annotated[str, typer.Option(help="The token that will end a document.")] = "<|end_of_text|>",
     sample: Annotated[
         str, typer.Option(help="Text to learn from, taken from all over the sources.")
@@ -101,7 +152,35 @@ def train_tokenizer(
 
     _stay_offline_unless_asked(sources)
     limit = _size("--sample", sample)
-    train_tokenizer_with_bar(sources, column or "text", limit, vocab_size, output, end, skip_bad, seed)
+    text = _text_sources(sources, column, include, exclude, read_as, skip_bad or max_bad is not None)
+    train_tokenizer_with_bar(text, limit, vocab_size, output, end, _limit(max_bad), seed)
+
+
+def _text_sources(
+    sources: list[str],
+    columns: list[str],
+    include: list[str],
+    exclude: list[str],
+    read_as: str,
+    skip_bad: bool,
+) -> "TextSources":
+    from arriero.data.text.sources import Select, TextSources
+
+    plain = [column for column in columns if "=" not in column]
+    if len(plain) > 1:
+        raise UserError(
+            f"--column is both {plain[0]} and {plain[1]}", "write SOURCE=COLUMN to choose by source"
+        )
+    by_source = tuple((place, name) for place, _, name in (c.rpartition("=") for c in columns) if place)
+    select = Select(tuple(include), tuple(exclude), read_as)
+    return TextSources(tuple(sources), next(iter(plain), None), by_source, select, skip_bad)
+
+
+def _limit(max_bad: str | None) -> str:
+    from arriero.data.text.readers import MAX_BAD, BadLimit
+
+    BadLimit.parse(max_bad or MAX_BAD)
+    return max_bad or MAX_BAD
 
 
 def _stay_offline_unless_asked(sources: list[str]) -> None:
@@ -131,11 +210,11 @@ def _prepare_here(request: "Request", workers: int) -> None:
 def _prepare_part(request: "Request", part: str, workers: int) -> None:
     from arriero.data.commands.console import PrepareBar
     from arriero.data.prepare.preparation import load_preparation
-    from arriero.data.prepare.prepare import make_shards, part_of, read_part
+    from arriero.data.prepare.prepare import alone, make_shards, part_of, read_part
 
     which = read_part(part)
     preparation = load_preparation(request)
-    with PrepareBar() as bar:
+    with PrepareBar() as bar, alone(request.directory, shared=True):
         make_shards(preparation, part_of(preparation, which), workers, bar)
 
 
@@ -165,7 +244,13 @@ def same_command(request: "Request") -> list[str]:
 
     words = ["data", "prepare", *(absolute(source) for source in request.sources)]
     words += ["-o", str(request.directory.absolute()), "--tokenizer", str(request.tokenizer.absolute())]
-    words += ["--column", request.text_column, "--bos", request.bos, "--eos", request.eos]
+    columns = [*([request.column] if request.column else []), *request.columns]
+    for column in columns:
+        words += ["--column", column if isinstance(column, str) else f"{absolute(column[0])}={column[1]}"]
+    for option, patterns in (("--include", request.select.include), ("--exclude", request.select.exclude)):
+        for pattern in patterns:
+            words += [option, pattern]
+    words += ["--as", request.select.read_as, "--bos", request.bos, "--eos", request.eos]
     words += ["--seed", str(request.seed), "--shard-size", f"{request.shard_bytes}B"]
-    words += ["--skip-bad"] if request.skip_bad else []
+    words += ["--skip-bad", "--max-bad", request.max_bad] if request.skip_bad else []
     return words + (["--literal-eos"] if request.literal_eos else [])

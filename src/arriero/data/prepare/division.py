@@ -79,7 +79,9 @@ def _add_text(pieces: list[Piece], inputs: Sequence[Input], number: int, size: i
     amount = _text_bytes(inputs[number])
     if pieces:
         last = pieces[-1]
-        adjoins = last.first + last.files == number and inputs[last.first].kind in ONE_DOCUMENT
+        first = inputs[last.first]
+        one_source = first.source == inputs[number].source
+        adjoins = one_source and last.first + last.files == number and first.kind in ONE_DOCUMENT
         if adjoins and last.bytes + amount <= size:
             pieces[-1] = last._replace(files=last.files + 1, bytes=last.bytes + amount)
             return

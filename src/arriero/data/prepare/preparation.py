@@ -5,7 +5,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Any
 
 from arriero.data.prepare.division import Piece, divide
 from arriero.data.store.shards import write_durably
-from arriero.data.text.readers import BadRecords, read_piece
-from arriero.data.text.sources import HUB, Input, find_inputs
+from arriero.data.text.readers import MAX_BAD, BadLimit, BadRecords, read_piece, refuse_binary
+from arriero.data.text.sources import ALL_FILES, Input, Select, TextSources, absolute, refuse_output_in
 from arriero.data.tokens.backends import Choice, choose_backend
 from arriero.data.tokens.separators import Mark, Separators, choose_separators, refuse_spelled_out, usual_end
 from arriero.data.tokens.tokenizer import parsed, read_definition, with_special
@@ -24,6 +24,8 @@ TOKENIZER = "tokenizer.json"
 WORK = ".prepare"
 PLAN = "plan.json"
 SAMPLE_BYTES = 1_000_000
+SAMPLED_SOURCES = 16
+HOPELESS = 1000  # bad records from the beginning of a source on, and no usable one
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,18 @@ class Request:
     shard_bytes: int = 1_000_000_000
     skip_bad: bool = False
     literal_eos: bool = False
+    max_bad: str = MAX_BAD
+    columns: tuple[tuple[str, str], ...] = ()
+    select: Select = ALL_FILES
 
     @cached_property
-    def text_column(self) -> str:
-        if self.column is None and self.sources and self.sources[0].startswith(HUB):
-            from arriero.data.text.hub import column_of
+    def text(self) -> TextSources:
+        return TextSources(self.sources, self.column, self.columns, self.select, self.skip_bad)
 
-            return column_of(self.sources[0].removeprefix(HUB))
-        return self.column or "text"
+    @property
+    def column_setting(self) -> str | dict[str, str]:
+        plain = self.text.plain_column
+        return {"*": plain, **{absolute(a): b for a, b in self.columns}} if self.columns else plain
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Preparation:
     backend: Choice
     vocab_size: int
     eos_id: int
-    skip_bad: bool
+    text: TextSources
 
     @property
     def work(self) -> Path:
@@ -84,10 +90,10 @@ class Preparation:
         return [number for number in range(len(self.shards)) if self.record_path(number).name not in done]
 
 
-def begin_or_resume(request: Request) -> Preparation:
+def begin_or_resume(request: Request, drafted: Preparation | None = None) -> Preparation:
     """The plan of this prepare, made now unless an interrupted one left it; a different one is refused."""
     if not (request.directory / WORK / PLAN).is_file():
-        return _begin(request)
+        return _begin(request, drafted or draft(request))
     preparation = load_preparation(request)
     refuse_other_inputs(request, inputs_digest(preparation.inputs))
     return preparation
@@ -110,7 +116,7 @@ def load_preparation(request: Request) -> Preparation:
         backend=Choice(*plan["backend"]),
         vocab_size=plan["vocab_size"],
         eos_id=plan["eos_id"],
-        skip_bad=request.skip_bad,
+        text=request.text,
     )
 
 
@@ -124,7 +130,7 @@ def refuse_other_settings(request: Request, known: dict[str, Any]) -> None:
 
 
 def refuse_other_inputs(request: Request, known: str) -> None:
-    if inputs_digest(find_inputs(request.sources, request.skip_bad)) != known:
+    if inputs_digest(request.text.find()) != known:
         raise UserError(
             f"{request.directory} was begun with other input files, or they have changed since",
             "restore the files, or prepare into another directory",
@@ -132,19 +138,23 @@ def refuse_other_inputs(request: Request, known: str) -> None:
 
 
 def inputs_digest(inputs: Sequence[Input]) -> str:
-    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+    """Of all but the number of the source, which earlier manifests do not have."""
+    return hashlib.sha256(json.dumps([each[:5] for each in inputs]).encode()).hexdigest()
 
 
 def draft(request: Request) -> Preparation:
     """Everything that can be decided or refused before a file is written."""
     directory = request.directory
+    refuse_output_in(request.sources, directory)
     try:
         if directory.exists() and any(path.name != WORK for path in directory.iterdir()):
             raise UserError(f"{directory} is not empty", "prepare into a new directory")
     except NotADirectoryError:
         raise UserError(f"{directory} is a file", "prepare into a new directory") from None
     definition, separators = _tokenizer_of(request)
-    inputs = find_inputs(request.sources, request.skip_bad)
+    inputs = request.text.find()
+    if not request.skip_bad:
+        refuse_binary(inputs)
     shards = divide(inputs, request.shard_bytes, request.seed)
     sample = _first_texts(inputs, shards, request)
     if not request.literal_eos:
@@ -159,12 +169,11 @@ def draft(request: Request) -> Preparation:
         backend=choose_backend(definition, sample),
         vocab_size=max(parsed(definition).get_vocab().values()) + 1,
         eos_id=end.id if end else 0,
-        skip_bad=request.skip_bad,
+        text=request.text,
     )
 
 
-def _begin(request: Request) -> Preparation:
-    preparation = draft(request)
+def _begin(request: Request, preparation: Preparation) -> Preparation:
     definition, _ = _tokenizer_of(request)
     plan = {name: getattr(preparation, name) for name in _PLANNED}
     try:
@@ -190,7 +199,7 @@ def _tokenizer_of(request: Request) -> tuple[str, Separators]:
 def _settings(request: Request, definition: str, separators: Separators) -> dict[str, Any]:
     return {
         "tokenizer": hashlib.sha256(definition.encode()).hexdigest(),
-        "column": request.text_column,
+        "column": request.column_setting,
         "bos": separators.bos and separators.bos.token,
         "eos": separators.eos and separators.eos.token,
         "seed": request.seed,
@@ -199,16 +208,31 @@ def _settings(request: Request, definition: str, separators: Separators) -> dict
 
 
 def _first_texts(inputs: list[Input], shards: list[list[Piece]], request: Request) -> list[str]:
-    """About the first megabyte of the input, for the checks that go before the work."""
-    texts: list[str] = []
-    left = SAMPLE_BYTES
+    """About a megabyte of text, from the beginning of up to 16 sources, for the checks before the work."""
+    by_source: dict[int, list[Piece]] = {}
     for piece in sorted(piece for shard in shards for piece in shard):
+        by_source.setdefault(inputs[piece.first].source, []).append(piece)
+    numbers = list(by_source)[:: -(-len(by_source) // SAMPLED_SOURCES)]
+    texts: list[str] = []
+    for number in numbers:
+        bad = BadRecords(request.skip_bad)
+        texts += _beginning(inputs, by_source[number], request, SAMPLE_BYTES // len(numbers), bad)
+        if bad.count >= HOPELESS and not bad.kept:
+            BadLimit.parse(request.max_bad).refuse(request.sources[number], 0, bad.count, bad.examples[0])
+    return texts
+
+
+def _beginning(
+    inputs: list[Input], pieces: Sequence[Piece], request: Request, left: int, bad: BadRecords
+) -> Iterator[str]:
+    for piece in pieces:
         files = inputs[piece.first : piece.first + piece.files]
-        bad = BadRecords(skip=request.skip_bad)
-        for batch in read_piece(files, piece.begin, piece.end, request.text_column, bad):
+        for batch in read_piece(files, piece.begin, piece.end, request.text.column_of(files[0]), bad):
+            bad.kept += len(batch.texts)
             for text in batch.texts:
                 if left <= 0:
-                    return texts
-                texts.append(text[-left:])
+                    return
+                yield text[-left:]
                 left -= len(text)
-    return texts
+            if bad.count >= HOPELESS:
+                return

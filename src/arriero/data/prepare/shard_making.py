@@ -6,7 +6,7 @@ numbers per document, whatever the size of the shard.
 
 import json
 import mmap
-import tempfile
+import shutil
 from array import array
 from collections.abc import Callable
 from itertools import pairwise
@@ -22,6 +22,7 @@ from arriero.data.tokens.backends import Backend, Encoded, load_backend
 from arriero.errors import UserError
 
 GATHERED_TOKENS = 2**20
+MAKING = ".making"
 
 Report = Callable[[int, int], None]
 """Called with bytes read and tokens made since the last call."""
@@ -30,8 +31,10 @@ Report = Callable[[int, int], None]
 def make_shard(preparation: Preparation, number: int, report: Report) -> None:
     name = preparation.shard_name(number)
     used, backend = load_backend(preparation.backend.used, preparation.definition)
-    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=preparation.work) as folder:
-        work = Path(folder)
+    work = preparation.work / f"{name}{MAKING}"
+    shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
+    work.mkdir()
+    try:
         gathering = _Gathering(preparation, backend, report)
         with (work / "unshuffled").open("w+b", buffering=2**20) as file:
             gathering.encode_shard(number, file)
@@ -40,14 +43,18 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
             shard = _write_shuffled(work, name, file, gathering, [preparation.settings["seed"], number])
         for suffix in (".idx", ".bin"):
             (work / f"{name}{suffix}").replace(preparation.directory / f"{name}{suffix}")
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     sync_directory(preparation.directory)
     record: dict[str, Any] = {
         "shard": shard._replace(text_bytes=gathering.text_bytes)._asdict(),
         "backend": used,
         "empty": gathering.empty,
         "spelled_out": gathering.spelled_out,
-        "skipped": gathering.bad.count,
-        "skipped_examples": gathering.bad.examples,
+        "sources": {
+            number: [each.kept, each.count, each.links, each.examples]
+            for number, each in gathering.sources.items()
+        },
     }
     write_durably(preparation.record_path(number), json.dumps(record).encode())
 
@@ -66,14 +73,16 @@ class _Gathering:
         self.read_bytes = 0
         self.empty = 0
         self.spelled_out = {"bos": 0, "eos": 0}
-        self.bad = BadRecords(preparation.skip_bad)
+        self.sources: dict[int, BadRecords] = {}
 
     def encode_shard(self, number: int, file: IO[bytes]) -> None:
         preparation = self._preparation
         for piece in preparation.shards[number]:
             files = preparation.inputs[piece.first : piece.first + piece.files]
-            column = preparation.settings["column"]
-            for batch in read_piece(files, piece.begin, piece.end, column, self.bad):
+            column = preparation.text.column_of(files[0])
+            bad = self.sources.setdefault(files[0].source, BadRecords(preparation.text.skip_bad))
+            for batch in read_piece(files, piece.begin, piece.end, column, bad):
+                bad.kept += len(batch.texts)
                 encoded = self._encode([text for text in batch.texts if text])
                 for mark, count in preparation.separators.spelled_out(batch.texts).items():
                     self.spelled_out[mark] += count

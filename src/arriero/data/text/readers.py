@@ -2,12 +2,14 @@
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from arriero.data.text.sources import DANGLING, Input
+from arriero.data.text.sources import DANGLING, Input, names_of
 from arriero.data.text.synthetic import markov_text
 from arriero.data.text.unpacking import open_input, unbuffered
 from arriero.errors import UserError
@@ -22,8 +24,11 @@ BATCH_BYTES = 2**21
 EXAMPLES = 5
 SMALL_BLOCK = 8
 NO_FILE = 2**62
+SAMPLED_FILES = 16  # per suffix: binary files of a folder differ from text by suffix
+SAMPLED_BYTES = 2**16
+COUNTED_BYTES = 2**26  # a skipped record farther into its file is named by byte: counting lines costs a read
 
-_SKIP = "mend it, or pass --skip-bad to leave such records out and count them"
+_SKIP = "correct it, or pass --skip-bad to leave such records out and count them"
 _CHANGED = "a prepare reads inputs that stay as they are; restore the file, or prepare into another directory"
 
 
@@ -34,11 +39,16 @@ class Batch(NamedTuple):
 
 
 class BadRecords:
-    """What to do with a record that cannot be used: refuse, or leave out and count."""
+    """What to do with a record that cannot be used: refuse, or leave out and count.
+
+    `kept` counts the others. `links` of the bad ones are links to nothing, of which no record could be read.
+    """
 
     def __init__(self, skip: bool) -> None:
         self.skip = skip
+        self.kept = 0
         self.count = 0
+        self.links = 0
         self.examples: list[str] = []
 
     def add(self, what: str | Callable[[], str]) -> None:
@@ -48,6 +58,35 @@ class BadRecords:
                 raise UserError(what, _SKIP)
             self.examples.append(what)
         self.count += 1
+
+
+class BadLimit(NamedTuple):
+    """The most bad records of a source that --skip-bad may leave out: a number or a percentage."""
+
+    amount: float
+    percent: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "BadLimit":
+        try:
+            limit = cls(float(text.removesuffix("%")), text.endswith("%"))
+        except ValueError:
+            limit = cls(-1, False)
+        if not 0 <= limit.amount < inf or (limit.percent and limit.amount > 100):
+            raise UserError(f"--max-bad {text} is not a limit", "write it like 1% or 500")
+        return limit
+
+    def refuse(self, source: str, kept: int, bad: int, example: str) -> None:
+        """`kept` and `bad` count the records of one source."""
+        if bad > (self.amount * (kept + bad) / 100 if self.percent else self.amount):
+            raise UserError(
+                f"{source}: {bad:,} of {counted(kept + bad, 'record')} cannot be used, and --max-bad allows "
+                f"{self.amount:g}{'%' if self.percent else ''}; the first: {example}",
+                "check the source and --column, or repeat the command with a larger --max-bad",
+            )
+
+
+MAX_BAD = "50%"
 
 
 def read_piece(inputs: list[Input], begin: int, end: int, column: str, bad: BadRecords) -> Iterator[Batch]:
@@ -141,18 +180,23 @@ def _texts_of(
                 text = json.loads(line)[column]
                 size = len(text.encode())
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                begun = at + sum(map(len, lines[:number]))
-                bad.add(partial(_line_problem, source, begun, line, column, error))
+                bad.add(partial(_line_problem, source, at, lines, number, column, error, bad.skip))
                 continue
         texts.append(text)
         text_bytes += size
     return texts, text_bytes
 
 
-def _line_problem(source: Input, at: int, line: bytes, column: str, error: Exception) -> str:
+def _line_problem(
+    source: Input, at: int, lines: list[bytes], number: int, column: str, error: Exception, skip: bool
+) -> str:
+    """What is wrong with line `number` of `lines`, the first of which begins at byte `at`."""
     if _is_json_array(source):
         return f"{source.path}: a JSON array, not one object per line"
-    where = f"{source.path}, line {_line_number(source, at)}"
+    line = lines[number]
+    at += sum(map(len, lines[:number]))
+    place = f"byte {at}" if skip and at > COUNTED_BYTES else f"line {_line_number(source, at)}"
+    where = f"{source.path}, {place}"
     if isinstance(error, UnicodeDecodeError):
         return f"{where}: not UTF-8 text"
     if isinstance(error, UnicodeEncodeError):
@@ -271,6 +315,7 @@ def _text_files(inputs: list[Input], bad: BadRecords) -> Iterator[tuple[str, int
     for source in inputs:
         if source.kind == DANGLING:
             bad.add(f"{source.path} is a link to nothing")
+            bad.links += 1
             continue
         try:
             with open_input(source) as file:
@@ -280,7 +325,39 @@ def _text_files(inputs: list[Input], bad: BadRecords) -> Iterator[tuple[str, int
         except OSError as error:
             bad.add(f"{source.path} cannot be read to its end ({error})")
         else:
+            if "\0" in text:
+                bad.add(f"{source.path} is not text: it holds NUL bytes")
+                continue
             yield text, source.size
+
+
+def refuse_binary(inputs: Sequence[Input]) -> None:
+    """Looks into some of the files that are to become one document each, of each suffix of each source."""
+    groups: dict[tuple[int, str], list[Input]] = {}
+    for each in inputs:
+        if each.kind == "text":
+            groups.setdefault((each.source, Path(each.path).suffix.lower()), []).append(each)
+    for group in groups.values():
+        step = -(-len(group) // SAMPLED_FILES)
+        binary = [each.path for each in group[::step] if not _begins_as_text(each)]
+        if binary:
+            more = " (and perhaps more)" if step > 1 else ""
+            raise UserError(
+                f"not UTF-8 text: {names_of(binary)}{more}, in {Path(binary[0]).parent}",
+                "leave such files out with --include or --exclude, or pass --skip-bad to skip and count them",
+            )
+
+
+def _begins_as_text(source: Input) -> bool:
+    try:
+        with open_input(source) as file:
+            some = file.read(SAMPLED_BYTES)
+        getincrementaldecoder("utf-8")().decode(some)
+    except UnicodeDecodeError:
+        return False
+    except OSError:
+        return True  # damage is reported where the file is read
+    return b"\0" not in some
 
 
 def _in_batches(documents: Iterator[tuple[str, int]]) -> Iterator[Batch]:

@@ -4,7 +4,10 @@ import json
 import os
 import sysconfig
 from collections.abc import Sequence
-from glob import iglob
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from glob import has_magic, iglob
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +29,9 @@ _KINDS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+_TABLES = {".csv", ".tsv"}
+_UNFINISHED = (".tmp", ".part", ".partial", ".incomplete", ".crdownload", ".bak", "~")
+SHOWN_NAMES = 5
 
 
 class Document(NamedTuple):
@@ -34,14 +40,87 @@ class Document(NamedTuple):
 
 
 class Input(NamedTuple):
-    """One file. `kind`: jsonl, parquet, arrow, text (one document a file), synthetic (size in bytes) or
-    dangling (a link to nothing, left out by --skip-bad)."""
+    """One file. `kind`: jsonl, parquet, arrow, text (one document per file), synthetic (size in bytes) or
+    dangling (a link to nothing, left out by --skip-bad). `source`: which of the sources named it."""
 
     kind: str
     compression: str
     path: str
     size: int
     mtime_ns: int
+    source: int = 0
+
+
+class Select(NamedTuple):
+    """Which files are read (patterns of file names, or of paths below the folder), and as what.
+
+    `read_as`: auto (by suffix; a folder that mixes record files with others is refused), mixed (by suffix),
+    or one kind for all files.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    read_as: str = "auto"
+
+    def takes(self, path: Path, folder: Path) -> bool:
+        relative = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.as_posix()
+
+        def fits(pattern: str) -> bool:
+            return fnmatchcase(relative if "/" in pattern else path.name, pattern)
+
+        return (not self.include or any(map(fits, self.include))) and not any(map(fits, self.exclude))
+
+    @property
+    def kind(self) -> str | None:
+        return None if self.read_as in ("auto", "mixed") else self.read_as
+
+
+ALL_FILES = Select()
+
+
+@dataclass(frozen=True)
+class TextSources:
+    """The sources a user named and how to read them. `columns`: (source, folder, file or pattern, column)."""
+
+    names: tuple[str, ...]
+    column: str | None = None
+    columns: tuple[tuple[str, str], ...] = ()
+    select: Select = ALL_FILES
+    skip_bad: bool = False
+
+    def find(self) -> list[Input]:
+        """The inputs, where the user's words leave no doubt how each file is to be read."""
+        inputs = find_inputs(self.names, self.skip_bad, self.select)
+        for number, group in groupby(inputs, key=lambda each: each.source):
+            name, files = self.names[number], list(group)
+            if self.select.read_as == "auto" and not name.startswith(("builtin:", HUB)):
+                _refuse_unclear(name, files)
+                if not self.select.include:
+                    _refuse_mixture(name, files)
+        for place, column in self.columns:
+            if not any(self._covers(place, each) for each in inputs):
+                raise UserError(
+                    f"--column {place}={column} matches no input",
+                    "write SOURCE=COLUMN with a source, a folder, a file or a pattern of this command",
+                )
+        return inputs
+
+    def column_of(self, each: Input) -> str:
+        """The last matching SOURCE=COLUMN, else the plain column, else the recipe's or 'text'."""
+        for place, column in reversed(self.columns):
+            if self._covers(place, each):
+                return column
+        return self.column or _usual_column(self.names[each.source])
+
+    @property
+    def plain_column(self) -> str:
+        return self.column or _usual_column(self.names[0])
+
+    def _covers(self, place: str, each: Input) -> bool:
+        if place == self.names[each.source]:
+            return True
+        whole = os.path.abspath(place)  # noqa: PTH100 (also removes a trailing slash)
+        return each.path == whole or each.path.startswith(f"{whole}/") or fnmatchcase(each.path, whole)
 
 
 class _Found(NamedTuple):
@@ -51,17 +130,25 @@ class _Found(NamedTuple):
     file: tuple[int, int] | str
 
 
-def find_inputs(sources: Sequence[str], skip_bad: bool = False) -> list[Input]:
+def _usual_column(source: str) -> str:
+    if source.startswith(HUB):
+        from arriero.data.text.hub import column_of
+
+        return column_of(source.removeprefix(HUB))
+    return "text"
+
+
+def find_inputs(sources: Sequence[str], skip_bad: bool = False, select: Select = ALL_FILES) -> list[Input]:
     """Sources in the order given; the files of a folder or a pattern in the order of their paths.
 
     A file with several names in one folder or pattern is read once, by the first of them.
     """
     inputs: list[Input] = []
     seen: dict[tuple[int, int] | str, str] = {}
-    for source in sources:
+    for number, source in enumerate(sources):
         once: dict[tuple[int, int] | str, Input] = {}
-        for found in _inputs_of(source):
-            once.setdefault(found.file, found.input)
+        for found in _inputs_of(source, select):
+            once.setdefault(found.file, found.input._replace(source=number))
         for file, found in once.items():
             if file in seen:
                 raise UserError(*_twice(seen[file], found))
@@ -72,6 +159,8 @@ def find_inputs(sources: Sequence[str], skip_bad: bool = False) -> list[Input]:
                 )
             seen[file] = found.path
         inputs += once.values()
+    if not inputs:
+        raise UserError("no input matches --include and --exclude", "check the patterns and their quotes")
     return inputs
 
 
@@ -85,12 +174,48 @@ def _twice(first: str, second: Input) -> tuple[str, str]:
     return f"{names} is named twice", "its documents would be trained on twice; name it once"
 
 
+def refuse_output_in(sources: Sequence[str], directory: Path) -> None:
+    """A dataset inside a source would be read as text by the next prepare of that source."""
+    target = directory.resolve()
+    for source in sources:
+        if source.startswith(("builtin:", HUB)) or (path := Path(source)).is_file():
+            continue
+        if path.is_dir():
+            inside = target.is_relative_to(path.resolve())
+        else:
+            names = ("manifest.json", "tokenizer.json", "inputs.jsonl", "checksums.sha256", "0.bin", "0.idx")
+            places = [target, *target.parents, *(target / name for name in names)]
+            pattern = _resolved_pattern(path.absolute())
+            inside = any(_matches(place.parts, pattern) for place in places)
+        if inside:
+            raise UserError(
+                f"the output {directory} lies in the source {source}",
+                "write it outside the folders it is made from",
+            )
+
+
+def _resolved_pattern(pattern: Path) -> tuple[str, ...]:
+    """The parts of a pattern whose leading folders are without links, as those of a resolved path are."""
+    parts = pattern.parts
+    fixed = next((i for i, part in enumerate(parts) if has_magic(part)), len(parts))
+    return (*Path(*parts[:fixed]).resolve().parts, *parts[fixed:])
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern or not parts:
+        return not parts and all(part == "**" for part in pattern)
+    visible = pattern[0].startswith(".") or not parts[0].startswith(".")
+    if pattern[0] == "**":
+        return _matches(parts, pattern[1:]) or (visible and _matches(parts[1:], pattern))
+    return visible and fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
 def absolute(source: str) -> str:
     """The same source, whatever the working directory."""
     return source if source.startswith(("builtin:", HUB)) else str(Path(source).absolute())
 
 
-def _inputs_of(source: str) -> list[_Found]:
+def _inputs_of(source: str, select: Select) -> list[_Found]:
     if source == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
         return [_input(folder / document.name, "text") for document in stdlib_documents(folder)]
@@ -104,29 +229,36 @@ def _inputs_of(source: str) -> list[_Found]:
         return [_input(path, "arrow") for path in download(source.removeprefix(HUB))]
     path = Path(source)
     if path.is_dir():
-        return _folder(path)
+        if not (found := _folder(path, select)):
+            raise UserError(f"no file in {path} matches --include and --exclude", "check the patterns")
+        return found
     if path.is_file():
-        return [_input(path)]
+        return [_input(path, select.kind)] if select.takes(path, path.parent) else []
     matches = sorted(map(Path, iglob(source, recursive=True)))  # noqa: PTH207 (a pattern may be absolute)
-    found = [each for match in matches for each in (_folder(match) if match.is_dir() else [_input(match)])]
-    if not found:
+    if not matches:
         raise UserError(
             f"source '{source}' does not exist",
             f"give files, folders, patterns, {STDLIB}, {SYNTHETIC} or {HUB}NAME",
         )
+    found = []
+    for match in matches:
+        if match.is_dir():
+            found += _folder(match, select)
+        elif select.takes(match, match.parent):
+            found.append(_input(match, select.kind))
     return found
 
 
-def _folder(folder: Path) -> list[_Found]:
+def _folder(folder: Path, select: Select) -> list[_Found]:
     if (folder / "dataset_dict.json").is_file():
         splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
         if len(splits) > 1:
             choices = ", ".join(str(folder / split) for split in splits)
             raise UserError(f"{folder} holds several splits", f"name the one to train on: {choices}")
-        return _folder(folder / splits[0])
+        return _folder(folder / splits[0], select)
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return _saved_dataset(folder)
-    found: list[Path] = []
+    paths: list[Path] = []
     visited: set[tuple[int, int]] = set()
     for parent, folders, files in os.walk(folder, followlinks=True):
         about = Path(parent).stat()
@@ -135,10 +267,51 @@ def _folder(folder: Path) -> list[_Found]:
             continue
         visited.add((about.st_dev, about.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [Path(parent, name) for name in files if not name.startswith(".")]
-    if not found:
+        paths += [Path(parent, name) for name in files if not name.startswith(".")]
+    if not paths:
         raise UserError(f"{folder} has no files", "give a folder that holds text, JSONL or Parquet files")
-    return [_input(path) for path in sorted(found, key=lambda path: path.relative_to(folder).as_posix())]
+    paths.sort(key=lambda path: path.relative_to(folder).as_posix())
+    return [_input(path, select.kind) for path in paths if select.takes(path, folder)]
+
+
+def _refuse_mixture(source: str, inputs: Sequence[Input]) -> None:
+    """Record files beside other files: a README.md must not become a document unasked."""
+    records = [each.path for each in inputs if each.kind in _KINDS.values()]
+    others = [each.path for each in inputs if each.kind == "text"]
+    if records and others:
+        endings = sorted({"".join(_ending(Path(path))) for path in records})[:3]
+        choice = " ".join(f"--include '*{ending}'" for ending in endings)
+        raise UserError(
+            f"{source} mixes record files ({names_of(records)}) with other files ({names_of(others)})",
+            f"pass {choice} to read only those, --as mixed to read each other file as one document too, or "
+            "--as text to read every file as one document",
+        )
+
+
+def _refuse_unclear(source: str, inputs: Sequence[Input]) -> None:
+    """Tables, and names that look like an unfinished or renamed record file."""
+    unclear = [each.path for each in inputs if each.kind == "text" and _is_unclear(Path(each.path))]
+    if unclear:
+        raise UserError(
+            f"{source}: the suffix does not say how to read {names_of(unclear)}",
+            "pass --exclude PATTERN to leave such files out, --as jsonl if they hold JSON lines, or --as "
+            "mixed to make each of them one document",
+        )
+
+
+def _is_unclear(path: Path) -> bool:
+    suffixes, _ = _suffixes(path)
+    looks_like_records = any(suffix in _KINDS for suffix in suffixes)
+    return looks_like_records or path.name.endswith(_UNFINISHED) or bool(_TABLES & set(suffixes[-1:]))
+
+
+def _ending(path: Path) -> list[str]:
+    return path.suffixes[-2 if _suffixes(path)[1] else -1 :]
+
+
+def names_of(paths: Sequence[str]) -> str:
+    shown = ", ".join(Path(path).name for path in paths[:SHOWN_NAMES])
+    return shown + (f" and {len(paths) - SHOWN_NAMES:,} more" if len(paths) > SHOWN_NAMES else "")
 
 
 def _saved_dataset(folder: Path) -> list[_Found]:
@@ -151,10 +324,7 @@ def _saved_dataset(folder: Path) -> list[_Found]:
 
 
 def _input(path: Path, kind: str | None = None) -> _Found:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    compression = _COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
-    if compression:
-        suffixes.pop()
+    suffixes, compression = _suffixes(path)
     kind = kind or (_KINDS.get(suffixes[-1], "text") if suffixes else "text")
     if compression and kind in ("parquet", "arrow"):
         raise UserError(f"{path} is a compressed {kind} file", "unpack it: the format compresses by itself")
@@ -168,6 +338,13 @@ def _input(path: Path, kind: str | None = None) -> _Found:
         ) from None
     found = Input(kind, compression, str(path.absolute()), about.st_size, about.st_mtime_ns)
     return _Found(found, (about.st_dev, about.st_ino))
+
+
+def _suffixes(path: Path) -> tuple[list[str], str]:
+    """The suffixes in lower case without that of a compression, and the compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = _COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
+    return (suffixes[:-1] if compression else suffixes), compression
 
 
 def _synthetic(source: str) -> Input:

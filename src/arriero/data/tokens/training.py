@@ -2,7 +2,7 @@
 
 import errno
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import tokenizers
@@ -10,12 +10,13 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from arriero.data.prepare.division import divide
 from arriero.data.store.shards import write_durably
-from arriero.data.text.readers import BadRecords, read_piece
-from arriero.data.text.sources import find_inputs
+from arriero.data.text.readers import BadLimit, BadRecords, read_piece
+from arriero.data.text.sources import Input, TextSources
 from arriero.data.tokens.tokenizer import END, Tokenizer, load_tokenizer
 from arriero.errors import UserError
 
 SMALLEST_VOCAB = 257
+LARGEST_VOCAB = 2**24
 
 
 def train_tokenizer(
@@ -29,6 +30,11 @@ def train_tokenizer(
         raise UserError(
             f"a vocabulary of {vocab_size} is too small",
             f"{SMALLEST_VOCAB} holds every byte and the end token",
+        )
+    if vocab_size > LARGEST_VOCAB:
+        raise UserError(
+            f"a vocabulary of {vocab_size:,} is too large",
+            f"the largest is {LARGEST_VOCAB:,}; 128,000 is common",
         )
     _refuse_unwritable(path)
     inner = tokenizers.Tokenizer(models.BPE(ignore_merges=split is not None))
@@ -71,16 +77,26 @@ def _refuse_unwritable(path: Path) -> None:
 
 
 def sample_texts(
-    sources: Sequence[str], column: str, limit_bytes: int, bad: BadRecords, seed: int = 1
+    text: TextSources,
+    inputs: list[Input],
+    limit_bytes: int,
+    bad: dict[int, BadRecords],
+    max_bad: BadLimit,
+    seed: int = 1,
 ) -> Iterator[str]:
-    """Documents from all over the sources until `limit_bytes` of text."""
-    inputs = find_inputs(sources, bad.skip)
+    """Documents from all over the sources until `limit_bytes` of text; `bad` counts them by source."""
     pieces = [piece for shard in divide(inputs, limit_bytes, seed) for piece in shard]
     taken = 0
     for piece in pieces:
         files = inputs[piece.first : piece.first + piece.files]
-        for batch in read_piece(files, piece.begin, piece.end, column, bad):
+        each = bad.setdefault(files[0].source, BadRecords(text.skip_bad))
+        for batch in read_piece(files, piece.begin, piece.end, text.column_of(files[0]), each):
+            each.kept += len(batch.texts)
             yield from batch.texts
             taken += batch.text_bytes
             if taken >= limit_bytes:
-                return
+                break
+        if taken >= limit_bytes:
+            break
+    for number, each in bad.items():
+        max_bad.refuse(text.names[number], each.kept, each.count - each.links, "".join(each.examples[:1]))
