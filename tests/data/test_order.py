@@ -1,14 +1,15 @@
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arriero.data.order.mixture import BLOCK, quotas
+from arriero.data.order.mixture import BLOCK, Shares
 from arriero.data.order.order import EvalStream, Stream, split_heldout
 from arriero.data.order.pack import Source
-from arriero.data.order.permutation import block_keys, key_of, permute
+from arriero.data.order.permutation import Shuffle, block_keys, key_of, permute
 from arriero.errors import UserError
 
 
@@ -18,6 +19,9 @@ def starts(stream, located):
     return np.array([stream.cuts[source].start(index) for source, index in pairs])
 
 
+SECOND_STARTS = [416, 920, 112, 680, 384, 144, 648, 208, 336, 576, 480, 728]
+SECOND_FINGERPRINT = "7b6142f0712640b35fa412c110ad9c6b1d5db1da742c63d2cdd25eed671817c0"
+SHUFFLED = [47, 16, 76, 17, 45, 34, 35, 46, 56, 53]
 KEYS = st.integers(0, 2**64 - 1)
 
 
@@ -52,12 +56,35 @@ def test_the_order_is_the_one_that_earlier_runs_used(counting_store):
     image = permute(np.arange(10), 10, block_keys(12345, np.array([3])))
     assert image.tolist() == [1, 4, 2, 0, 5, 3, 6, 9, 7, 8]
     sources = [Source(counting_store, range(600), 0.7), Source(counting_store, range(600, 1050), 0.3)]
-    stream = Stream(sources, 16, seed=1)
-    located = stream.locate(np.arange(20_000, 20_012))
+    first = Stream(sources, 16, seed=1, version=1)
+    located = first.locate(np.arange(20_000, 20_012))
     assert located.source.tolist() == [0, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1]
     assert located.epoch.tolist() == [378, 214, 378, 214, 378, 378, 214, 378, 378, 378, 378, 214]
-    assert starts(stream, located).tolist() == [288, 680, 416, 648, 112, 384, 728, 144, 208, 336, 576, 712]
-    assert stream.fingerprint == "9ba7e13886931b7ea40b31b9603636dc10a0e8c4b572c94896a87fbb531642b5"
+    assert starts(first, located).tolist() == [288, 680, 416, 648, 112, 384, 728, 144, 208, 336, 576, 712]
+    assert first.fingerprint == "9ba7e13886931b7ea40b31b9603636dc10a0e8c4b572c94896a87fbb531642b5"
+    second = Stream(sources, 16, seed=1, version=2)
+    located = second.locate(np.arange(20_000, 20_012))
+    assert starts(second, located).tolist() == SECOND_STARTS
+    assert second.fingerprint == SECOND_FINGERPRINT
+    shuffle = Shuffle(100, 3, 4)
+    assert shuffle.at(np.arange(40, 50), block_keys(7, np.array([1]))).tolist() == SHUFFLED
+
+
+def test_a_run_of_an_unknown_order_version_is_refused(counting_store):
+    with pytest.raises(UserError, match="ordered by version 3"):
+        Stream([Source(counting_store)], 16, 1, version=3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 2000), chunk=st.integers(1, 40), group=st.integers(1, 40), data=st.data())
+def test_a_shuffle_visits_every_index_once_and_knows_the_rest(n, chunk, group, data):
+    key = block_keys(data.draw(st.integers(0, 99)), np.array([0]))
+    shuffle = Shuffle(n, chunk, group)
+    order = shuffle.at(np.arange(n), key)
+    assert sorted(order.tolist()) == list(range(n))
+    place = data.draw(st.integers(0, n))
+    rest = [i for first, end in shuffle.rest(place, key).tolist() for i in range(first, end)]
+    assert rest == sorted(order[place:].tolist())
 
 
 @settings(max_examples=25, deadline=None)
@@ -86,23 +113,56 @@ def test_epochs_seeds_and_sources_are_shuffled_apart(counting_store):
 
 
 @settings(max_examples=25, deadline=None)
-@given(weights=st.lists(st.floats(0.05, 100), min_size=1, max_size=6), seed=st.integers(0, 99))
+@given(weights=st.lists(st.floats(1e-9, 100), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_a_mixture_is_exact_at_the_end_of_every_block(counting_store, weights, seed):
     sources = [Source(counting_store, range(100 * i, 100 * i + 100), w) for i, w in enumerate(weights)]
     stream = Stream(sources, 9, seed)
-    assert sum(stream.quotas) == BLOCK
-    for quota, weight in zip(stream.quotas, weights, strict=True):
-        assert abs(quota - BLOCK * weight / sum(weights)) < 1
+    for blocks in (1, 2, 1000, 10**9):
+        exact = blocks * BLOCK * np.array(weights) / sum(weights)
+        drawn = stream.drawn(blocks * BLOCK)
+        assert drawn.sum() == blocks * BLOCK
+        assert np.abs(drawn - exact).max() < 1.5 + 1e-15 * blocks * BLOCK
     located = stream.locate(np.arange(2 * BLOCK))
-    for block in range(2):
-        drawn = np.bincount(located.source[block * BLOCK : (block + 1) * BLOCK], minlength=len(weights))
-        assert drawn.tolist() == list(stream.quotas)
+    for end in (1, BLOCK - 1, BLOCK, BLOCK + 5, 2 * BLOCK):
+        seen = np.bincount(located.source[:end], minlength=len(weights))
+        assert seen.tolist() == stream.drawn(end).tolist()
     for i in range(len(weights)):
         visits = located.index[located.source == i]
         n = stream.counts[i]
         for e in range(len(visits) // n):
             assert len(set(visits[e * n : (e + 1) * n].tolist())) == n
         assert np.all(np.diff(located.epoch[located.source == i]) >= 0)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [0.9999, 0.0001],
+        [1 / i for i in range(1, 151)],
+        [1.0] * 150,
+        [1.0, 1e-9],
+        [1e-6, 1e6, 1e-6],
+        [2.0**-i for i in range(60)],
+    ],
+)
+def test_a_source_of_any_weight_gets_its_share(weights):
+    shares = Shares(weights, [Fraction(1)] * len(weights), [str(i) for i in range(len(weights))])
+    exact = [Fraction(repr(w)) / sum(Fraction(repr(w)) for w in weights) for w in weights]
+    before = np.zeros(len(weights))
+    for blocks in range(1, 300):
+        drawn = shares.after(blocks)
+        assert (drawn >= before).all() and drawn.sum() == blocks * BLOCK
+        assert max(abs(int(d) - blocks * BLOCK * s) for d, s in zip(drawn, exact, strict=True)) < 1.5
+        before = drawn
+
+
+def test_shares_and_proportions_are_one_mixture(counting_store):
+    def stream(a, b):
+        return Stream(
+            [Source(counting_store, range(500), a), Source(counting_store, range(500, 900), b)], 9, 1
+        )
+
+    assert stream(0.9, 0.1).fingerprint == stream(9, 1).fingerprint == stream(45, 5).fingerprint
 
 
 @settings(max_examples=30, deadline=None)
@@ -179,8 +239,9 @@ def test_unusable_sources_are_refused(counting_store, make_store):
         Stream([Source(counting_store)], 1050, 1)
     with pytest.raises(UserError, match="weight 0"):
         Stream([Source(counting_store, None, 0)], 8, 1)
+    rare = [Source(counting_store, range(500)), Source(counting_store, range(500, 900), 1e-9)]
     with pytest.raises(UserError, match="less than 1 sample"):
-        quotas([1.0, 1e-9])
+        Stream(rare, 8, 1, version=1)
     with pytest.raises(UserError, match="same tokens"):
         Stream([Source(counting_store, range(500)), Source(counting_store, range(499, 900))], 8, 1)
     foreign = make_store([[range(50)]], tokenizer="[]")

@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from arriero.checkpoint.directory import checkpoint_at, saved_in
 from arriero.checkpoint.manager import Checkpoints
 from arriero.checkpoint.pieces import pieces_of
 from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.space import refuse_no_room
 from arriero.checkpoint.state import bytes_of, described, flat
 from arriero.config.schema import RunConfig
-from arriero.data.order.ledger import refuse_changed_since
+from arriero.data.order.ledger import order_version, refuse_changed_since
 from arriero.data.order.loader import Loader
 from arriero.data.order.streams import (
     Streams,
@@ -134,13 +136,22 @@ def _open_data(plan: Arrangement, progress: Progress) -> Streams:
     config = plan.config
     if not plan.world.leads:
         dist.barrier()
-    streams = build_streams(config, progress)
+    streams = build_streams(config, progress, _order_version(config))
     if plan.world.leads and plan.world.size > 1:
         dist.barrier()
     _refuse_small_vocabulary(plan.spec, streams.stores)
     refuse_over_repetition(streams, total_steps(config))
     refuse_changed_since(run_directory(config), streams.train)
     return streams
+
+
+def _order_version(config: RunConfig) -> int:
+    """Of the run, or of the checkpoint it continues."""
+    run_dir, given = run_directory(config), config.checkpoint.resume_from
+    known = [run_dir, *(saved.directory for saved in reversed(saved_in(run_dir)))]
+    if len(known) == 1 and given and Path(given).is_dir():
+        known.append(checkpoint_at(Path(given)))
+    return order_version(*known)
 
 
 def _found(

@@ -47,7 +47,7 @@ def show(
 
     console = make_console(as_json)
     config = _config(run, sets)
-    streams = _streams(config, console)
+    streams = _streams(config, _directory(run), console)
     per_step = streams.batch_sequences
     if sample >= per_step:
         raise UserError(f"a step has {per_step} sequences, and --sample is {sample}", "count from 0")
@@ -130,7 +130,7 @@ def audit(
     console = make_console(as_json)
     directory = _directory(run)
     ledger = read_ledger(directory)
-    streams = _streams(_config(run, sets), console)
+    streams = _streams(_config(run, sets), directory, console)
     proof = Audit(ledger, streams.train)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("replaying the order", total=None)
@@ -271,7 +271,8 @@ def _config(run: Path, sets: list[str]) -> "RunConfig":
     return load_run(directory, sets, expand).config
 
 
-def _streams(config: "RunConfig", console: Console):
+def _streams(config: "RunConfig", run: Path, console: Console):
+    from arriero.data.order.ledger import order_version
     from arriero.data.order.streams import build_streams
 
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -282,4 +283,4 @@ def _streams(config: "RunConfig", console: Console):
                 tasks[stage] = bar.add_task(stage, total=total)
             bar.update(tasks[stage], completed=done)
 
-        return build_streams(config, draw)
+        return build_streams(config, draw, order_version(run))

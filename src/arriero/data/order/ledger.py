@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from arriero.data.order.order import Located, Stream, fingerprint_of
+from arriero.data.order.order import ORDER_VERSION, Located, Stream, fingerprint_of, trimmed
 from arriero.data.order.permutation import block_keys
 from arriero.data.store.shards import write_durably
 from arriero.errors import UserError
@@ -74,12 +74,12 @@ def write_ledger(directory: Path, stream: Stream, ledger: Ledger) -> bytes:
 
 
 def _share(stream: Stream, source: int, drawn: int) -> dict[str, Any]:
-    cut = stream.cuts[source]
+    reading = stream.readings[source]
     return {
         "samples": drawn,
-        "samples_per_epoch": cut.count,
-        "epochs": round(drawn / cut.count, 6),
-        "tokens": round(drawn * cut.tokens / cut.count),
+        "samples_per_epoch": stream.counts[source],
+        "epochs": round(reading.epochs(drawn), 6),
+        "tokens": round(reading.tokens(drawn)),
     }
 
 
@@ -94,6 +94,15 @@ def read_ledger(directory: Path) -> Ledger:
         raise UserError(f"{path} does not exist", "give the directory of a run that has trained") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", "restore it") from None
+
+
+def order_version(*directories: Path) -> int:
+    """The version of the order that the first of these directories with a ledger recorded: a run keeps its
+    own, and the newest is for new runs."""
+    for directory in directories:
+        if (directory / LEDGER).exists():
+            return int(read_ledger(directory).order.get("order", 1))
+    return ORDER_VERSION
 
 
 def begin_ledger(
@@ -135,7 +144,7 @@ def refuse_other_order(state: dict[str, Any], stream: Stream, what: str) -> None
 def difference(saved: dict[str, Any], names: list[str], stream: Stream, samples: int) -> str | None:
     """What no longer gives the first `samples` samples, in words."""
     now = stream.identity_until(samples)
-    kept = _until(saved, samples)
+    kept = trimmed(saved, samples)
     if kept == now:
         return None
     for name, old, new in zip(names, kept["sources"], now["sources"], strict=False):
@@ -146,13 +155,3 @@ def difference(saved: dict[str, Any], names: list[str], stream: Stream, samples:
             return f"the part of {name} that is trained on has changed since the run began"
     changed = [key for key in now.keys() | kept.keys() if now.get(key) != kept.get(key)]
     return f"the order of samples has changed since the run began ({', '.join(sorted(changed))})"
-
-
-def _until(identity: dict[str, Any], samples: int) -> dict[str, Any]:
-    """An identity without the phases that begin at `samples` or later, and without their sources."""
-    later = [phase for phase in identity.get("later", []) if phase[0] < max(samples, 1)]
-    mixtures = [identity["quotas"], *(quotas for _, quotas in later)]
-    used = 1 + max(i for quotas in mixtures for i, quota in enumerate(quotas) if quota)
-    kept = {**identity, "quotas": identity["quotas"][:used], "sources": identity["sources"][:used]}
-    kept.pop("later", None)
-    return {**kept, "later": [[g, quotas[:used]] for g, quotas in later]} if later else kept

@@ -153,9 +153,9 @@ class Loader:
             end = max(begin, min(end, self._stream.samples))
         samples = np.arange(begin, end)
         located = self._stream.locate(samples)
-        shape = (self._local, self._rows.width(located))
+        shape = (self._local, self._rows.width(first_sample, located))
         tokens_BT, labels_BT = self._empty(shape), self._empty(shape)
-        real, begins = self._rows.fill(located, tokens_BT.numpy(), labels_BT.numpy())
+        real, begins = self._rows.fill(first_sample, located, tokens_BT.numpy(), labels_BT.numpy())
         marks = ()
         if self._rows.marks_documents and any(len(places) for places in begins):
             marks = self._empty(shape, torch.int32), self._empty(shape, torch.int32)

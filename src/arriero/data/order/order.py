@@ -1,11 +1,12 @@
 """Which sample of which source is sample g of a run: a pure function of (seed, sources, weights, packing).
 
-`pack.py` cuts each source into the samples of one epoch. Sources are mixed in blocks of 8,192 samples
-that hold a fixed quota of each. Weights are shares of tokens: where samples differ in length, a source's
-quota is its weight divided by the mean tokens of its samples, so that its share of tokens is right over its
-epochs. A source is drawn in its own order, so that it finishes one epoch before it begins the next. A later
-phase with other sources or weights begins at its first sample with a fresh block; the past stays as it was,
-and a source that goes on continues where it stood. A change that moves a sample needs a new ORDER_VERSION.
+`pack.py` cuts each source into the samples of one epoch, `reading.py` orders them: a source finishes one
+epoch before it begins the next. Sources are mixed in blocks of 8,192 samples (`mixture.py`). Weights are
+shares of tokens: where samples differ in length, a source's share of samples is its weight divided by the mean tokens
+of its samples, so that its share of tokens is right over its epochs. A later phase with other sources or
+weights begins at its first sample with a fresh block; the past stays as it was, and a source that is used
+again continues where it stood. A change that moves a sample needs a new ORDER_VERSION; a run keeps the
+version it began with.
 """
 
 import hashlib
@@ -16,18 +17,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
-from math import floor
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from arriero.data.order.mixture import BLOCK, quotas
+from arriero.data.order.mixture import BLOCK, FixedQuotas, Shares, bad_weight
 from arriero.data.order.pack import CONCAT, Packing, PlannedRows, Source, Windows
 from arriero.data.order.permutation import block_keys, key_of, permute
+from arriero.data.order.reading import Reading
 from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
 
-ORDER_VERSION = 1
+ORDER_VERSION = 2
+_MIXTURES = {1: FixedQuotas, 2: Shares}
 
 
 class Located(NamedTuple):
@@ -39,23 +41,21 @@ class Located(NamedTuple):
 
 
 class Change(NamedTuple):
-    """From `first_sample` on the mixture is this one."""
+    """From `first_sample` on another mixture, another sequence length, or both; None keeps what was."""
 
     first_sample: int
-    sources: Sequence[Source]
+    sources: Sequence[Source] | None = None
+    seq_len: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Phase:
+    """One mixture."""
+
     first_sample: int
-    quotas: tuple[int, ...]
+    shares: Shares | FixedQuotas
     key: int
     drawn_before: np.ndarray
-
-    @property
-    def only(self) -> int | None:
-        """The source, where there is but one."""
-        return self.quotas.index(BLOCK) if BLOCK in self.quotas else None
 
 
 class _Cut:
@@ -67,14 +67,23 @@ class _Cut:
         if not sources:
             raise UserError("there is no data source", "name at least one prepared dataset")
         self.sources = tuple(sources)
-        self.seq_len = seq_len
+        self.seq_len = self.longest_sequence = seq_len
         self.packing = packing
         for source in self.sources:
             _check(source, self.sources[0])
         _check_overlap(self.sources)
-        self.cuts: tuple[Windows | PlannedRows, ...] = tuple(packing.cut(s, seq_len) for s in self.sources)
-        self.counts = tuple(cut.count for cut in self.cuts)
+
+    def _set_cuts(self, cuts: Sequence[Windows | PlannedRows]) -> None:
+        self.cuts = tuple(cuts)
+        self.counts = tuple(cut.count for cut in cuts)
         self.samples_per_epoch = sum(self.counts)
+
+    def seq_len_at(self, sample: int) -> int:
+        return self.seq_len
+
+    def cut_of(self, sample: int, source: int, epoch: int) -> Windows | PlannedRows:
+        """What the index of a located sample counts."""
+        return self.cuts[source]
 
     @property
     def fingerprint(self) -> str:
@@ -86,7 +95,7 @@ class _Cut:
 
 
 class Stream(_Cut):
-    """The endless, shuffled order of training samples."""
+    """The endless, shuffled order of training samples. `cuts` are epochs of the first sequence length."""
 
     samples: int | None = None
 
@@ -97,28 +106,35 @@ class Stream(_Cut):
         seed: int,
         packing: Packing = CONCAT,
         changes: Sequence[Change] = (),
+        version: int = ORDER_VERSION,
     ) -> None:
-        mixtures = [Change(0, sources), *changes]
-        if any(b.first_sample <= a.first_sample for a, b in pairwise(mixtures)):
+        if version not in _MIXTURES:
+            raise UserError(
+                f"the run was ordered by version {version}, and this Arriero knows versions up to {ORDER_VERSION}",
+                "use the Arriero that began it",
+            )
+        if any(b.first_sample <= a.first_sample for a, b in pairwise([Change(0), *changes])):
             raise UserError("the phases of the mixture are out of order", "let each begin after another")
-        known = {key_of(source.identity): source for change in mixtures for source in change.sources}
+        mixtures = [(0, sources), *((c.first_sample, c.sources) for c in changes if c.sources is not None)]
+        known = {key_of(source.identity): source for _, named in mixtures for source in named}
         super().__init__(tuple(known.values()), seq_len, packing)
-        self.seed = seed
-        self._keys = [key_of(seed, source.identity) for source in self.sources]
+        self.seed, self.version = seed, version
+        self.readings = [Reading(s, seq_len, seed, packing, version > 1) for s in self.sources]
+        self._set_cuts([reading.whole for reading in self.readings])
         self._block = lru_cache(maxsize=8)(self._lay_out_block)
         self.phases: list[_Phase] = []
-        for change in mixtures:
-            self._add_phase(change, {key: i for i, key in enumerate(known)})
+        for first_sample, named in mixtures:
+            self._add_phase(first_sample, named, {key: i for i, key in enumerate(known)})
         self._first_samples = np.array([phase.first_sample for phase in self.phases])
+        self.lengths = [(c.first_sample, c.seq_len) for c in changes if c.seq_len is not None]
+        for first_sample, length in self.lengths:
+            for reading, draws in zip(self.readings, self.drawn(first_sample).tolist(), strict=True):
+                reading.change_length(draws, length)
+        self.longest_sequence = max(seq_len, *(length for _, length in self.lengths), 0)
         self._limits = [
-            None if s.max_epochs is None else floor(Fraction(s.max_epochs) * n)
-            for s, n in zip(self.sources, self.counts, strict=True)
+            None if s.max_epochs is None else reading.draws_within(s.max_epochs)
+            for s, reading in zip(self.sources, self.readings, strict=True)
         ]
-
-    @property
-    def quotas(self) -> tuple[int, ...]:
-        """Of the first phase."""
-        return self.phases[0].quotas
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -126,31 +142,38 @@ class Stream(_Cut):
 
     def identity_until(self, sample: int | None) -> dict[str, Any]:
         """What decides the samples before `sample`: phases and sources that come later do not."""
-        phases = [p for p in self.phases if sample is None or p.first_sample < max(sample, 1)]
-        used = 1 + max(i for phase in phases for i, quota in enumerate(phase.quotas) if quota)
+        recorded = [[phase.first_sample, list(phase.shares.recorded)] for phase in self.phases]
+        shares = "weights" if self.version > 1 else "quotas"
         identity = {
-            "order": ORDER_VERSION,
+            "order": self.version,
             "seed": self.seed,
             "seq_len": self.seq_len,
-            "quotas": list(phases[0].quotas[:used]),
-            "sources": [source.identity for source in self.sources[:used]],
+            shares: recorded[0][1],
+            "sources": [source.identity for source in self.sources],
             **self.packing.identity,
+            "later": recorded[1:],
+            "lengths": [list(change) for change in self.lengths],
         }
-        if len(phases) > 1:
-            identity["later"] = [[p.first_sample, list(p.quotas[:used])] for p in phases[1:]]
-        return identity
+        return trimmed(identity, sample)
+
+    def seq_len_at(self, sample: int) -> int:
+        changes = self._lengths_until(sample)
+        return self.lengths[changes - 1][1] if changes else self.seq_len
+
+    def cut_of(self, sample: int, source: int, epoch: int) -> Windows | PlannedRows:
+        return self.readings[source].cut(self._lengths_until(sample), epoch)
+
+    def _lengths_until(self, sample: int) -> int:
+        return sum(first <= sample for first, _ in self.lengths)
 
     def locate(self, samples: np.ndarray) -> Located:
         samples = _indices(samples)
         source, local = self._draw(samples)
         epoch, index = np.empty_like(local), np.empty_like(local)
-        for i, (key, n) in enumerate(zip(self._keys, self.counts, strict=True)):
+        for i in np.unique(source):
             mine = source == i
-            if not mine.any():
-                continue
             self._refuse_beyond_cap(i, local[mine])
-            epoch[mine], place = np.divmod(local[mine], n)
-            index[mine] = permute(place, n, block_keys(key, epoch[mine]))
+            epoch[mine], index[mine] = self.readings[i].locate(local[mine])
         return Located(source, epoch, index)
 
     def drawn(self, samples: int) -> np.ndarray:
@@ -179,33 +202,33 @@ class Stream(_Cut):
                 "raise its max_epochs, lower its weight, or end the run earlier",
             )
 
-    def _add_phase(self, change: Change, number_of: dict[int, int]) -> None:
-        if not change.sources:
+    def _add_phase(self, first_sample: int, sources: Sequence[Source], number_of: dict[int, int]) -> None:
+        if not sources:
             raise UserError("there is no data source", "name at least one prepared dataset")
-        numbers = [number_of[key_of(source.identity)] for source in change.sources]
-        if len(set(numbers)) < len(numbers):
-            twice = next(s for s, n in zip(change.sources, numbers, strict=True) if numbers.count(n) > 1)
-            raise _same_tokens(twice.name, twice.name)
-        means = [Fraction(self.cuts[i].tokens, self.cuts[i].count) for i in numbers]
-        weights = [source.weight for source in change.sources]
-        shares = quotas(weights, means, [source.name for source in change.sources])
-        whole = [0] * len(self.sources)
-        for number, quota in zip(numbers, shares, strict=True):
-            whole[number] = quota
-        named = ("mixture",) if change.first_sample == 0 else ("mixture", change.first_sample)
+        weights = [0.0] * len(self.sources)
+        for source in sources:
+            number = number_of[key_of(source.identity)]
+            if weights[number]:
+                raise _same_tokens(source.name, source.name)
+            if not source.weight > 0:
+                raise bad_weight(source.name, source.weight)
+            weights[number] = source.weight
+        means = [Fraction(cut.tokens, cut.count) for cut in self.cuts]
+        shares = _MIXTURES[self.version](weights, means, [source.name for source in self.sources])
+        named = ("mixture",) if first_sample == 0 else ("mixture", first_sample)
         before = np.zeros(len(self.sources), dtype=np.int64)
         if self.phases:
             last = self.phases[-1]
-            before = last.drawn_before + self._drawn_in(last, change.first_sample - last.first_sample)
-        self.phases.append(_Phase(change.first_sample, tuple(whole), key_of(self.seed, *named), before))
+            before = last.drawn_before + self._drawn_in(last, first_sample - last.first_sample)
+        self.phases.append(_Phase(first_sample, shares, key_of(self.seed, *named), before))
 
     def _drawn_in(self, phase: _Phase, samples: int) -> np.ndarray:
         block, rest = divmod(samples, BLOCK)
-        drawn = block * np.array(phase.quotas, dtype=np.int64)
-        if phase.only is not None:
-            drawn[phase.only] += rest
+        drawn = phase.shares.after(block).copy()
+        if phase.shares.only is not None:
+            drawn[phase.shares.only] += rest
         elif rest:
-            layout, _ = self._block(phase.quotas, phase.key, block)
+            layout, _ = self._block(phase, block)
             drawn += np.bincount(layout[:rest], minlength=len(drawn))
         return drawn
 
@@ -219,24 +242,25 @@ class Stream(_Cut):
 
     def _draw_in(self, phase: _Phase, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         samples = samples - phase.first_sample
-        if phase.only is not None:
-            return np.full_like(samples, phase.only), samples + phase.drawn_before[phase.only]
+        if (only := phase.shares.only) is not None:
+            return np.full_like(samples, only), samples + phase.drawn_before[only]
         block, offset = np.divmod(samples, BLOCK)
         source, local = np.empty_like(samples), np.empty_like(samples)
         for b in np.unique(block):
             here = block == b
-            drawn, rank = self._block(phase.quotas, phase.key, int(b))
+            drawn, rank = self._block(phase, int(b))
             source[here] = drawn[offset[here]]
-            local[here] = rank[offset[here]]
-        return source, local + block * np.array(phase.quotas)[source] + phase.drawn_before[source]
+            local[here] = rank[offset[here]] + phase.shares.after(int(b))[source[here]]
+        return source, local + phase.drawn_before[source]
 
-    def _lay_out_block(self, shares: tuple[int, ...], key: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    def _lay_out_block(self, phase: _Phase, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Per offset in the block: the source drawn, and how many of that source the block drew before."""
-        ticket = permute(np.arange(BLOCK), BLOCK, block_keys(key, np.array([block])))
-        drawn = np.searchsorted(np.cumsum(shares), ticket, side="right")
+        ticket = permute(np.arange(BLOCK), BLOCK, block_keys(phase.key, np.array([block])))
+        quotas = phase.shares.after(block + 1) - phase.shares.after(block)
+        drawn = np.searchsorted(np.cumsum(quotas), ticket, side="right")
         rank = np.empty(BLOCK, dtype=np.int64)
-        for i, quota in enumerate(shares):
-            rank[drawn == i] = np.arange(quota)
+        for i in np.flatnonzero(quotas):
+            rank[drawn == i] = np.arange(quotas[i])
         return drawn, rank
 
 
@@ -245,12 +269,13 @@ class EvalStream(_Cut):
 
     def __init__(self, sources: Sequence[Source], seq_len: int, packing: Packing = CONCAT) -> None:
         super().__init__(sources, seq_len, packing)
+        self._set_cuts([packing.cut(source, seq_len) for source in self.sources])
         self.samples: int = self.samples_per_epoch
 
     @property
     def identity(self) -> dict[str, Any]:
         sources = [source.identity for source in self.sources]
-        plain = {"order": ORDER_VERSION, "plain": True, "seq_len": self.seq_len, "sources": sources}
+        plain = {"order": 1, "plain": True, "seq_len": self.seq_len, "sources": sources}
         return {**plain, **self.packing.identity}
 
     def identity_until(self, sample: int | None) -> dict[str, Any]:
@@ -261,6 +286,22 @@ class EvalStream(_Cut):
         ends = np.cumsum(self.counts)
         source = np.searchsorted(ends, samples, side="right")
         return Located(source, np.zeros_like(samples), samples - (ends - self.counts)[source])
+
+
+def trimmed(identity: dict[str, Any], sample: int | None) -> dict[str, Any]:
+    """A stream's identity without the phases that begin at `sample` or later, and without their sources."""
+    shares = "weights" if "weights" in identity else "quotas"
+    kept = dict(identity)
+    for key in ("later", "lengths"):
+        changes = [c for c in kept.pop(key, []) if sample is None or c[0] < max(sample, 1)]
+        if changes:
+            kept[key] = changes
+    mixtures = [kept[shares], *(weights for _, weights in kept.get("later", []))]
+    used = 1 + max(i for weights in mixtures for i, weight in enumerate(weights) if weight)
+    kept |= {shares: kept[shares][:used], "sources": kept["sources"][:used]}
+    if "later" in kept:
+        kept["later"] = [[first, weights[:used]] for first, weights in kept["later"]]
+    return kept
 
 
 def fingerprint_of(identity: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from arriero.data.order.bestfit import Plan, open_plan
+from arriero.data.order.permutation import joined
 from arriero.data.progress import Progress, silent
 from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
@@ -46,7 +47,12 @@ class Source:
 
 
 class Windows:
-    def __init__(self, source: Source, seq_len: int) -> None:
+    """Windows over `runs` of the source, intervals (first, end) of positions of inputs; all of it by default.
+
+    The label of an input is the token after it in the source, also where a run ends.
+    """
+
+    def __init__(self, source: Source, seq_len: int, runs: np.ndarray | None = None) -> None:
         span = source.tokens
         if source.prompt:
             raise UserError(
@@ -58,13 +64,47 @@ class Windows:
                 f"{source.name} gives {len(span)} tokens, one sequence of {seq_len} needs {seq_len + 1}",
                 "use a shorter sequence or more text; of held-out text, hold out more",
             )
-        self._first, self._seq_len = span.start, seq_len
-        self.count = (len(span) - 1) // seq_len
+        self._source, self._seq_len = source, seq_len
+        self._runs = np.array([[span.start, span.stop - 1]]) if runs is None else runs
+        self._ends = np.cumsum(self._runs[:, 1] - self._runs[:, 0])
+        self.inputs = int(self._ends[-1]) if len(self._ends) else 0
+        self.count = self.inputs // seq_len
         self.tokens = self.slots = self.count * seq_len
-        self.unused = len(span) - 1 - self.count * seq_len
+        self.unused = self.inputs - self.tokens
 
     def start(self, sample: int) -> int:
-        return self._first + sample * self._seq_len
+        return int(self.positions(np.array([sample * self._seq_len]))[0])
+
+    def positions(self, inputs: np.ndarray) -> np.ndarray:
+        """Where in the source the inputs with these numbers are."""
+        run = self._ends.searchsorted(inputs, side="right")
+        return inputs - self._ends[run] + self._runs[run, 1]
+
+    def parts(self, sample: int) -> list[tuple[int, int]]:
+        """(position, tokens) of the stretches of text that make up a sample; one, unless runs are short."""
+        begin, end = sample * self._seq_len, (sample + 1) * self._seq_len
+        if len(self._runs) == 1:
+            return [(int(self._runs[0, 0]) + begin, self._seq_len)]
+        parts = []
+        run = int(self._ends.searchsorted(begin, side="right"))
+        while begin < end:
+            stop = min(end, int(self._ends[run]))
+            parts.append((int(self._runs[run, 1] - self._ends[run]) + begin, stop - begin))
+            begin, run = stop, run + 1
+        return parts
+
+    def without(self, unread: np.ndarray, seq_len: int) -> "Windows":
+        """The inputs of the `unread` samples, intervals (first, end), and the unused ones at the end, in
+        windows of another length."""
+        tail = np.array([[self.tokens, self.inputs]])
+        left = joined(np.concatenate((unread * self._seq_len, tail)))
+        edges = np.unique(np.concatenate((left.ravel(), self._ends)))
+        begins, ends = edges[:-1], edges[1:]
+        inside = left[:, 0].searchsorted(begins, side="right") - 1
+        kept = (inside >= 0) & (begins < left[inside, 1])
+        first = self.positions(begins[kept])
+        runs = joined(np.stack((first, first + ends[kept] - begins[kept]), axis=1))
+        return Windows(self._source, seq_len, runs)
 
     @property
     def remarks(self) -> list[str]:

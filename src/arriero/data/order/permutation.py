@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
@@ -50,3 +51,66 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """An order of [0, n), keyed: chunks of neighbours in random order, and in groups of so many chunks every
+    index in random order. Where one group holds all, this is one permutation.
+
+    Whole chunks stay unread until their group comes, so that a reader can change to longer samples, and only
+    the files of one group are read at a time.
+    """
+
+    n: int
+    chunk: int
+    group: int
+
+    @property
+    def _groups(self) -> int:
+        return max(1, self.n // self.chunk // self.group)
+
+    def at(self, place: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """The index at each place of the order. `keys` has one key, or one per place."""
+        size, chunks = self.group * self.chunk, self.n // self.chunk
+        if self._groups == 1:
+            return permute(place, self.n, keys)
+        keys = np.broadcast_to(keys, place.shape)
+        number = np.minimum(place // size, self._groups - 1)
+        first = number * size
+        within = block_keys(0, number) ^ keys
+        index = np.empty_like(place)
+        last = number == self._groups - 1
+        # the last group also holds what does not fill a group or a chunk
+        for here, count in ((~last, size), (last, self.n - (self._groups - 1) * size)):
+            index[here] = first[here] + permute(place[here] - first[here], count, within[here])
+        chunk, offset = np.divmod(index, self.chunk)
+        whole = chunk < chunks
+        chunk[whole] = permute(chunk[whole], chunks, keys[whole])
+        return chunk * self.chunk + offset
+
+    def rest(self, place: int, key: np.ndarray) -> np.ndarray:
+        """Intervals (first, end) of the indices at `place` and later, ascending."""
+        size, chunks = self.group * self.chunk, self.n // self.chunk
+        number = min(place // size, self._groups - 1)
+        end = self.n if number == self._groups - 1 else (number + 1) * size
+        single = self.at(np.arange(place, end), key)
+        found = [np.stack((single, single + 1), axis=1)]
+        if end < self.n:
+            later = permute(np.arange(end // self.chunk, chunks), chunks, key) * self.chunk
+            found += [
+                np.stack((later, later + self.chunk), axis=1),
+                np.array([[chunks * self.chunk, self.n]]),
+            ]
+        return joined(np.concatenate(found))
+
+
+def joined(intervals: np.ndarray) -> np.ndarray:
+    """Disjoint intervals in ascending order, neighbours joined and empty ones left out."""
+    intervals = intervals[intervals[:, 1] > intervals[:, 0]]
+    intervals = intervals[np.argsort(intervals[:, 0])]
+    if not len(intervals):
+        return intervals
+    apart = intervals[1:, 0] != intervals[:-1, 1]
+    firsts = intervals[np.concatenate(([True], apart)), 0]
+    return np.stack((firsts, intervals[np.concatenate((apart, [True])), 1]), axis=1)

@@ -24,9 +24,10 @@ class Rows:
     def __init__(self, stream: Stream | EvalStream, document_mask: bool) -> None:
         self._stream = stream
         self._mask = document_mask
-        self._row = {s.store.dtype: np.empty(stream.seq_len + 1, s.store.dtype) for s in stream.sources}
+        longest = stream.longest_sequence
+        self._row = {s.store.dtype: np.empty(longest + 1, s.store.dtype) for s in stream.sources}
         self._learnt = lru_cache(maxsize=None)(lambda source: _learnt(stream.sources[source]))
-        self._count = np.arange(stream.seq_len, dtype=np.int32)
+        self._count = np.arange(longest, dtype=np.int32)
         self.padding_id = stream.sources[0].store.eos_id
 
     @property
@@ -34,21 +35,23 @@ class Rows:
         """A row that holds one document needs no marks: attention looks back only, padding is behind it."""
         return self._mask and self._stream.packing.kind != "none"
 
-    def width(self, located: Located) -> int:
+    def width(self, first_sample: int, located: Located) -> int:
         """Slots of a row: the sequence length, or the longest sample where rows are padded."""
         if self._stream.packing.kind != "none":
-            return self._stream.seq_len
-        rows = zip(located.source.tolist(), located.index.tolist(), strict=True)
-        return max((int(self._pieces(s, i)["slots"][0]) for s, i in rows), default=1)
+            return self._stream.seq_len_at(first_sample)
+        rows = zip(*(column.tolist() for column in located), strict=True)
+        return max((int(self._pieces(s, i)["slots"][0]) for s, _, i in rows), default=1)
 
-    def fill(self, located: Located, tokens_BT: np.ndarray, labels_BT: np.ndarray) -> tuple[int, list]:
+    def fill(
+        self, first_sample: int, located: Located, tokens_BT: np.ndarray, labels_BT: np.ndarray
+    ) -> tuple[int, list]:
         """Returns the real tokens, and for each row where in it a document, or the padding, begins."""
         begins, real = [], 0
-        numbers = zip(located.source.tolist(), located.index.tolist(), strict=True)
-        for (source, index), tokens_T, labels_T in zip(numbers, tokens_BT, labels_BT, strict=False):
-            cut = self._stream.cuts[source]
+        numbers = zip(*(column.tolist() for column in located), strict=True)
+        for (source, epoch, index), tokens_T, labels_T in zip(numbers, tokens_BT, labels_BT, strict=False):
+            cut = self._stream.cut_of(first_sample, source, epoch)
             if isinstance(cut, Windows):
-                marks, filled = self._fill_window(source, cut.start(index), tokens_T, labels_T)
+                marks, filled = self._fill_window(source, cut.parts(index), tokens_T, labels_T)
             else:
                 marks, filled = self._fill_pieces(source, cut.pieces(index), tokens_T, labels_T)
             begins.append(marks)
@@ -75,21 +78,30 @@ class Rows:
         return cut.pieces(index)
 
     def _fill_window(
-        self, source: int, start: int, tokens_T: np.ndarray, labels_T: np.ndarray
+        self, source: int, parts: list[tuple[int, int]], tokens_T: np.ndarray, labels_T: np.ndarray
     ) -> tuple[np.ndarray, int]:
+        begins, filled = [], 0
+        for start, count in parts:
+            here = slice(filled, filled + count)
+            begins.append(self._fill_part(source, start, tokens_T[here], labels_T[here]) + filled)
+            filled += count
+            if self._mask and filled < len(tokens_T):
+                begins.append(np.array([filled]))
+        return (begins[0] if len(begins) == 1 else np.unique(np.concatenate(begins))), filled
+
+    def _fill_part(self, source: int, start: int, tokens_T: np.ndarray, labels_T: np.ndarray) -> np.ndarray:
         store = self._stream.sources[source].store
-        row = self._row[store.dtype]
+        row = self._row[store.dtype][: len(tokens_T) + 1]
         store.read_into(start, row)
         tokens_T[:] = row[:-1]
         labels_T[:] = row[1:]
         if learnt := self._learnt(source):
             labels_T[~learnt.read(start + 1, len(labels_T))] = IGNORED
         if not self._mask:
-            return _NOWHERE, len(tokens_T)
+            return _NOWHERE
         begins = store.document_starts(start + 1, len(labels_T)) - start
         labels_T[begins - 1] = IGNORED
-        inside = begins[:-1] if len(begins) and begins[-1] == len(labels_T) else begins
-        return inside, len(tokens_T)
+        return begins[:-1] if len(begins) and begins[-1] == len(labels_T) else begins
 
     def _fill_pieces(
         self, number: int, pieces: np.ndarray, tokens_T: np.ndarray, labels_T: np.ndarray

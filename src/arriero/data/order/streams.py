@@ -8,7 +8,7 @@ import numpy as np
 
 from arriero.config.schema import RunConfig, SourceSection
 from arriero.data.order.mixture import BLOCK
-from arriero.data.order.order import Change, EvalStream, Stream, split_heldout
+from arriero.data.order.order import ORDER_VERSION, Change, EvalStream, Stream, split_heldout
 from arriero.data.order.pack import Packing, Source
 from arriero.data.prepare.builtin import prepare_builtin
 from arriero.data.progress import Progress
@@ -25,8 +25,11 @@ class Streams:
     batch_sequences: int
 
 
-def build_streams(config: RunConfig, progress: Progress) -> Streams:
-    """Opens the datasets, preparing built-in ones that are not there yet, and plans their packing."""
+def build_streams(config: RunConfig, progress: Progress, version: int = ORDER_VERSION) -> Streams:
+    """Open the datasets, prepare built-in ones that do not exist yet, and plan their packing.
+
+    `version` is that of the order; a run that has begun keeps its own.
+    """
     data, tokens_per_step = config.data, config.train.batch.amount
     sequences = tokens_per_step // data.seq_len
     sections = [*data.sources, *(source for phase in data.phases for source in phase.sources)]
@@ -48,7 +51,7 @@ def build_streams(config: RunConfig, progress: Progress) -> Streams:
         for phase in data.phases
     ]
     train = [source(section, 0) for section in data.sources]
-    stream = Stream(train, data.seq_len, config.run.seed, packing, changes)
+    stream = Stream(train, data.seq_len, config.run.seed, packing, changes, version)
     held = {section.path: source(section, 1) for section in reversed(sections)}
     ordered = [held[path] for path in opened]
     evaluation = EvalStream(ordered, data.seq_len, packing) if heldout else None
@@ -93,7 +96,7 @@ def forecast(streams: Streams, steps: int | None) -> list[Outlook]:
     ever = steps * per_step if steps else BLOCK * 2**32
     drawn = stream.drawn(ever)
     means = np.array([cut.tokens / cut.count for cut in stream.cuts])
-    tokens = [np.array(phase.quotas) * means for phase in stream.phases]
+    tokens = [phase.shares.per_sample * means for phase in stream.phases]
     shares = [each / each.sum() for each in tokens]
     later = [phase.first_sample // per_step + 1 for phase in stream.phases[1:]]
     outlooks = []
