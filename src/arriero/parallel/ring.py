@@ -38,7 +38,10 @@ class Meeting(NamedTuple):
 
 
 def meetings(rank: int, source: int, ring: int, tokens: int, documents: Documents | None) -> list[Meeting]:
-    """Return all attention of the queries of `rank` to the keys of `source`; each has `tokens` tokens."""
+    """Return all attention of the queries of `rank` to the keys of `source`; each has `tokens` tokens.
+
+    Causal meetings come first: of a rank with itself they hold every query exactly once.
+    """
     if documents is None:
         queries = slice(tokens // 2 if source > rank else 0, tokens)
         keys = slice(0, tokens // 2 if source < rank else tokens)
@@ -53,7 +56,7 @@ def meetings(rank: int, source: int, ring: int, tokens: int, documents: Document
                     Meeting(slice(row, row + 1), _moved(queries, query_at), _moved(keys, key_at), causal)
                     for queries, keys, causal in pairs
                 ]
-    return found
+    return sorted(found, key=lambda meeting: not meeting.causal)
 
 
 def _between(query: int, key: int, size: int, edges: list[int]) -> list[tuple[slice, slice, bool]]:
@@ -87,7 +90,6 @@ class _Ring(torch.autograd.Function):
             for meeting in meetings(group.rank(), source, group.size(), q_BtHE.shape[1], documents):
                 rows, queries, keys, causal = meeting
                 block = block_forward(q_BtHE[rows, queries], k[rows, keys], v[rows, keys], causal)
-                # causal blocks come first and hold every query once
                 if not causal:
                     block = merge(out[rows, queries], lse[rows, :, queries], *block)
                 out[rows, queries], lse[rows, :, queries] = block
