@@ -89,6 +89,19 @@ def test_a_mistake_ends_in_one_sentence_and_code_2(arriero, arguments, words, tm
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("path", ["x" * 300, "text.txt/below", "loop", "absent\udcff", "", "/dev/null"])
+@pytest.mark.parametrize(
+    "verb", [["ckpt", "list"], ["ckpt", "verify"], ["data", "verify"], ["config", "show"]]
+)
+def test_an_odd_path_ends_in_one_sentence(command, verb, path, tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "loop").symlink_to("loop")
+    result = command(*verb, path)
+    assert result.returncode in (1, 2)
+    assert "Traceback" not in result.stderr
+    assert result.stdout + result.stderr
+
+
 def test_debug_shows_the_traceback(arriero):
     assert "Traceback" in arriero("train", "absent.toml", "--debug").stderr
     assert "Traceback" in arriero("--debug", "train", "absent.toml").stderr

@@ -1,5 +1,6 @@
 """The verb table. Each verb lives in the room that does its work."""
 
+import errno
 import io
 import platform
 import sys
@@ -93,7 +94,7 @@ def options(
 
 
 def main() -> None:
-    """A user's mistake ends with one sentence and exit code 2; anything else is a bug and crashes loudly."""
+    """A mistake or an unusable file ends with a sentence and exit code 2; a bug crashes with a traceback."""
     arguments = _global_options_first(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):
         # a file name that is not UTF-8, or a terminal that is not, must not end in a traceback
@@ -101,13 +102,21 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         app(arguments, prog_name="arriero")
-    except UserError as error:
-        if "--debug" in arguments[:2]:
+    except (UserError, OSError) as error:
+        if "--debug" in arguments[:2] or not _is_of_the_user(error):
             raise
         Console(stderr=True, highlight=False).print(
             f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True
         )
         sys.exit(2)
+
+
+def _is_of_the_user(error: UserError | OSError) -> bool:
+    """Not a bug: a mistake, a file the system refuses, or a resource that has run out."""
+    return isinstance(error, UserError) or error.filename is not None or error.errno in _RUN_OUT
+
+
+_RUN_OUT = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ESTALE}
 
 
 def _global_options_first(arguments: list[str]) -> list[str]:

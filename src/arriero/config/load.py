@@ -49,9 +49,9 @@ def config_from_toml(path: Path) -> RunConfig:
 
 
 def _overlay_file(tree: Table, origins: dict[str, str], path: Path, seen: tuple[Path, ...]) -> None:
+    table = _read_toml(path)
     if path.resolve() in seen:
         raise UserError(f"{path} extends itself", "remove `extends` from one of the files in the circle")
-    table = _read_toml(path)
     base = table.pop("extends", None)
     if base is not None:
         if not isinstance(base, str):
