@@ -44,15 +44,15 @@ class RunSection(Section):
 
 class RopeScalingSection(Section):
     factor: Annotated[float, Field(ge=1)] = Field(
-        8.0, description="How much further than before the context reaches."
+        8.0, description="Factor by which the context length grows."
     )
     low_freq_factor: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="Wavelengths beyond original/this are stretched."
+        1.0, description="Wavelengths longer than original_max_seq_len / this are scaled."
     )
     high_freq_factor: Annotated[float, Field(gt=0)] = Field(
-        4.0, description="Wavelengths below original/this are kept."
+        4.0, description="Wavelengths shorter than original_max_seq_len / this are kept."
     )
-    original_max_seq_len: Positive = Field(8192, description="Context length before the stretch.")
+    original_max_seq_len: Positive = Field(8192, description="Context length before scaling.")
 
 
 class ModelSection(Section):
@@ -61,8 +61,8 @@ class ModelSection(Section):
         description="A model of `arriero config models`; the other keys here override its dimensions.",
     )
     family: Literal["llama", "gpt2"] | None = Field(None, description="Architecture.")
-    vocab_size: Positive | None = Field(None, description="Rows of the embedding table.")
-    dim: Positive | None = Field(None, description="Width of the residual stream.")
+    vocab_size: Positive | None = Field(None, description="Vocabulary size: rows of the embedding table.")
+    dim: Positive | None = Field(None, description="Width of the residual stream (hidden size).")
     layers: Positive | None = Field(None, description="Number of transformer blocks.")
     heads: Positive | None = Field(None, description="Query heads.")
     kv_heads: Positive | None = Field(
@@ -76,7 +76,7 @@ class ModelSection(Section):
         None, description="Base of the rotary frequencies."
     )
     rope_scaling: RopeScalingSection | Literal[False] | None = Field(
-        None, description="Llama-3.1 stretching of the rotary frequencies; false takes a preset's away."
+        None, description="Llama 3.1 scaling of the rotary frequencies; false removes the preset's."
     )
     tied: bool | None = Field(None, description="Whether the head shares the embedding table.")
 
@@ -85,80 +85,84 @@ class SourceSection(Section):
     path: str = Field(description="A prepared dataset directory, or 'builtin:stdlib'.")
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         1.0,
-        description="Share of the tokens seen; numbers all below 1 must sum to 1, others are proportions.",
+        description="Weight in the mixture, by tokens. Weights that are all below 1 must sum to 1; others "
+        "are proportions.",
     )
     prompt: str | None = Field(
         None,
-        description="Text put before each document and not learnt; needs packing 'bestfit' or 'none'.",
+        description="Text put before each document and excluded from the loss; needs packing 'bestfit' or "
+        "'none'.",
     )
     max_epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="How often it may be read; a run that would read it more often is refused."
+        None, description="Most epochs over this source; a run that needs more is refused."
     )
 
 
 class PhaseSection(Section):
-    at: Progress = Field(description="Where the phase begins; rounded up to a whole step.")
+    at: Progress = Field(description="Start of the phase, rounded up to a whole step.")
     sources: Annotated[tuple[SourceSection, ...], Field(min_length=1)] = Field(
-        description="What to train on from there; a source that goes on continues where it stood."
+        description="Mixture from there on; a source used before continues at its position."
     )
 
 
 class DataSection(Section):
     sources: Annotated[tuple[SourceSection, ...], Field(min_length=1)] = Field(
-        description="What to train on, mixed by weight, by tokens."
+        description="Datasets to train on, mixed by weight."
     )
-    phases: tuple[PhaseSection, ...] = Field(
-        (), description="Later mixtures, each from its token or step on."
-    )
+    phases: tuple[PhaseSection, ...] = Field((), description="Later mixtures, each from a token or step on.")
     seq_len: Positive = Field(2048, description="Tokens per training sequence.")
     packing: Literal["concat", "bestfit", "none"] = Field(
         "concat",
-        description="Windows over the stream of documents; rows of documents not cut where they fit; or "
-        "one document a row, padded to the longest of its batch.",
+        description="'concat': windows over the concatenated documents. 'bestfit': whole documents packed "
+        "into rows. 'none': one document per row, padded to the longest of its batch.",
     )
     long_docs: Literal["split", "truncate", "drop"] = Field(
-        "split", description="What 'bestfit' and 'none' do with a document longer than a sequence."
+        "split", description="What 'bestfit' and 'none' do with a document longer than seq_len."
     )
     document_mask: bool = Field(
         False,
-        description="Attention stays inside each document, positions restart at its beginning, and its last "
-        "token does not predict the next document.",
+        description="Attention stays inside each document, positions restart with it, and its last token "
+        "does not predict the next document.",
     )
-    cache: str = Field("data", description="Where built-in corpora and packing plans are kept, made once.")
+    cache: str = Field("data", description="Directory of prepared built-in corpora and packing plans.")
 
 
 class TrainSection(Section):
     batch: Tokens = Field(
-        "524288 tok", validate_default=True, description="Tokens per optimizer step, over all ranks."
+        "524288 tok",
+        validate_default=True,
+        description="Global batch size: tokens per optimizer step, over all ranks.",
     )
     horizon: AnySpan = Field("1000 steps", validate_default=True, description="How long to train.")
     micro_batch: Positive | None = Field(
-        None, description="Sequences computed at once; derived from the device's memory unless given."
+        None, description="Sequences per rank and forward pass; derived from the device's memory unless set."
     )
     z_loss: Annotated[float, Field(ge=0)] = Field(
         0.0,
-        description="Weight of the squared log of the softmax's sum, which keeps logits small; it acts on "
-        "gradients, and reported losses stay without it.",
+        description="Weight of the z-loss, the squared log of the softmax's denominator, which keeps logits "
+        "small. Reported losses do not include it.",
     )
 
 
 class OptimSection(Section):
     name: Literal["adamw", "muon", "sgd"] = Field(
         "adamw",
-        description="The optimizer; 'muon' takes the matrices inside blocks and leaves the rest to AdamW.",
+        description="The optimizer; 'muon' updates the matrices inside blocks, AdamW the rest.",
     )
     lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="Peak learning rate.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="Decay of the first and second moment."
     )
-    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="Added to the root of the second moment.")
+    eps: Annotated[float, Field(gt=0)] = Field(
+        1e-8, description="Added to the square root of the second moment."
+    )
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        None, description="Momentum of 'muon' (0.95 unless given) and 'sgd' (0)."
+        None, description="Momentum of 'muon' (default 0.95) and 'sgd' (default 0)."
     )
     state: Literal["fp32", "bf16", "int8", "float8"] = Field(
         "fp32",
-        description="Precision of the moments; 8 bits with a scale for every 256 elements. Below fp32 they "
-        "are rounded by chance.",
+        description="Precision of the optimizer state; 8-bit state has one scale per 256 elements. Below "
+        "fp32 it is rounded stochastically.",
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         0.1, description="Decoupled decay of matrices; norms and biases are never decayed."
@@ -178,96 +182,101 @@ class ScheduleSection(Section):
         "derives one.",
     )
     floor: Fraction | None = Field(
-        None, description="Share of the peak at the end; 0.1 for cosine and fms, 0 for linear and wsd."
+        None,
+        description="Final learning rate as a fraction of the peak; 'auto' is 0.1 for cosine and fms, "
+        "else 0.",
     )
     decay: Progress | None = Field(
-        None, description="Length of the final decay of 'wsd'; a fifth of the horizon."
+        None, description="Length of the final decay of 'wsd'; 'auto' is a fifth of the horizon."
     )
-    horizon: Progress | None = Field(None, description="Where the shape ends; train.horizon unless given.")
+    horizon: Progress | None = Field(None, description="End of the schedule; 'auto' is train.horizon.")
 
 
 class EvalSection(Section):
     heldout: TokensOrOff = Field(
-        False, description="Tokens at the end of each source kept out of training, cut between documents."
+        False,
+        description="Validation (held-out) tokens of each source, whole documents that are not trained on.",
     )
     every: AnySpanOrOff = Field(
-        False, description="How often to compute the held-out loss; always at start and end."
+        False, description="Interval between evaluations of the held-out loss; also at start and end."
     )
 
 
 class ParallelSection(Section):
     dp_replicate: Degree = Field(
-        1, description="Copies of the sharded model. One of the five degrees may be -1 and takes the rest."
+        1,
+        description="Replicas of the sharded model. One of the five degrees may be -1: the ranks that are "
+        "left.",
     )
-    dp_shard: Degree = Field(-1, description="Ranks a copy is sharded over.")
-    cp: Degree = Field(1, description="Ranks a sequence is split over.")
-    tp: Degree = Field(1, description="Ranks a layer is split over.")
-    pp: Degree = Field(1, description="Ranks the blocks are dealt to.")
+    dp_shard: Degree = Field(-1, description="Ranks that share one copy of the weights (FSDP, ZeRO).")
+    cp: Degree = Field(1, description="Context parallelism: ranks that share a sequence.")
+    tp: Degree = Field(1, description="Tensor parallelism: ranks that share a layer.")
+    pp: Degree = Field(1, description="Pipeline parallelism: ranks that share the blocks.")
     schedule: Literal[
         "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
-    ] = Field("1f1b", description="The order in which pipeline stages take micro-batches.")
+    ] = Field("1f1b", description="Pipeline schedule.")
     stages_per_rank: Positive | None = Field(
-        None, description="Pipeline stages on each rank; what the schedule needs unless given."
+        None, description="Pipeline stages per rank; 'auto' is what the schedule needs."
     )
     reshard: Literal["auto", "always", "never"] | Positive = Field(
         "auto",
-        description="Gathered weights after forward: 'always' gives them back (ZeRO-3), 'never' keeps them "
-        "until backward (ZeRO-2), a number keeps them spread over groups of so many ranks, like a node's; "
-        "'auto' is 'never' in a pipeline, else 'always'.",
+        description="Reshard gathered weights after forward: 'always' (ZeRO-3), 'never' (ZeRO-2), or a "
+        "number: keep them sharded over groups of that many ranks, such as a node. 'auto' is "
+        "'never' in a pipeline, else 'always'.",
     )
     context: Literal["auto", "ulysses", "ring"] = Field(
         "auto",
-        description="How cp ranks share attention: 'ulysses' trades tokens for heads, 'ring' passes keys and "
-        "values round; 'auto' is Ulysses as far as the heads divide, and a ring of such groups beyond.",
+        description="Context parallel method: 'ulysses' (all-to-all) or 'ring' attention. 'auto' is "
+        "Ulysses as far as the heads divide, and a ring of such groups beyond.",
     )
     prefetch: Annotated[int, Field(ge=0)] = Field(
-        1, description="Blocks whose weights are gathered ahead of use."
+        1, description="Number of blocks whose weights are prefetched."
     )
     sync: Literal["last", "each"] = Field(
         "last",
-        description="When gradients of accumulated micro-batches are reduced over shards: after the last, or "
-        "after each, which communicates more and keeps only a shard of them.",
+        description="With gradient accumulation, reduce gradients after the 'last' micro-batch, or after "
+        "'each': more communication, but only a shard of the gradients is kept.",
     )
     async_tp: bool = Field(
-        False, description="Overlap tensor-parallel communication with its matmuls; GPUs, compiled."
+        False, description="Overlap tensor-parallel communication with matmuls; needs GPUs and compilation."
     )
 
 
 class PrecisionSection(Section):
     compute: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
-        description="Precision of activations and matmuls; 'auto' takes bf16 where the device computes it; "
+        description="Precision of activations and matmuls; 'auto' is bf16 where the device supports it. "
         "'fp16' scales the loss.",
     )
     master: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="Precision of the weights the optimizer updates; 'bf16' keeps no other and rounds by "
-        "chance.",
+        description="Precision of the master weights; 'bf16' keeps no others and uses stochastic rounding.",
     )
     reduce: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Precision in which gradients are summed over data-parallel ranks."
+        "fp32", description="Precision of the gradient reduction over data-parallel ranks."
     )
     float8: Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"] = Field(
         "off",
-        description="Multiply in the blocks' linear layers in float8, with one scale per tensor (fastest) or "
+        description="Float8 matmuls in the blocks' linear layers, with one scale per tensor (fastest) or "
         "per row; 'rowwise_gw_hp' is per row with weight gradients in bf16. Needs torchao.",
     )
     float8_all_gather: bool = Field(
-        False, description="Gather sharded weights as float8: half the traffic; needs 'tensorwise'."
+        False, description="All-gather sharded weights as float8: half the traffic; needs 'tensorwise'."
     )
     float8_head: bool = Field(
         False,
-        description="The head's matmuls in float8 too, with one scale per tensor: faster where the vocabulary"
-        " is a large part of the model, and its logits are rounded for it.",
+        description="Float8 matmuls in the head too, with one scale per tensor: faster with a large "
+        "vocabulary, at the cost of rounded logits.",
     )
     float8_exclude: tuple[str, ...] = Field(
         (),
-        description="Layers that stay in the compute precision, by name: 'blocks.0.*' or '*.attention.k'.",
+        description="Layers that stay in the compute precision, by name pattern: 'blocks.0.*', "
+        "'*.attention.k'.",
     )
     kernels: bool = Field(
         True,
-        description="On GPUs, kernels of Arriero's own where they are faster; false computes the same by "
-        "PyTorch's alone, with float8 emulated: to compare.",
+        description="Use Arriero's Triton kernels on GPUs; false uses PyTorch's only, with float8 "
+        "emulated, to compare.",
     )
     compile: bool | Literal["auto"] = Field(
         "auto", description="torch.compile each block; 'auto' compiles on GPUs, unless blocks are tiny."
@@ -277,41 +286,41 @@ class PrecisionSection(Section):
 class MemorySection(Section):
     loss_chunk: Positive | Literal[False, "auto"] = Field(
         "auto",
-        description="Tokens whose logits exist at once; 'auto' lets them take a sixteenth of a GPU's memory, "
-        "false computes those of a micro-batch together.",
+        description="Tokens per chunk of the loss, which bounds the memory of logits; 'auto' is a "
+        "sixteenth of a GPU's memory, false computes a micro-batch at once.",
     )
     remat: RematKind = Field(
         "none",
         validate_default=True,
-        description="Activations computed again in the backward pass instead of kept: 'none', 'full' (all "
-        "blocks), 'every:K' (each K-th), 'fraction:P' (that share, evenly spread), 'attention' (all but "
-        "attention), 'selective' (all but "
-        "attention and every second matmul), 'budget:B' (what compiled blocks keep, 0 to 1).",
+        description="Activation checkpointing (recompute in the backward pass): 'none', 'full' (all "
+        "blocks), 'every:K' (each K-th), 'fraction:P' (that share of blocks, evenly spread), "
+        "'attention' (keeps the output of attention), 'selective' (keeps attention and every "
+        "second matmul), 'budget:B' (memory budget of compiled blocks, 0 to 1).",
     )
     ffn_tile: Positive | Literal[False] = Field(
         False,
-        description="Tokens of a sequence that go through the feed-forward half of a block at once, and are "
-        "computed again in the backward pass: for sequences so long that its width would not fit.",
+        description="Tokens per tile of the feed-forward layer, recomputed in the backward pass: for very "
+        "long sequences.",
     )
     offload_activations: bool | Annotated[float, Field(gt=0, lt=1)] = Field(
         False,
-        description="What blocks keep for the backward pass waits in the host's memory: of all blocks, or of "
-        "that share of them.",
+        description="Offload activations to CPU memory: of all blocks, or of that share of them.",
     )
     offload_state: bool = Field(
         False,
-        description="Sharded weights, gradients and optimizer state live in the host's memory, and the "
-        "optimizer works there.",
+        description="Offload sharded weights, gradients and optimizer state to CPU memory, where the "
+        "optimizer runs.",
     )
 
 
 class LoadSection(Section):
     allow_missing: tuple[str, ...] = Field(
         (),
-        description="Tensors a checkpoint may lack, by name: 'model.head.*'; they keep their values.",
+        description="Tensors a checkpoint may lack, by name pattern: 'model.head.*'; they keep their "
+        "initial values.",
     )
     allow_unexpected: tuple[str, ...] = Field(
-        (), description="Tensors a checkpoint may have without use, by name: 'optim.*'."
+        (), description="Tensors of a checkpoint to ignore, by name pattern: 'optim.*'."
     )
 
 
@@ -319,27 +328,31 @@ class CheckpointSection(Section):
     every: AnySpanOrOff = Field(
         "1000 steps",
         validate_default=True,
-        description="How often to save; also on SIGTERM, SIGUSR1 and `touch RUN/save-now`.",
+        description="Interval between saves; also on SIGTERM, SIGUSR1 and `touch RUN/save-now`.",
     )
     at_end: bool = Field(True, description="Save when training ends.")
-    export: bool = Field(True, description="Write the finished model as a Hugging Face directory, RUN/model.")
-    keep: Positive = Field(3, description="How many of the newest to keep; older ones go.")
+    export: bool = Field(
+        True, description="Export the finished model as a Hugging Face directory, RUN/model."
+    )
+    keep: Positive = Field(3, description="Number of newest checkpoints to keep.")
     keep_every: ProgressOrOff = Field(
-        False, description="The first checkpoint after each such stretch is kept for ever."
+        False, description="Keep the first checkpoint after each such stretch for ever."
     )
     background: bool = Field(
         True,
-        description="Copy to host memory and write while training goes on; false waits for the disk.",
+        description="Write checkpoints in the background from a copy in CPU memory; false waits for the "
+        "disk.",
     )
     start_from: str | None = Field(
         None,
-        description="Weights a new run starts from: a checkpoint, a run directory or a model in any format "
-        "`arriero ckpt convert` reads. Step, optimizer and data begin anew.",
+        description="Warm start: initialise the weights of a new run from a checkpoint, a run directory "
+        "or a model in any format `arriero ckpt convert` reads. Step, optimizer and data "
+        "start from scratch.",
     )
     resume_from: str | None = Field(
         None,
         description="A checkpoint or run directory that a new run continues: weights, optimizer, step and "
-        "data position are kept. A run continues its own newest checkpoint without being told.",
+        "data position. A run resumes from its own newest checkpoint without this key.",
     )
     start_over: bool = Field(
         False,
@@ -347,7 +360,7 @@ class CheckpointSection(Section):
         "RUN/checkpoints.old, never deleted. Applied once; a restart with the same run file resumes.",
     )
     load: LoadSection = Field(
-        default_factory=LoadSection, description="What may differ between a checkpoint and the model."
+        default_factory=LoadSection, description="Allowed differences between a checkpoint and the model."
     )
 
 
@@ -355,32 +368,34 @@ class ObserveSection(Section):
     log_every: Positive = Field(10, description="Steps between lines of metrics.jsonl.")
     tensorboard: bool = Field(True, description="Write TensorBoard files.")
     sample: str | Literal[False] = Field(
-        False, description="Text the finished model continues, shown at the end."
+        False, description="Prompt that the finished model continues; shown at the end."
     )
 
 
 class RunConfig(Section):
-    run: RunSection = Field(default_factory=RunSection, description="The run itself.")
-    model: ModelSection = Field(default_factory=ModelSection, description="What is trained.")
-    data: DataSection = Field(description="What it is trained on.")
-    train: TrainSection = Field(default_factory=TrainSection, description="How much at once and how long.")
-    optim: OptimSection = Field(default_factory=OptimSection, description="How weights are updated.")
-    schedule: ScheduleSection = Field(
-        default_factory=ScheduleSection, description="How the learning rate moves."
+    run: RunSection = Field(default_factory=RunSection, description="Name, seed and device of the run.")
+    model: ModelSection = Field(
+        default_factory=ModelSection, description="The model: a preset, or dimensions."
     )
-    eval: EvalSection = Field(default_factory=EvalSection, description="How it is judged on the way.")
+    data: DataSection = Field(description="Datasets, sequence length and packing.")
+    train: TrainSection = Field(
+        default_factory=TrainSection, description="Batch sizes and length of training."
+    )
+    optim: OptimSection = Field(default_factory=OptimSection, description="The optimizer.")
+    schedule: ScheduleSection = Field(
+        default_factory=ScheduleSection, description="The learning-rate schedule."
+    )
+    eval: EvalSection = Field(default_factory=EvalSection, description="Evaluation on held-out data.")
     parallel: ParallelSection = Field(
-        default_factory=ParallelSection, description="How ranks share the work."
+        default_factory=ParallelSection, description="Parallelism: how ranks share the work."
     )
     precision: PrecisionSection = Field(
         default_factory=PrecisionSection, description="Number formats and compilation."
     )
     memory: MemorySection = Field(
-        default_factory=MemorySection, description="What is kept, and what is computed again."
+        default_factory=MemorySection, description="Activation memory and offloading."
     )
     checkpoint: CheckpointSection = Field(
-        default_factory=CheckpointSection, description="What is saved, and where a run goes on from."
+        default_factory=CheckpointSection, description="Saving, resuming and warm starts."
     )
-    observe: ObserveSection = Field(
-        default_factory=ObserveSection, description="What is written while it trains."
-    )
+    observe: ObserveSection = Field(default_factory=ObserveSection, description="Logging.")
