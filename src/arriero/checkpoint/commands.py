@@ -213,11 +213,13 @@ def _run_directory(run: Path) -> Path:
 
 def _run_toml(directory: Path) -> str:
     try:
-        return (directory / "run.toml").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = (directory / "run.toml").read_text(encoding="utf-8")
+        tomllib.loads(text)
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{directory / 'run.toml'} cannot be read ({error})", "see `arriero ckpt verify`"
         ) from None
+    return text
 
 
 def _read(path: Path, damaged: int | None = None, as_json: bool = False) -> "tuple[Path, Manifest]":

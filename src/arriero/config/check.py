@@ -6,6 +6,8 @@ from typing import Any
 from arriero.config.problems import Problem
 from arriero.units import Span
 
+_MOST_SEQUENCES = 2**22  # all divisors are tried as micro-batches
+
 
 def cross_check(sections: Mapping[str, Any]) -> list[Problem]:
     """Every broken rule whose sections are valid in themselves."""
@@ -34,6 +36,14 @@ def _batch_is_whole_sequences(data, train) -> list[Problem]:
             "train.batch", f"'{train.batch}' is not a multiple of data.seq_len ({length})", f"take {near}"
         )
     ]
+
+
+def _batch_can_be_planned(data, train) -> list[Problem]:
+    sequences = train.batch.amount // data.seq_len
+    if sequences <= _MOST_SEQUENCES:
+        return []
+    what = f"'{train.batch}' is {sequences:,} sequences of {data.seq_len} tokens in one step"
+    return [Problem("train.batch", what, f"take at most {_MOST_SEQUENCES:,} sequences")]
 
 
 def _micro_batch_divides(data, train) -> list[Problem]:
@@ -202,6 +212,7 @@ def _a_run_has_one_beginning(checkpoint) -> list[Problem]:
 _RULES = [
     (("data", "model"), _sequence_fits_model),
     (("data", "train"), _batch_is_whole_sequences),
+    (("data", "train"), _batch_can_be_planned),
     (("data", "train"), _micro_batch_divides),
     (("data",), _prompts_meet_whole_documents),
     (("data",), _shares_sum_to_one),

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 Nproc = Annotated[
     int | None,
-    typer.Option("--nproc", min=1, help="Start so many ranks on this machine.", show_default=False),
+    typer.Option(
+        "--nproc", min=1, max=1024, help="Number of ranks to start on this machine.", show_default=False
+    ),
 ]
 
 
