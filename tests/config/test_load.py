@@ -287,12 +287,13 @@ def test_a_setting_without_a_single_key_is_answered_with_what_to_do(name, words)
 
 def test_a_run_file_of_another_trainer_is_answered_key_by_key(tmp_path):
     titan = "[training]\nlocal_batch_size = 8\nsteps = 100\n[optimizer]\nlr = 1e-3\nname = 'AdamW'\n"
-    text = refusal(write(tmp_path / "titan.toml", titan + "learning_rte = 1\n"))
+    text = refusal(write(tmp_path / "titan.toml", titan + "qqq = 1\n"))
     for words in (
         "training.local_batch_size: unknown key; here this is 'train.micro_batch'",
         "training.steps: unknown key; here this is 'train.horizon'",
         "optimizer.lr: unknown key; here this is 'optim.lr'",
         "optimizer.name: unknown key; here this is 'optim.name'",
+        "optimizer.qqq: unknown key; the sections are run, model",
     ):
         assert words in text
 

@@ -10,6 +10,8 @@ from arriero.config.toml import toml_value
 from arriero.config.walk import field_at, section_of, unset_value
 from arriero.errors import UserError, nearest
 
+_LONGEST_SHOWN = 100
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -29,7 +31,7 @@ class ConfigError(UserError):
 
 
 def unknown_section(name: str, value: Any) -> list[Mapping[str, Any]]:
-    """The errors of a table that is no section: of its keys, where they have a known meaning elsewhere."""
+    """The errors of a table that is no section: one per key, if any of them is known from elsewhere."""
     whole = {"type": "extra_forbidden", "loc": (name,), "msg": "", "input": value}
     if not isinstance(value, Mapping):
         return [whole]
@@ -37,8 +39,9 @@ def unknown_section(name: str, value: Any) -> list[Mapping[str, Any]]:
     section = section_of(RunConfig.model_fields[near].annotation) if near else None
     if section is not None and value.keys() <= section.model_fields.keys():
         return [whole]
-    known = [key for key in value if suggestion(f"{name}.{key}")]
-    return [{**whole, "loc": (name, key), "input": value[key]} for key in known] or [whole]
+    if not any(suggestion(f"{name}.{key}") for key in value):
+        return [whole]
+    return [{**whole, "loc": (name, key), "input": inner} for key, inner in value.items()]
 
 
 def from_validation(errors: Iterable[Mapping[str, Any]]) -> list[Problem]:
@@ -83,7 +86,9 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Problem:
     unset = unset_value(field) if field else None
     words = [_wanted(error) for error in errors] + ([toml_value(unset)] if unset is not None else [])
     wanted = " or ".join(dict.fromkeys(words))
-    return Problem(key, f"{toml_value(errors[0]['input'])} is not accepted", f"it should be {wanted}")
+    given = toml_value(errors[0]["input"])
+    given = given if len(given) <= _LONGEST_SHOWN else f"{given[:_LONGEST_SHOWN]}..."
+    return Problem(key, f"{given} is not accepted", f"it should be {wanted}")
 
 
 def _all_keys_hint(key: str) -> str:
