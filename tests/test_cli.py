@@ -102,6 +102,22 @@ def test_an_odd_path_ends_in_one_sentence(command, verb, path, tmp_path):
     assert result.stdout + result.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--lr", "3e-4"], "there is no option --lr; write --set optim.lr=VALUE"),
+        (["--training.steps=3"], "write --set train.horizon=3"),
+        (["--tensor-model-parallel-size", "2"], "write --set parallel.tp=VALUE"),
+        (["--optim.lr=1e-3"], "write --set optim.lr=1e-3"),
+        (["--gradient_accumulation_steps=4"], "set train.micro_batch"),
+    ],
+)
+def test_a_key_given_as_an_option_is_answered_with_set(command, option, words):
+    result = command("train", *option)
+    assert result.returncode == 2
+    assert words in result.stderr
+
+
 def test_debug_shows_the_traceback(arriero):
     assert "Traceback" in arriero("train", "absent.toml", "--debug").stderr
     assert "Traceback" in arriero("--debug", "train", "absent.toml").stderr

@@ -25,6 +25,7 @@ import arriero.data.commands.prepare as prepare_verbs
 import arriero.model.commands as model_verbs
 import arriero.train.commands as train_verbs
 from arriero import __version__
+from arriero.config.options import WithRunFile
 from arriero.errors import UserError
 from arriero.ui import set_quiet
 
@@ -40,7 +41,7 @@ config = typer.Typer(help="Show run files, keys and model presets.", no_args_is_
 data = typer.Typer(help="Turn text into tokens; inspect and verify datasets.", no_args_is_help=True)
 bench = typer.Typer(help="Benchmark training steps and verify parallel layouts.", no_args_is_help=True)
 
-app.command()(train_verbs.train)
+app.command(cls=WithRunFile)(train_verbs.train)
 app.add_typer(data, name="data")
 data.command()(prepare_verbs.prepare)
 data.command()(prepare_verbs.train_tokenizer)
@@ -53,7 +54,7 @@ data.command()(exchange_verbs.verify)
 data.command()(data_bench_verbs.bench)
 app.add_typer(bench, name="bench")
 bench.command()(parity_verbs.parity)
-bench.command()(step_verbs.step)
+bench.command(cls=WithRunFile)(step_verbs.step)
 bench.command()(matrix_verbs.matrix)
 bench.command()(costs_verbs.costs)
 bench.command()(result_verbs.compare)
@@ -66,7 +67,7 @@ ckpt.command()(checkpoint_verbs.inspect)
 ckpt.command()(checkpoint_verbs.verify)
 ckpt.command()(checkpoint_verbs.prune)
 app.add_typer(config, name="config")
-config.command()(model_verbs.show)
+config.command(cls=WithRunFile)(model_verbs.show)
 config.command()(config_verbs.schema)
 config.command()(config_verbs.explain)
 config.command()(config_verbs.reference)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from arriero.errors import UserError
 from arriero.units import Span, parse_bytes, parse_span
@@ -28,6 +29,26 @@ Key = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+class WithRunFile(TyperCommand):
+    """A verb with --set: answers an option that is a key of the run file, here or in another trainer."""
+
+    def parse_args(self, ctx, args):
+        own = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        for word in args[: args.index("--") if "--" in args else None]:
+            option, _, value = word.partition("=")
+            if option.startswith("--") and option not in own and (todo := _as_set(option, value)):
+                raise UserError(f"there is no option {option}", todo)
+        return super().parse_args(ctx, args)
+
+
+def _as_set(option: str, value: str) -> str | None:
+    from arriero.config.reference import alias_of, answer_to, facts_of
+
+    name = option.removeprefix("--")
+    key = name if facts_of(name) else alias_of(name)
+    return answer_to(name) or (f"write --set {key}={value or 'VALUE'}" if key else None)
 
 
 def read_size(option: str, text: str) -> int:
