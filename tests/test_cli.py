@@ -102,6 +102,13 @@ def test_an_odd_path_ends_in_one_sentence(command, verb, path, tmp_path):
     assert result.stdout + result.stderr
 
 
+def test_an_argument_that_is_not_utf8_is_refused(command):
+    for arguments in (["ckpt", "list", "run\udcff"], ["train", "--set", "run.name=\udcff"]):
+        result = command(*arguments)
+        assert result.returncode == 2
+        assert "is not valid UTF-8" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [

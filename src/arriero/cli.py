@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import platform
 import sys
 from importlib.metadata import version
@@ -102,6 +103,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
+        _refuse_other_encodings(arguments)
         app(arguments, prog_name="arriero")
     except (UserError, OSError) as error:
         if "--debug" in arguments[:2] or not _is_of_the_user(error):
@@ -110,6 +112,14 @@ def main() -> None:
             f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True
         )
         sys.exit(2)
+
+
+def _refuse_other_encodings(arguments: list[str]) -> None:
+    """Bytes that are not UTF-8 arrive as lone surrogates, which no JSON, TOML or tokenizer can hold."""
+    for argument in arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            shown = os.fsencode(argument)[:100]
+            raise UserError(f"the argument {shown!r} is not valid UTF-8", "rename the file, or use UTF-8")
 
 
 def _is_of_the_user(error: UserError | OSError) -> bool:

@@ -308,11 +308,11 @@ def test_every_name_of_another_trainer_leads_to_a_key_that_exists():
     assert not [name for name in answers if field_at(RunConfig, name)]
 
 
-@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000, "{a=" * 5000, "\udcff", "1e99999999 tok", "\x00"])
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000, "{a=" * 5000, "1e99999999 tok", "\x00"])
 def test_an_absurd_value_is_refused_in_a_sentence(tmp_path, value):
     for key in ("run.seed", "train.batch", "optim.lr"):
-        assert re.match(rf"--set:? {key}", refusal(None, [f"{key}={value}"]))
-    (tmp_path / "run.toml").write_text(f"[run]\nseed = {value}\n", errors="surrogateescape")
+        assert refusal(None, [f"{key}={value}"]).startswith(f"--set: {key}")
+    (tmp_path / "run.toml").write_text(f"[run]\nseed = {value}\n")
     assert str(tmp_path) in refusal(tmp_path / "run.toml")
 
 

@@ -81,8 +81,6 @@ def _overlay_sets(tree: Table, origins: dict[str, str], sets: Iterable[str]) -> 
         parts = key.strip().split(".")
         if not equals or not all(parts):
             raise UserError(f"--set {item} is not an assignment", "write it like --set train.batch='4M tok'")
-        if not _is_unicode(item):
-            raise UserError(f"--set {key}: the value is not valid UTF-8", "write it as UTF-8")
         if text.strip() == "default" and field_at(RunConfig, key.strip()):
             _restore_default(tree, origins, parts)
             continue
@@ -90,11 +88,6 @@ def _overlay_sets(tree: Table, origins: dict[str, str], sets: Iterable[str]) -> 
         for part in reversed(parts[:-1]):
             table = {part: table}
         _overlay(tree, table, "--set", origins)
-
-
-def _is_unicode(text: str) -> bool:
-    """Bytes of an argument that are not UTF-8 arrive as lone surrogates, which JSON cannot hold."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _restore_default(tree: Table, origins: dict[str, str], parts: list[str]) -> None:
