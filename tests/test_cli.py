@@ -243,6 +243,9 @@ def test_explain_lists_the_keys_of_a_section_with_type_and_default(command):
     row = next(line for line in text.splitlines() if line.startswith("train.z_loss"))
     assert "number >= 0" in row
     assert "0.0" in row
+    sources = command("config", "explain", "data.sources").stdout
+    assert "list of table" in sources
+    assert "data.sources.weight" in sources
 
 
 def test_models_lists_every_preset_with_its_size(arriero):

@@ -285,6 +285,16 @@ def test_a_setting_without_a_single_key_is_answered_with_what_to_do(name, words)
     assert words in refusal(None, [f"{name}=8"])
 
 
+def test_a_value_in_the_place_of_a_section_is_answered_with_its_key():
+    for name, key in {
+        "optim": "optim.name",
+        "precision": "precision.compute",
+        "model": "model.preset",
+    }.items():
+        words = f"{name}: \"x\" is not accepted; it should be a table; this is '{key}' here"
+        assert words in refusal(None, [f"{name}=x"])
+
+
 def test_a_run_file_of_another_trainer_is_answered_key_by_key(tmp_path):
     titan = "[training]\nlocal_batch_size = 8\nsteps = 100\n[optimizer]\nlr = 1e-3\nname = 'AdamW'\n"
     text = refusal(write(tmp_path / "titan.toml", titan + "qqq = 1\n"))

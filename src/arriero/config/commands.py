@@ -65,13 +65,13 @@ def explain(key: Key) -> None:
         todo = suggestion(key) or f"the sections are {', '.join(RunConfig.model_fields)}"
         raise UserError(f"'{key}' is not a key of the run file", todo)
     console.print(f"[bold]{escape(key)}[/]  {escape(facts.meaning)}")
-    if inner := keys_of(facts.key):
-        console.print(_listing(inner))
-        return
-    console.print(f"  type     {facts.type}", markup=False)
-    console.print(f"  default  {facts.default}", markup=False)
+    if facts.type:
+        console.print(f"  type     {facts.type}", markup=False)
+        console.print(f"  default  {facts.default}", markup=False)
     for who, names in facts.elsewhere.items():
         console.print(f"  {who:<12}  {', '.join(names)}", markup=False)
+    if inner := keys_of(facts.key):
+        console.print(_listing(inner))
 
 
 def reference() -> None:

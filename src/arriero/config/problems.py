@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arriero.config.reference import facts_of, suggestion
+from arriero.config.reference import alias_of, facts_of, suggestion
 from arriero.config.schema import RunConfig
 from arriero.config.toml import toml_value
 from arriero.config.walk import field_at, section_of, unset_value
@@ -86,6 +86,8 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Problem:
     unset = unset_value(field) if field else None
     words = [_wanted(error) for error in errors] + ([toml_value(unset)] if unset is not None else [])
     wanted = " or ".join(dict.fromkeys(words))
+    if key in RunConfig.model_fields and (ours := alias_of(key)):
+        wanted = f"a table; this is '{ours}' here"
     given = toml_value(errors[0]["input"])
     given = given if len(given) <= _LONGEST_SHOWN else f"{given[:_LONGEST_SHOWN]}..."
     return Problem(key, f"{given} is not accepted", f"it should be {wanted}")
