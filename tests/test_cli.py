@@ -172,6 +172,13 @@ def test_quiet_training_prints_nothing(arriero, corpus_cache, tmp_path):
     assert (tmp_path / "runs" / "demo" / "metrics.jsonl").exists()
 
 
+def test_tables_in_a_file_are_wide(command, monkeypatch):
+    monkeypatch.delenv("COLUMNS")
+    heading = command("config", "models").stdout.splitlines()[0]
+    assert len(heading) > 100
+    assert heading.split()[-3:] == ["what", "it", "is"]
+
+
 def test_models_are_listed_as_json(command):
     listed = json.loads(command("config", "models", "--json").stdout)["models"]
     assert [each["preset"] for each in listed] == list(preset_names())

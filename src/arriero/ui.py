@@ -1,6 +1,7 @@
 """Terminal output of all verbs: the console, --quiet, --json, the bar of work counted in bytes."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -24,9 +25,13 @@ def set_quiet(quiet: bool) -> None:
     _quiet = quiet
 
 
-def make_console(as_json: bool = False) -> Console:
-    """The console of a verb. With --json bars go to standard error, where they do not disturb the object."""
-    return Console(highlight=False, stderr=as_json, quiet=_quiet)
+def make_console(as_json: bool = False, wide: bool = False) -> Console:
+    """The console of a verb. With --json bars go to standard error, where they do not disturb the object.
+
+    `wide` is for tables: 160 columns where the output is not a terminal.
+    """
+    width = 160 if wide and not sys.stdout.isatty() and "COLUMNS" not in os.environ else None
+    return Console(highlight=False, stderr=as_json, quiet=_quiet, width=width)
 
 
 def print_json(facts: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ def explain(key: Key) -> None:
 
     Example: arriero config explain train.batch
     """
-    console = make_console()
+    console = make_console(wide=True)
     if key == "extends":
         console.print(f"[bold]extends[/]  {_EXTENDS['description']}")
         return

@@ -56,8 +56,7 @@ def models(as_json: AsJson = False) -> None:
             f"{facts['bf16_bytes'] / 1e9:.3f} GB",
             facts["about"],
         )
-    console = make_console()
-    console.print(table, width=None if console.is_terminal else 160)
+    make_console(wide=True).print(table)
 
 
 def _facts(name: str) -> dict[str, Any]:
