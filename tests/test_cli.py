@@ -102,6 +102,14 @@ def test_an_odd_path_ends_in_one_sentence(command, verb, path, tmp_path):
     assert result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("path", ["nowhere/result.json", "."])
+@pytest.mark.parametrize("verb", [["step", "--json"], ["costs", "--json"], ["parity", "--write"]])
+def test_a_result_that_could_not_be_written_is_refused_before_the_work(command, verb, path):
+    result = command("bench", *verb, path)
+    assert result.returncode == 2
+    assert f"{verb[-1]} {path} " in result.stderr
+
+
 def test_an_argument_that_is_not_utf8_is_refused(command):
     for arguments in (["ckpt", "list", "run\udcff"], ["train", "--set", "run.name=\udcff"]):
         result = command(*arguments)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from arriero.bench.matrix_commands import SEVERAL, chosen
 from arriero.bench.step_commands import Json
+from arriero.config.options import refuse_unwritable
 from arriero.ui import make_console
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def costs(only: Only = "", json: Json = None, cache: Cache = Path("data"), devic
     Example: arriero bench costs --only overhead,data-wait --json costs.json
     """
     names = chosen("--only", only, NAMES)
+    refuse_unwritable("--json", json)
     from arriero.bench.costs import measure_costs
     from arriero.train.interrupt import Interrupted
 

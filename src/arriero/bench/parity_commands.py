@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from arriero.bench.cases import MODELS, Case, cases
+from arriero.config.options import refuse_unwritable
 from arriero.errors import UserError
 from arriero.ui import make_console
 
@@ -54,8 +55,7 @@ def parity(
     if not any(wanted.values()):
         groups = dict.fromkeys(case.group for case in cases(MODELS[0]))
         raise UserError(f"no case matches '{only}'", f"name one of the groups: {', '.join(groups)}")
-    if write is not None and not write.parent.is_dir():
-        raise UserError(f"there is no folder {write.parent} to write {write.name} to", "make it first")
+    refuse_unwritable("--write", write)
     from arriero.bench.parity import refuse_absent
     from arriero.bench.parity_page import page
     from arriero.train.interrupt import Interrupted

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from arriero.config.options import RunFile, Sets
+from arriero.config.options import RunFile, Sets, refuse_unwritable
 from arriero.errors import UserError
 from arriero.train.commands import Nproc
 from arriero.ui import make_console
@@ -81,6 +81,7 @@ def step(
         raise UserError(
             "with data.packing 'none' every step is other work", "set it to 'concat' or 'bestfit'"
         )
+    refuse_unwritable("--json", json)
     earlier = Result.read(gate_from) if gate_from else None
     # read when torch is loaded: its profiler tells standard error when it begins
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -71,6 +71,15 @@ def read_progress(option: str, text: str) -> Span:
     return span
 
 
+def refuse_unwritable(option: str, path: Path | None) -> None:
+    """Before work of minutes, not after it."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        what = (
+            "is a directory" if path.is_dir() else f"cannot be written: there is no directory {path.parent}"
+        )
+        raise UserError(f"{option} {path} {what}", "give a file in a directory that exists")
+
+
 def _completed(incomplete: str, after: str) -> list[str]:
     """Keys of the run file for the shell's completion."""
     from arriero.config.schema import RunConfig
