@@ -120,6 +120,10 @@ log_every = 3
         ("nonsense.key=1", "--set: nonsense"),
         ("model.rope_scaling.factor=0.5", "--set: model.rope_scaling.factor"),
         ("optim.lr=inf", "--set: optim.lr"),
+        (
+            f"model.rope_scaling.original_max_seq_len={10**30}",
+            "--set: model.rope_scaling.original_max_seq_len",
+        ),
         ("train.horizon=1e400 tok", "--set: train.horizon"),
         ("run.seed=99999999999999999999999", "--set: run.seed"),
     ],

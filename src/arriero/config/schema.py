@@ -52,7 +52,9 @@ class RopeScalingSection(Section):
     high_freq_factor: Annotated[float, Field(gt=0)] = Field(
         4.0, description="Wavelengths shorter than original_max_seq_len / this are kept."
     )
-    original_max_seq_len: Positive = Field(8192, description="Context length before scaling.")
+    original_max_seq_len: Annotated[int, Field(gt=0, le=10**9)] = Field(
+        8192, description="Context length before scaling."
+    )
 
 
 class ModelSection(Section):
