@@ -233,6 +233,26 @@ def damage(grounds: Range, kind: str, harm: str, seed: int, tally: Tally) -> Non
     shutil.rmtree(grounds.folder / name)
 
 
+def damage_all(grounds: Range, harm: str, seed: int, tally: Tally) -> None:
+    """Without a valid checkpoint the run is refused and changes nothing; start_over trains it from step 0."""
+    base = stopped_run(grounds)
+    name = f"lost-{seed}"
+    shutil.copytree(grounds.folder / base, grounds.folder / name)
+    folder = grounds.folder / name / CHECKPOINTS
+    for path in folder.glob("step-*/*.distcp"):
+        HARMS[harm](path, random.Random(seed))
+    before = sorted(folder.rglob("*"))
+    code = grounds.finish(grounds.config(name))
+    if code == 0 or "start_over" not in grounds.log(name).read_text():
+        tally.failures.append(f"{name}: a run without a valid checkpoint was not refused")
+    if sorted(folder.rglob("*")) != before:
+        tally.failures.append(f"{name}: the refused run changed its checkpoints")
+    if problem := grounds.judge(name, grounds.config(name, sets=["checkpoint.start_over=true"])):
+        tally.failures.append(problem)
+    tally.counts[f"{harm} in every checkpoint: refused, then started over"] += 1
+    shutil.rmtree(grounds.folder / name)
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str):
     """A tmpfs where that is allowed; None elsewhere."""
@@ -292,14 +312,14 @@ def table(tally: Tally, seeds: int, seconds: float) -> str:
     rows = "\n".join(f"| {what} | {count} |" for what, count in sorted(tally.counts.items()))
     failed = "\n".join(f"- {failure}" for failure in tally.failures) or "None failed."
     return f"""# Reliability
-What was done to training runs, and how many times. After each the run was started again with the same
-command and had to end with every loss equal, to the bit, to those of a run that was left alone, and with a
-ledger that accounts for every sample once (`arriero data audit`). `make reliability` does it again and writes
-this page; a part of it is in `make test`.
+Faults injected into training runs, and how many times. After each fault the run is started again with the
+same command. It must end with the same losses, bit for bit, as an undisturbed run, and with a ledger that
+accounts for every sample once (`arriero data audit`). `make reliability` repeats this and writes this page; a
+part of it is in `make test`.
 
 A run is {STEPS} steps of a small Llama on a CPU with a checkpoint every 3 steps, written in the background,
-two kept. A killed run is killed up to {KILLS} times with SIGKILL: at a random instant, or within 50 ms of a
-save beginning. Damage is done to the newest of two checkpoints, to each kind of file in it:
+two kept. A run is killed up to {KILLS} times with SIGKILL: at a random instant, or within 50 ms of the start
+of a save. Damage is done to the newest of two checkpoints, to each kind of file in it:
 {", ".join(KINDS)}.
 
 | what | times |
@@ -327,6 +347,8 @@ def main() -> None:
             for harm in HARMS:
                 damage(grounds, kind, harm, number, tally)
         damage(grounds, "manifest", "a manifest from a newer version", 99, tally)
+        for number, harm in enumerate(HARMS):
+            damage_all(grounds, harm, number, tally)
         full_disk(grounds, tally)
         read_only(grounds, tally)
     page = table(tally, arguments.seeds, time.monotonic() - start)

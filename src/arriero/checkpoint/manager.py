@@ -33,6 +33,7 @@ from arriero.checkpoint.manifest import (
     sha256_of_file,
 )
 from arriero.checkpoint.pieces import METADATA, Piece, Staging, write_pieces
+from arriero.checkpoint.plan import SavePlan
 from arriero.checkpoint.ranks import Failed, Ranks, explain
 from arriero.checkpoint.retention import Mark, to_delete
 from arriero.checkpoint.space import refuse_no_room, room_at
@@ -86,6 +87,7 @@ class Checkpoints:
         self._run_dir, self._ranks = run_dir, ranks
         self._keep, self._period = keep, period
         self._staging, self._background = Staging(), background
+        self._plan = SavePlan()
         self._thread: threading.Thread | None = None
         self._reports: deque[Report] = deque()
         self._damaged: set[str] = set()
@@ -96,7 +98,6 @@ class Checkpoints:
         Where there are checkpoints and none can be loaded, it moves them aside with `start_over` and refuses
         without it. Damaged ones are renamed once a valid one is found; nothing published is deleted.
         """
-        remarks = self._ranks.by_leader(lambda: tidy(self._run_dir))
         found, aside = self._ranks.by_leader(lambda: (saved_in(self._run_dir), aside_in(self._run_dir)))
         problems = {saved.directory.name: saved.problem for saved in found if saved.problem}
         damaged = [saved.directory for saved in found if saved.damaged]
@@ -106,19 +107,21 @@ class Checkpoints:
                     problems[saved.directory.name] = problem
                     damaged.append(saved.directory)
                     continue
-                left = [f"{name} {problem}: not used" for name, problem in problems.items()]
-                asides = self._ranks.by_leader(lambda: self._set_aside(damaged))
-                return saved, remarks + [line + asides.get(line.split()[0], "") for line in left]
+                done = self._ranks.by_leader(lambda: self._set_aside(damaged))
+                remarks = [
+                    f"{name} {problem}: not used{done.get(name, '')}" for name, problem in problems.items()
+                ]
+                return saved, remarks + self._ranks.by_leader(lambda: tidy(self._run_dir))
         problems |= {path.name: "was renamed aside earlier" for _, path in aside}
         if problems and start_over:
-            return None, remarks + self.start_over()
+            return None, self.start_over()
         if problems:
-            listed = "; ".join(f"{name} {problem}" for name, problem in sorted(problems.items()))
+            details = "; ".join(f"{name} {problem}" for name, problem in sorted(problems.items()))
             raise UserError(
-                f"no checkpoint of {self._run_dir} can be loaded: {listed}",
+                f"no checkpoint of {self._run_dir} can be loaded: {details}",
                 f"restore one from a copy; or {START_OVER}",
             )
-        return None, remarks
+        return None, self._ranks.by_leader(lambda: tidy(self._run_dir))
 
     def _set_aside(self, damaged: list[Path]) -> dict[str, str]:
         """What became of each of them. One that keeps its name must not count as a checkpoint to keep."""
@@ -204,8 +207,8 @@ class Checkpoints:
         ranks = self._ranks
         making = ranks.by_leader(lambda: self._make_room(unit.step))
         try:
-            written = write_pieces(making, unit.pieces, ranks)
-            parts = ranks.together(
+            written = write_pieces(making, unit.pieces, ranks, self._plan)
+            parts = ranks.to_leader(
                 lambda: {name: _confirmed(making / name, sha) for name, sha in written.items()}
             )
             files = {name: file for part in parts for name, file in part.items()}

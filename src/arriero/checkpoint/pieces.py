@@ -1,47 +1,36 @@
-"""Tensors spread over ranks, to files and back: through torch's DCP, with checksums of what was written.
+"""Tensors spread over ranks, to the files of torch's DCP and back, with checksums of what was written.
 
 DCP knows DTensors by their mesh. A piece knows only where in the whole it lies, so it can wait in host memory
 and be written by a thread while training goes on, and be read on any other layout.
 """
 
 import hashlib
-import io
-import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from arriero.checkpoint.formats.dcp import CarefulReader
 from arriero.checkpoint.lazily import OneByOne
 from arriero.checkpoint.manifest import unreadable
+from arriero.checkpoint.plan import SavePlan, file_of
 from arriero.checkpoint.ranks import Ranks, cause_of
 from arriero.parallel.apply import held_here
 from arriero.parallel.precision import ordinary
@@ -127,25 +116,55 @@ class Staging:
         return staged
 
 
-def write_pieces(directory: Path, pieces: Mapping[str, Piece], ranks: Ranks) -> dict[str, str]:
+def write_pieces(
+    directory: Path, pieces: Mapping[str, Piece], ranks: Ranks, plan: SavePlan
+) -> dict[str, str]:
     """Called by all ranks. The sha256 of each file this rank wrote, of the bytes on their way to it."""
-    # or DCP would wait on a stream of the first GPU, whichever this rank's is: a new thread knows no other
-    writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
-    writer.fs = hashed = _HashedFiles()
-    _hush()
-    try:
-        dcp.save(
-            cast(dict[str, Any], dict(pieces)),
-            storage_writer=writer,
-            planner=_Saving(),
-            process_group=ranks.group,
-            no_dist=ranks.size == 1,
-        )
-    except (Exception, CheckpointException):
-        # all ranks are here, with what torch's archive writer made of the disk's own words
-        ranks.together(hashed.complain)
-        raise
-    return {name.removesuffix(".tmp"): digest.hexdigest() for name, digest in hashed.digests.items()}
+    names = plan.names(pieces, ranks)
+    path = directory / file_of(ranks.rank)
+    written: list[tuple[str, list[int]]] = []
+    ranks.to_leader(lambda: written.append(_write_file(path, [pieces[name].local for name in names])))
+    sha256, lengths = written[0]
+    index, of_index = plan.index(lengths, ranks)
+    ranks.by_leader(lambda: (directory / METADATA).write_bytes(index))
+    own = {path.name: sha256} if names else {}
+    return own | ({METADATA: of_index} if ranks.leads else {})
+
+
+def _write_file(path: Path, tensors: Sequence[Tensor]) -> tuple[str, list[int]]:
+    """One `torch.save` after the other, as DCP stores them; the hash of all, the length of each in bytes."""
+    digest, lengths = hashlib.sha256(), []
+    if not tensors:
+        return "", []
+    with path.open("wb") as file:
+        stream = _Hashed(file, digest)
+        for tensor in tensors:
+            begin = file.tell()
+            try:
+                torch.save(tensor, cast(IO[bytes], stream))
+            except Exception as error:
+                # torch's archive writer hides what the file system said
+                raise stream.problem or error from None
+            lengths.append(file.tell() - begin)
+    return digest.hexdigest(), lengths
+
+
+class _Hashed:
+    """What `torch.save` needs of a file, hashing what is written."""
+
+    def __init__(self, file: IO[bytes], digest: Any) -> None:
+        self._file, self._digest = file, digest
+        self.problem: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.problem = error
+            raise
+
+    def flush(self) -> None: ...
 
 
 def read_pieces(reader: CarefulReader, pieces: Mapping[str, Piece], ranks: Ranks) -> None:
@@ -170,40 +189,6 @@ def _hush() -> None:
     warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable)")
 
 
-class _Saving(DefaultSavePlanner):
-    """DCP's own planner leaves a piece that several ranks hold to the one with least to write."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        self.state_dict = state_dict
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan(
-            [_item(name, piece, chunk) for name, piece in self.state_dict.items() for chunk in piece.chunks]
-        )
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn].local
-
-
-def _item(name: str, piece: Piece, chunk: ChunkStorageMetadata) -> WriteItem:
-    properties = TensorProperties(dtype=piece.local.dtype)
-    return WriteItem(
-        index=MetadataIndex(name, chunk.offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=piece.shape),
-    )
-
-
 class _Loading(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -223,43 +208,3 @@ class _Loading(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].local
-
-
-class _HashedFiles(FileSystem):
-    def __init__(self) -> None:
-        self.digests: dict[str, Any] = {}
-        self._trouble: OSError | None = None
-
-    def complain(self) -> None:
-        if self._trouble is not None:
-            raise self._trouble
-
-    def note(self, trouble: OSError) -> None:
-        self._trouble = trouble
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as stream:
-            if mode != "wb":
-                yield stream
-                return
-            digest = self.digests[Path(path).name] = hashlib.sha256()
-            yield cast(io.IOBase, _HashedStream(stream, digest, self.note))
-
-
-class _HashedStream:
-    def __init__(self, stream: Any, digest: Any, note: Callable[[OSError], None]) -> None:
-        self._stream = stream
-        self._digest = digest
-        self._note = note
-
-    def write(self, data: Any) -> int:
-        self._digest.update(data)
-        try:
-            return self._stream.write(data)
-        except OSError as error:
-            self._note(error)
-            raise
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -38,6 +38,17 @@ class Ranks:
         dist.all_gather_object(told, mine, group=self.group)
         return _results(told)
 
+    def to_leader(self, work: Callable[[], Result]) -> list[Result]:
+        """Everyone's result on rank 0, nothing elsewhere; a failure is raised on all ranks."""
+        mine = _attempt(work)
+        if self.size == 1:
+            return _results([mine])
+        told: list[Any] | None = [None] * self.size if self.leads else None
+        dist.gather_object(mine, told, dst=0, group=self.group)
+        results: list[Result] = []
+        self.by_leader(lambda: results.extend(_results(told or [])))
+        return results
+
     def any(self, flag: bool) -> bool:
         """Whether it is true on any rank."""
         if self.size == 1:
@@ -59,6 +70,8 @@ def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Any]:
         return work(), None
     except UserError as error:
         return None, (error.what, error.todo)
+    except Failed as error:
+        return None, str(error)
     except (Exception, CheckpointException) as error:
         return None, explain(error)
 

@@ -94,9 +94,9 @@ class Saver:
         if self._failed:
             steps = ", ".join(str(report.step) for report in self._failed)
             raise UserError(
-                f"training went on, but the checkpoint of step {steps} could not be saved "
+                f"training continued, but the checkpoint of step {steps} could not be saved "
                 f"({self._failed[-1].error})",
-                "mend the cause; the run resumes from the newest one listed by `arriero ckpt list`",
+                "fix the cause; the run resumes from the newest one listed by `arriero ckpt list`",
             )
 
     def _tell(self, session: "Session") -> None:

@@ -1,0 +1,206 @@
+"""Which rank writes which piece, and DCP's index of all of them: computed at the first save and kept.
+
+Names, shapes and layout do not change while a run trains, and neither do the sizes of the written pieces. So
+later saves exchange only whether anything changed, and the checksum of each rank's file.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from arriero.checkpoint.index import Chunks, Ints, Tensors, metadata_bytes
+from arriero.checkpoint.ranks import Ranks
+
+
+class Held(Protocol):
+    """What a plan has to know about a rank's piece of a tensor."""
+
+    @property
+    def local(self) -> torch.Tensor: ...
+
+    @property
+    def offset(self) -> Sequence[int]: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True)
+class Table:
+    """A rank's pieces. `heads` has a line per tensor: name, type, shape; `rows` where each piece lies: its
+    offset, then its size, padded with 0 and 1 to as many dimensions as any tensor of the rank has."""
+
+    heads: bytes
+    rows: Ints
+
+    @staticmethod
+    def of(pieces: Mapping[str, Held]) -> "Table":
+        lines, most = [], max((len(piece.shape) for piece in pieces.values()), default=0)
+        rows = np.tile(np.repeat(np.array([0, 1]), most), (len(pieces), 1))
+        for row, (name, piece) in zip(rows, pieces.items(), strict=True):
+            shape = ",".join(map(str, piece.shape))
+            lines.append(f"{name}\t{str(piece.local.dtype).removeprefix('torch.')}\t{shape}")
+            row[: len(piece.shape)] = piece.offset
+            row[most : most + len(piece.shape)] = piece.local.shape
+        return Table("\n".join(lines).encode(), rows)
+
+    def same_as(self, other: "Table") -> bool:
+        return self.heads == other.heads and np.array_equal(self.rows, other.rows)
+
+    def packed(self) -> tuple[bytes, bytes, int]:
+        return zlib.compress(self.heads, 1), pack(self.rows), self.rows.shape[1]
+
+
+def pack(ints: Ints) -> bytes:
+    """Neighbouring rows are alike, so their differences compress well."""
+    return zlib.compress(np.diff(ints, axis=0, prepend=0).astype("<i8").tobytes(), 1)
+
+
+def unpack(packed: bytes, columns: int = 1) -> Ints:
+    flat = np.frombuffer(zlib.decompress(packed), "<i8")
+    return flat.reshape(-1, columns).cumsum(axis=0) if columns else flat.reshape(0, 0)
+
+
+class World:
+    """The pieces of all ranks, on rank 0: who writes each, and the index once the written sizes are known."""
+
+    def __init__(self, packed: Sequence[tuple[bytes, bytes, int]]) -> None:
+        known: dict[bytes, Ints] = {}
+        numbers: dict[bytes, int] = {}
+        self._counts = []
+        tensor, tables = [], []
+        most = max(columns for _, _, columns in packed) // 2
+        for heads, rows, columns in packed:
+            if heads not in known:
+                lines = zlib.decompress(heads).split(b"\n")
+                known[heads] = np.array(
+                    [numbers.setdefault(line, len(numbers)) for line in lines if line], int
+                )
+            tensor.append(known[heads])
+            tables.append(_padded(unpack(rows, columns), len(known[heads]), most))
+            self._counts.append(len(known[heads]))
+        self.tensors = _parsed(numbers)
+        self._tensor, self._rows = np.concatenate(tensor), np.concatenate(tables)
+        self._rank = np.repeat(np.arange(len(packed)), self._counts)
+        self._chosen = self._choose(most)
+
+    def _choose(self, most: int) -> Ints:
+        """Rows that are written, by tensor and offset. Of a piece that several ranks hold, one is chosen so
+        that ranks that hold the same pieces write about as many bytes each."""
+        offsets, sizes = self._rows[:, :most], self._rows[:, most:]
+        amount = sizes.prod(axis=1)
+        held = np.flatnonzero(amount)
+        keys = [self._tensor[held], *(offsets[held, axis] for axis in range(most))]
+        order = held[np.lexsort(keys[::-1])]
+        keys = np.stack([self._tensor[order], *(offsets[order, axis] for axis in range(most))])
+        new = np.ones(len(order), bool)
+        new[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
+        first = np.flatnonzero(new)
+        copies = np.diff(first, append=len(order))
+        shared = np.flatnonzero(copies > 1)
+        taker = np.zeros(len(first), int)
+        # among pieces of the same holders, the largest first, there and back again
+        holders = self._rank[order[first[shared]]]
+        sorted_ = shared[np.lexsort((-amount[order[first[shared]]], copies[shared], holders))]
+        alike = np.stack([self._rank[order[first[sorted_]]], copies[sorted_]])
+        starts = np.ones(len(sorted_), bool)
+        starts[1:] = (alike[:, 1:] != alike[:, :-1]).any(axis=0)
+        turn = np.arange(len(sorted_)) - np.maximum.accumulate(np.where(starts, np.arange(len(sorted_)), 0))
+        lap, place = np.divmod(turn, copies[sorted_])
+        taker[sorted_] = np.where(lap % 2 == 0, place, copies[sorted_] - 1 - place)
+        return order[first + taker]
+
+    def masks(self) -> list[bytes]:
+        """For each rank, one bit per piece: whether it writes it."""
+        written = np.zeros(len(self._rows), bool)
+        written[self._chosen] = True
+        ends = np.cumsum(self._counts)
+        return [np.packbits(written[e - n : e]).tobytes() for e, n in zip(ends, self._counts, strict=True)]
+
+    def index(self, lengths: Sequence[Ints]) -> bytes:
+        """`.metadata`, given the size in bytes of each piece in the order each rank wrote them."""
+        begin, length = np.zeros(len(self._rows), int), np.zeros(len(self._rows), int)
+        mine = np.sort(self._chosen)
+        length[mine] = np.concatenate(lengths)
+        begin[mine] = np.concatenate([np.cumsum(each) - each for each in lengths])
+        chosen, most = self._chosen, self._rows.shape[1] // 2
+        writers, file = np.unique(self._rank[chosen], return_inverse=True)
+        chunks = Chunks(
+            self._tensor[chosen],
+            self._rows[chosen, :most],
+            self._rows[chosen, most:],
+            file,
+            begin[chosen],
+            length[chosen],
+        )
+        return metadata_bytes(self.tensors, chunks, [file_of(rank) for rank in writers.tolist()])
+
+
+def file_of(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _padded(rows: Ints, count: int, most: int) -> Ints:
+    have = rows.shape[1] // 2
+    padded = np.tile(np.repeat(np.array([0, 1]), most), (count, 1))
+    if have:
+        padded[:, :have], padded[:, most : most + have] = rows[:, :have], rows[:, have:]
+    return padded
+
+
+def _parsed(numbers: Mapping[bytes, int]) -> Tensors:
+    fields = [line.decode().split("\t") for line in numbers]
+    return Tensors(
+        [name for name, _, _ in fields],
+        [getattr(torch, dtype) for _, dtype, _ in fields],
+        [[int(n) for n in shape.split(",") if n] for _, _, shape in fields],
+    )
+
+
+class SavePlan:
+    """One on each rank, used by every save of a run. All ranks call its methods together."""
+
+    def __init__(self) -> None:
+        self._table: Table | None = None
+        self._names: list[str] = []
+        self._world: World | None = None
+        self._lengths: Ints | None = None
+        self._index, self._sha256 = b"", ""
+
+    def names(self, pieces: Mapping[str, Held], ranks: Ranks) -> list[str]:
+        """The pieces this rank writes, in order."""
+        table = Table.of(pieces)
+        if ranks.any(self._table is None or not table.same_as(self._table)):
+            packed = ranks.to_leader(table.packed)
+            masks = ranks.by_leader(lambda: self._arrange(packed))
+            mine = np.unpackbits(np.frombuffer(masks[ranks.rank], np.uint8), count=len(pieces)).astype(bool)
+            self._names = [name for name, wanted in zip(pieces, mine, strict=True) if wanted]
+            self._table, self._lengths = table, None
+        return self._names
+
+    def _arrange(self, packed: Sequence[tuple[bytes, bytes, int]]) -> list[bytes]:
+        self._world = World(packed)
+        return self._world.masks()
+
+    def index(self, lengths: Sequence[int], ranks: Ranks) -> tuple[bytes, str]:
+        """`.metadata` and its sha256 on rank 0, given how many bytes each of this rank's pieces took."""
+        written, table = np.array(lengths, int), self._table
+        assert table is not None
+        if ranks.any(self._lengths is None or not np.array_equal(written, self._lengths)):
+            # rank 0 has forgotten the pieces of the others once there was an index
+            again = table.packed() if self._lengths is not None else None
+            found = ranks.to_leader(lambda: (again, pack(written[:, None])))
+            ranks.by_leader(lambda: self._make_index(found))
+            self._lengths = written
+        return self._index, self._sha256
+
+    def _make_index(self, found: Sequence[tuple[tuple[bytes, bytes, int] | None, bytes]]) -> None:
+        world = self._world or World([packed for packed, _ in found if packed is not None])
+        self._index = world.index([unpack(lengths)[:, 0] for _, lengths in found])
+        self._sha256 = hashlib.sha256(self._index).hexdigest()
+        self._world = None
