@@ -6,9 +6,14 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arriero.data.prepare import preparation
+from arriero.data.prepare.preparation import Request
+from arriero.data.prepare.prepare import Watcher, prepare
 from arriero.data.tokens import backends
 from arriero.data.tokens.backends import CHAIN, Encoded, choose_backend, load_backend
 from arriero.data.tokens.llama_tokenizers import from_model_file
+from arriero.data.tokens.separators import choose_separators
+from arriero.errors import UserError
 
 FAST = [name for name in CHAIN if name != "tokenizers"]
 SPECIAL = ["<|end_of_text|>", "<|end_of_text|><|end_of_text|>", "a <|end_of_text|> b", " <|end_of_text|>\n"]
@@ -144,3 +149,85 @@ def test_a_sentencepiece_tokenizer_works_with_whatever_is_chosen(tmp_path, real_
         definition, strings
     )
     assert json.loads(definition)["model"]["byte_fallback"]
+
+
+class DiffersOn(backends.TokenizersBackend):
+    """An encoder that is right on the check before the work, and wrong on texts with a rare character."""
+
+    def encode(self, strings):
+        ids, lengths = super().encode(strings)
+        ends = np.cumsum(lengths)
+        for text, end in zip(strings, ends, strict=True):
+            if "ŋ" in text:
+                ids[end - 1] += 1
+        return Encoded(ids, lengths)
+
+
+@pytest.fixture
+def faulty_encoder(monkeypatch):
+    backends._loaded.cache_clear()
+    monkeypatch.setitem(CHAIN, "gigatoken", DiffersOn)
+    yield
+    backends._loaded.cache_clear()
+
+
+def write_texts(path, strings):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in strings))
+    return path
+
+
+@pytest.mark.usefixtures("faulty_encoder")
+def test_a_shard_on_which_the_encoders_differ_is_encoded_again(
+    tmp_path, tokenizer_file, real_texts, monkeypatch
+):
+    monkeypatch.setattr(preparation, "SAMPLE_BYTES", 20_000)
+    strings = [text[:2000] for text in real_texts] + [f"rare ŋ {i}" for i in range(2)]
+    source = write_texts(tmp_path / "a.jsonl", strings)
+    shards = {"shard_bytes": 20_000}
+    store = prepare(Request((str(source),), tmp_path / "set", tokenizer_file, **shards), 1, Watcher())
+    asked = Request((str(source),), tmp_path / "reference", tokenizer_file, encoder="tokenizers", **shards)
+    assert store.fingerprint == prepare(asked, 1, Watcher()).fingerprint
+    backend = store.about["backend"]
+    assert backend["used"] == "gigatoken"
+    assert 1 <= backend["shards"]["tokenizers"] < store.shards
+    assert len(backend["redone"]) == backend["shards"]["tokenizers"]
+    assert all("gigatoken gave other ids than tokenizers" in each for each in backend["redone"])
+
+
+@pytest.mark.parametrize("name", CHAIN)
+def test_an_encoder_can_be_forced(tmp_path, tokenizer_file, name):
+    source = write_texts(tmp_path / "a.jsonl", ["some text"])
+    store = prepare(Request((str(source),), tmp_path / "set", tokenizer_file, encoder=name), 1, Watcher())
+    assert store.about["backend"]["shards"] == {name: 1}
+
+
+@pytest.mark.usefixtures("faulty_encoder")
+def test_a_forced_encoder_with_other_ids_is_refused(tmp_path, tokenizer_file):
+    source = write_texts(tmp_path / "a.jsonl", ["ŋ"])
+    with pytest.raises(UserError, match=r"--encoder gigatoken cannot be used .*other ids than tokenizers"):
+        prepare(Request((str(source),), tmp_path / "set", tokenizer_file, encoder="gigatoken"), 1, Watcher())
+
+
+@pytest.mark.parametrize(
+    ("declared", "tokens", "chosen"),
+    [
+        (None, ["<|end|>", "<|endoftext|>"], "<|endoftext|>"),
+        (None, ["<|end|>"], "<|end|>"),
+        ("<fin>", ["<|endoftext|>", "<fin>"], "<fin>"),
+        ({"content": "<fin>", "special": True}, ["<|endoftext|>", "<fin>"], "<fin>"),
+        ("<|im_end|>", ["<|im_end|>", "<|endoftext|>"], "<|endoftext|>"),
+        ("<|im_end|>", ["<|im_end|>"], "<|im_end|>"),
+        ("<absent>", ["</s>"], "</s>"),
+        (7, ["</s>"], "</s>"),
+    ],
+)
+def test_the_end_of_documents_follows_tokenizer_config(tmp_path, declared, tokens, chosen):
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    inner.add_special_tokens(tokens)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    if declared is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": declared}))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        eos = choose_separators(inner.to_str(), "none", "auto", path).eos
+        assert eos is not None
+        assert eos.token == chosen

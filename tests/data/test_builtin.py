@@ -1,17 +1,22 @@
 import hashlib
-import os
+import json
+import sysconfig
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from arriero.data.prepare import builtin
-from arriero.data.prepare.builtin import prepare_builtin
+from arriero.config.load import load_run
+from arriero.data.prepare import prepare as preparing
+from arriero.data.prepare.builtin import dataset_of, prepare_builtin
 from arriero.data.store.store import TokenStore
 from arriero.data.text.sources import stdlib_documents
 from arriero.data.tokens.tokenizer import load_tokenizer
 from arriero.data.tokens.training import train_tokenizer
 from arriero.errors import UserError
+from arriero.model.presets import expand
 
 STDLIB = "builtin:stdlib"
 
@@ -22,7 +27,7 @@ def small_builtin(monkeypatch, tmp_path):
     folder.mkdir()
     for i in range(20):
         (folder / f"m{i:02d}.py").write_text(f"def f{i}(x):\n    return x * {i}  # <|end|> is text\n")
-    monkeypatch.setitem(builtin.BUILTINS, STDLIB, lambda: stdlib_documents(folder))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(folder))
     return tmp_path / "cache"
 
 
@@ -83,29 +88,20 @@ def test_progress_is_reported_to_the_end(small_builtin):
         "training the tokenizer",
         "tokenising",
     ]
-    assert calls[-1] == ("tokenising", 20, 20)
+    size = sum(path.stat().st_size for path in small_builtin.parent.glob("lib/*.py"))
+    assert calls[-1] == ("tokenising", size, size)
 
 
-def test_a_prepare_that_dies_leaves_no_dataset_and_is_redone(small_builtin, monkeypatch):
+def test_a_prepare_that_dies_is_redone(small_builtin, monkeypatch):
     def die(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(builtin, "write_manifest", die)
+        patch.setattr(preparing, "write_manifest", die)
         prepare_builtin(STDLIB, small_builtin)
-    assert list(small_builtin.iterdir()) == []
+    with pytest.raises(UserError):
+        TokenStore.open(next(small_builtin.iterdir()))
     assert TokenStore.open(prepare_builtin(STDLIB, small_builtin)).documents == 20
-
-
-def test_leftovers_of_a_killed_prepare_are_swept_but_not_those_of_a_living_one(small_builtin):
-    target = prepare_builtin(STDLIB, small_builtin)
-    old, fresh = (small_builtin / f".{target.name}.{name}.making" for name in ("old", "fresh"))
-    old.mkdir()
-    fresh.mkdir()
-    os.utime(old, (1, 1))
-    (target / "manifest.json").unlink()
-    prepare_builtin(STDLIB, small_builtin)
-    assert sorted(path.name for path in small_builtin.iterdir()) == sorted([fresh.name, target.name])
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "00000.bin", "00000.idx", "tokenizer.json"])
@@ -118,21 +114,114 @@ def test_a_damaged_dataset_is_made_again(small_builtin, name):
     assert [path.name for path in small_builtin.iterdir()] == [target.name]
 
 
-def test_two_preparing_at_once_agree_on_one_dataset(small_builtin, monkeypatch):
-    manifest_of = builtin.write_manifest
-    others = []
+def test_two_preparing_at_once_agree_on_one_dataset(small_builtin):
+    start = threading.Barrier(3)
 
-    def overtaken(*args, **kwargs):
-        manifest_of(*args, **kwargs)
-        if not others:
-            others.append(None)
-            others[0] = prepare_builtin(STDLIB, small_builtin)
+    def one(_):
+        start.wait()
+        return prepare_builtin(STDLIB, small_builtin)
 
-    monkeypatch.setattr(builtin, "write_manifest", overtaken)
-    target = prepare_builtin(STDLIB, small_builtin)
-    assert others == [target]
-    assert [path.name for path in small_builtin.iterdir()] == [target.name]
-    assert TokenStore.open(target).documents == 20
+    with ThreadPoolExecutor(3) as pool:
+        targets = set(pool.map(one, range(3)))
+    assert [path.name for path in small_builtin.iterdir()] == [target.name for target in targets]
+    assert TokenStore.open(targets.pop()).documents == 20
+
+
+def write_lines(path, texts, column="text"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
+
+
+def test_text_named_in_a_run_file_is_prepared_once_and_again_when_it_changes(tmp_path, tokenizer_file):
+    write_lines(tmp_path / "corpus" / "a.jsonl", ["one", "two"])
+    calls = []
+
+    def dataset(path="corpus/*.jsonl", column=None):
+        calls.clear()
+        return dataset_of(
+            str(tmp_path / path),
+            str(tokenizer_file),
+            column,
+            tmp_path / "cache",
+            lambda *call: calls.append(call[0]),
+        )
+
+    first = dataset()
+    assert "tokenising" in calls
+    assert TokenStore.open(first).documents == 2
+    assert dataset() == first
+    assert "tokenising" not in calls
+    write_lines(tmp_path / "corpus" / "b.jsonl", ["three"])
+    second = dataset()
+    assert TokenStore.open(second).documents == 3
+    assert second != first
+    write_lines(tmp_path / "other" / "c.jsonl", ["four"], column="body")
+    other = dataset("other", "body")
+    assert TokenStore.open(other).documents == 1
+    assert {path.parent for path in (first, second, other)} == {tmp_path / "cache" / "text"}
+
+
+def test_a_killed_preparation_of_text_in_a_run_file_is_resumed(tmp_path, tokenizer_file, monkeypatch):
+    write_lines(tmp_path / "a.jsonl", ["one", "two"])
+
+    def die(*_, **__):
+        raise KeyboardInterrupt
+
+    about = (str(tmp_path / "a.jsonl"), str(tokenizer_file), None, tmp_path / "cache")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(preparing, "write_manifest", die)
+        dataset_of(*about)
+    monkeypatch.setattr(preparing, "make_shard", die)
+    assert TokenStore.open(dataset_of(*about)).documents == 2
+
+
+def test_text_without_a_tokenizer_is_refused_with_the_way_to_one(tmp_path, tokenizer_file, counting_store):
+    write_lines(tmp_path / "a.jsonl", ["one"])
+    for path in (tmp_path, tmp_path / "a.jsonl", tmp_path / "*.jsonl"):
+        with pytest.raises(UserError, match=r"as text it needs a tokenizer; .*arriero data train-tokenizer"):
+            dataset_of(str(path), None, None, tmp_path / "cache")
+    dataset = str(counting_store.directory)
+    assert dataset_of(dataset, None, None, tmp_path) == counting_store.directory
+    with pytest.raises(UserError, match="remove tokenizer and column"):
+        dataset_of(dataset, str(tokenizer_file), None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "paths"),
+    [("data/mine", ["data/mine"]), ("['a', 'b']", ["a", "b"]), ("[{path = 'a'}, 'b']", ["a", "b"])],
+)
+def test_sources_may_be_given_as_plain_paths(given, paths):
+    config = load_run(None, [f"data.sources={given}"], expand).config
+    assert [source.path for source in config.data.sources] == paths
+
+
+def test_a_first_run_on_own_text_needs_one_command(tmp_path, tokenizer_file, arriero):
+    write_lines(tmp_path / "corpus" / "a.jsonl", [f"line {i} of the corpus" for i in range(200)])
+    (tmp_path / "run.toml").write_text(
+        f"""
+        [run]
+        name = "own"
+        [model]
+        dim = 16
+        layers = 1
+        heads = 2
+        kv_heads = 2
+        ffn = 32
+        vocab_size = 1500
+        max_seq_len = 16
+        [data]
+        seq_len = 16
+        sources = [{{ path = "corpus/*.jsonl", tokenizer = "{tokenizer_file}" }}]
+        [train]
+        batch = "64 tok"
+        horizon = "2 steps"
+        [checkpoint]
+        export = false
+        """
+    )
+    done = arriero("train", "run.toml", "--nproc", 2)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "data" / "text").glob("*/manifest.json"))) == 1
 
 
 def test_an_unknown_builtin_is_refused_with_the_known_ones(tmp_path):

@@ -1,8 +1,8 @@
 """The run file: every section and key, with its meaning, default and allowed values."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from arriero.config.fields import (
     AnySpan,
@@ -84,7 +84,15 @@ class ModelSection(Section):
 
 
 class SourceSection(Section):
-    path: str = Field(description="A prepared dataset directory, or 'builtin:stdlib'.")
+    path: str = Field(
+        description="A prepared dataset directory, 'builtin:stdlib', or text as `arriero data prepare` takes "
+        "it (a file, a folder, a pattern, hf://NAME), prepared once into data.cache."
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="For text: a tokenizer.json, a Llama tokenizer.model, their folder or hf://OWNER/MODEL.",
+    )
+    column: str | None = Field(None, description="For text: the column that holds it, 'text' unless given.")
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         1.0,
         description="Weight in the mixture, by tokens. Weights that are all below 1 must sum to 1; others "
@@ -100,16 +108,31 @@ class SourceSection(Section):
     )
 
 
+def _read_sources(value: Any) -> Any:
+    """A path alone, or a list of paths, in place of a list of tables."""
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple):
+        return value
+    return tuple({"path": each} if isinstance(each, str) else each for each in listed)
+
+
+Sources = Annotated[
+    tuple[SourceSection, ...],
+    BeforeValidator(_read_sources, json_schema_input_type=str | tuple[SourceSection | str, ...]),
+    Field(min_length=1),
+]
+
+
 class PhaseSection(Section):
     at: Progress = Field(description="Start of the phase, rounded up to a whole step.")
-    sources: Annotated[tuple[SourceSection, ...], Field(min_length=1)] = Field(
+    sources: Sources = Field(
         description="Mixture from there on; a source used before continues at its position."
     )
 
 
 class DataSection(Section):
-    sources: Annotated[tuple[SourceSection, ...], Field(min_length=1)] = Field(
-        description="Datasets to train on, mixed by weight."
+    sources: Sources = Field(
+        description="Datasets to train on, mixed by weight: a list of tables or of paths, or one path."
     )
     phases: tuple[PhaseSection, ...] = Field((), description="Later mixtures, each from a token or step on.")
     seq_len: Positive = Field(2048, description="Tokens per training sequence.")
@@ -126,7 +149,7 @@ class DataSection(Section):
         description="Attention stays inside each document, positions restart with it, and its last token "
         "does not predict the next document.",
     )
-    cache: str = Field("data", description="Directory of prepared built-in corpora and packing plans.")
+    cache: str = Field("data", description="Directory of prepared text, built-in corpora and packing plans.")
 
 
 class TrainSection(Section):

@@ -94,6 +94,21 @@ def first_host(nodes: str) -> str:
 
 
 @contextmanager
+def leader_first(world: World) -> Iterator[None]:
+    """Rank 0 runs the block first, however long it takes; the others run it after that."""
+    if world.size == 1:
+        yield
+        return
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    assert isinstance(group, dist.ProcessGroup)
+    if not world.leads:
+        dist.barrier(group)
+    yield
+    if world.leads:
+        dist.barrier(group)
+
+
+@contextmanager
 def joined(world: World, device: torch.device, timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
     """Inside, the processes of the run can talk: through the GPUs' own library where there are GPUs."""
     if world.size == 1:

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from arriero.checkpoint.directory import checkpoint_at, saved_in
 from arriero.checkpoint.manager import Checkpoints
@@ -38,6 +37,7 @@ from arriero.parallel.fsdp import Sharding
 from arriero.parallel.mesh import Mesh, make_mesh
 from arriero.parallel.pipeline import Pipeline, join_tied_table
 from arriero.parallel.precision import Float8Layers, renew_scales
+from arriero.parallel.world import leader_first
 from arriero.plan.schedules import SCHEDULES
 from arriero.train.arrange import Arrangement
 from arriero.train.cadence import Cadence
@@ -134,11 +134,8 @@ def _agreed(plan: Arrangement, mesh: Mesh) -> Arrangement:
 def _open_data(plan: Arrangement, progress: Progress) -> Streams:
     """The first rank makes what is not there yet; the others find it made."""
     config = plan.config
-    if not plan.world.leads:
-        dist.barrier()
-    streams = build_streams(config, progress, _order_version(config))
-    if plan.world.leads and plan.world.size > 1:
-        dist.barrier()
+    with leader_first(plan.world):
+        streams = build_streams(config, progress, _order_version(config))
     _refuse_small_vocabulary(plan.spec, streams.stores)
     refuse_over_repetition(streams, total_steps(config))
     refuse_changed_since(run_directory(config), streams.train)

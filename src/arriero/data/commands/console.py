@@ -16,6 +16,7 @@ from arriero.data.prepare.prepare import Watcher
 from arriero.data.store.store import TokenStore
 from arriero.data.text.readers import BadLimit, BadRecords, refuse_binary
 from arriero.data.text.sources import Input, TextSources
+from arriero.data.tokens.backends import REFERENCE
 from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN
 from arriero.data.tokens.tokenizer import added_by_template
 from arriero.data.tokens.training import sample_texts, train_tokenizer
@@ -91,6 +92,8 @@ class PrepareBar(Watcher):
             ),
         ]
         rows += _skipped_rows(about)
+        redone = about["backend"].get("redone", []) if "backend" in about else []
+        rows += [("warning", "encoded again with tokenizers", each) for each in redone[:SHOWN_SOURCES]]
         rows += _spelled_out_warnings(about)
         rows.append(("dataset", str(store.directory), f"fingerprint {store.fingerprint[:12]}"))
         for name, value, remark in rows:
@@ -163,11 +166,12 @@ def _decisions(preparation: Preparation, todo: Sequence[int], workers: int) -> T
     ]
     done = len(preparation.shards) - len(todo)
     backend = preparation.backend
-    reasons = [f"{each['name']}: {each['outcome']}" for each in backend.tried] or ["no other is faster"]
+    reasons = [f"{each['name']}: {each['outcome']}" for each in backend.tried] or ["as asked"]
+    reasons += ["spot-checked in each shard"] if backend.used != REFERENCE else []
     rows = [
         *_input_rows(preparation.text, preparation.inputs),
         ("shards", f"{len(todo):,} to make", f"{done:,} finished earlier or for others" if done else ""),
-        ("encoder", f"{backend.used} {backend.version}", "; ".join(reasons) + ", on the first MB"),
+        ("encoder", f"{backend.used} {backend.version}", "; ".join(reasons)),
         ("separators", ", ".join(marks) or "none", _template_note(preparation)),
     ]
     if workers > max(1, len(todo)):

@@ -82,6 +82,10 @@ def prepare(
     max_bad: MaxBad = None,
     shard_size: Annotated[str, typer.Option(help="Text that goes into a shard.")] = "1GB",
     seed: Seed = 1,
+    encoder: Annotated[
+        Literal["auto", "tokenizers", "gigatoken", "fastokens"],
+        typer.Option(help="Encoder to use; auto takes the fastest with the same ids as tokenizers."),
+    ] = "auto",
     workers: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
     slurm: Annotated[bool, typer.Option("--slurm", help="Spread over a Slurm array.")] = False,
     tasks: Annotated[int, typer.Option(min=1, help="Slurm: size of the array.")] = 16,
@@ -117,6 +121,7 @@ def prepare(
         max_bad=_limit(max_bad),
         columns=text.columns,
         select=text.select,
+        encoder=encoder,
     )
     if slurm:
         _prepare_on_slurm(request, Cluster(partition, account, time, tasks, workers), dry_run)
@@ -251,6 +256,13 @@ def same_command(request: "Request") -> list[str]:
         for pattern in patterns:
             words += [option, pattern]
     words += ["--as", request.select.read_as, "--bos", request.bos, "--eos", request.eos]
-    words += ["--seed", str(request.seed), "--shard-size", f"{request.shard_bytes}B"]
+    words += [
+        "--encoder",
+        request.encoder,
+        "--seed",
+        str(request.seed),
+        "--shard-size",
+        f"{request.shard_bytes}B",
+    ]
     words += ["--skip-bad", "--max-bad", request.max_bad] if request.skip_bad else []
     return words + (["--literal-eos"] if request.literal_eos else [])

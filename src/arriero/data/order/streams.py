@@ -10,7 +10,7 @@ from arriero.config.schema import RunConfig, SourceSection
 from arriero.data.order.mixture import BLOCK
 from arriero.data.order.order import ORDER_VERSION, Change, EvalStream, Stream, split_heldout
 from arriero.data.order.pack import Packing, Source
-from arriero.data.prepare.builtin import prepare_builtin
+from arriero.data.prepare.builtin import dataset_of
 from arriero.data.progress import Progress
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import tokenizer_of
@@ -33,7 +33,7 @@ def build_streams(config: RunConfig, progress: Progress, version: int = ORDER_VE
     data, tokens_per_step = config.data, config.train.batch.amount
     sequences = tokens_per_step // data.seq_len
     sections = [*data.sources, *(source for phase in data.phases for source in phase.sources)]
-    opened = {s.path: _open(s.path, Path(data.cache), progress) for s in sections}
+    opened = _open(sections, Path(data.cache), progress)
     heldout = config.eval.heldout.amount if config.eval.heldout else 0
     spans = {path: split_heldout(store, heldout) for path, store in opened.items()}
     packing = Packing(data.packing, data.long_docs, Path(data.cache), progress)
@@ -122,9 +122,21 @@ def forecast(streams: Streams, steps: int | None) -> list[Outlook]:
     return outlooks
 
 
-def _open(path: str, cache: Path, progress: Progress) -> TokenStore:
-    builtin = path.startswith("builtin:")
-    return TokenStore.open(prepare_builtin(path, cache, progress) if builtin else Path(path))
+def _open(sections: Sequence[SourceSection], cache: Path, progress: Progress) -> dict[str, TokenStore]:
+    """By path. A source named again, as in a later phase, need not repeat how its text is prepared."""
+    how: dict[str, dict[str, str]] = {}
+    for section in sections:
+        given = {"tokenizer": section.tokenizer, "column": section.column}
+        known = how.setdefault(section.path, {})
+        for key, value in given.items():
+            if value is not None and known.setdefault(key, value) != value:
+                raise UserError(
+                    f"{section.path} has {key} '{known[key]}' and '{value}'", "name a source with one of them"
+                )
+    return {
+        path: TokenStore.open(dataset_of(path, known.get("tokenizer"), known.get("column"), cache, progress))
+        for path, known in how.items()
+    }
 
 
 def _prompt(section: SourceSection, store: TokenStore) -> tuple[int, ...]:

@@ -1,101 +1,137 @@
-"""The built-in datasets: made once, without being asked where or how, and kept in a cache."""
+"""Datasets that training prepares by itself from the text a run file names, once, into `data.cache`."""
 
+import os
 import platform
 import random
+import re
 import shutil
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from glob import has_magic
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
+from arriero.data.prepare.preparation import Preparation, Request, identity_of
+from arriero.data.prepare.prepare import Watcher, alone, prepare
 from arriero.data.progress import Progress, silent
-from arriero.data.store.shards import Shard, ShardWriter, dtype_for
-from arriero.data.store.staging import staged_directory
-from arriero.data.store.store import TokenStore, write_manifest
-from arriero.data.text.sources import STDLIB, SYNTHETIC, Document, stdlib_documents
+from arriero.data.store.store import MANIFEST, TokenStore
+from arriero.data.text.sources import HUB, STDLIB, SYNTHETIC, stdlib_documents
 from arriero.data.text.synthetic import DEFAULT_BYTES, markov_text
-from arriero.data.tokens.tokenizer import Tokenizer
 from arriero.data.tokens.training import train_tokenizer
 from arriero.errors import UserError
 
 
-def synthetic_documents() -> list[Document]:
+def synthetic_texts() -> list[str]:
     text = markov_text()
-    count = round(DEFAULT_BYTES / text.document_bytes)
-    return [Document(str(number), text.document(number)) for number in range(count)]
+    return [text.document(number) for number in range(round(DEFAULT_BYTES / text.document_bytes))]
 
 
-BUILTINS = {STDLIB: stdlib_documents, SYNTHETIC: synthetic_documents}
+BUILTINS = {
+    STDLIB: lambda: [document.text for document in stdlib_documents()],
+    SYNTHETIC: synthetic_texts,
+}
 VOCAB_SIZE = 4096
 TRAINING_CHARS = 4_000_000
 SHUFFLE_SEED = 1
-DOCUMENTS_PER_CALL = 32
+TEXT = "text"
+
+
+def dataset_of(
+    path: str, tokenizer: str | None, column: str | None, cache: Path, progress: Progress = silent
+) -> Path:
+    """The prepared dataset that a source of a run file names; text is prepared with `tokenizer`."""
+    if path.startswith("builtin:") and tokenizer is None:
+        return prepare_builtin(path, cache, progress)
+    text = path.startswith(("builtin:", HUB))
+    if not text and (Path(path) / MANIFEST).exists():
+        if tokenizer is None and column is None:
+            return Path(path)
+        raise UserError(f"{path} is a prepared dataset", "remove tokenizer and column, which are for text")
+    if tokenizer is None:
+        if not text and not Path(path).exists() and not has_magic(path):
+            return Path(path)  # opening it says what is missing
+        raise UserError(
+            f"{path} is not a prepared dataset ({MANIFEST} does not exist); as text it needs a tokenizer",
+            f'write {{ path = "{path}", tokenizer = "tokenizer.json" }}; '
+            f"`arriero data train-tokenizer {path} -o tokenizer.json` makes one",
+        )
+    return _prepare_text(path, tokenizer, column, cache, progress)
+
+
+def _prepare_text(path: str, tokenizer: str, column: str | None, cache: Path, progress: Progress) -> Path:
+    """Other text, or another tokenizer, goes into another directory, so that changed files are noticed."""
+    progress("looking at the text", 0, 1)
+    request = Request((path,), cache, Path(tokenizer), column)
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", path.removeprefix("builtin:")).strip("-.")[-40:] or TEXT
+    target = cache / TEXT / f"{name}-{identity_of(request)[:16]}"
+    progress("looking at the text", 1, 1)
+    _refuse_unwritable(target)
+    workers = len(os.sched_getaffinity(0))
+    prepare(replace(request, directory=target), workers, _Told(progress), wait=True)
+    return target
+
+
+class _Told(Watcher):
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._done, self._total = 0, 1
+
+    def planned(self, preparation: Preparation, todo: Sequence[int], workers: int) -> None:
+        self._total = max(1, sum(preparation.shard_bytes(number) for number in todo))
+        self._progress("tokenising", 0, self._total)
+
+    def advanced(self, read_bytes: int, tokens: int) -> None:
+        self._done += read_bytes
+        self._progress("tokenising", min(self._done, self._total), self._total)
 
 
 def prepare_builtin(name: str, cache_dir: Path, progress: Progress = silent) -> Path:
-    """The directory of the prepared dataset, made now unless it is there already."""
+    """The directory of the built-in dataset and its own tokenizer, made now unless it is there already."""
     if name not in BUILTINS:
         raise UserError(f"'{name}' is not a built-in dataset", f"choose one of {', '.join(BUILTINS)}")
     python = ".".join(platform.python_version_tuple()[:2])
     target = Path(cache_dir) / f"{name.removeprefix('builtin:')}-py{python}-v{VOCAB_SIZE}"
     if _usable(target):
         return target
-    shutil.rmtree(target, ignore_errors=True)
-    try:
-        with staged_directory(target, "set data.cache to a directory you may write") as making:
-            progress("reading", 0, 1)
-            documents = BUILTINS[name]()
-            progress("reading", 1, 1)
-            about = {"source": name, "python": platform.python_version(), "shuffle_seed": SHUFFLE_SEED}
-            _write_dataset(making, documents, about, progress)
-    except (UserError, OSError):
-        # another process may have finished the same dataset meanwhile
+    _refuse_unwritable(target)
+    with alone(target.with_name(f"{target.name}-making"), wait=True):
         if not _usable(target):
-            raise
+            shutil.rmtree(target, ignore_errors=True)  # damaged, or left by a process that was killed
+            _make_builtin(name, target, progress)
     return target
 
 
-def _write_dataset(
-    directory: Path, documents: Sequence[Document], about: dict[str, Any], progress: Progress
-) -> None:
-    documents = random.Random(SHUFFLE_SEED).sample(documents, len(documents))
-    progress("training the tokenizer", 0, 1)
-    tokenizer = train_tokenizer(_beginning(documents), VOCAB_SIZE, directory / "tokenizer.json")
-    progress("training the tokenizer", 1, 1)
-    shard = _write_shard(directory, "00000", documents, tokenizer, progress)
-    write_manifest(
-        directory,
-        [shard],
-        tokenizer="tokenizer.json",
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-        dtype=dtype_for(tokenizer.vocab_size),
-        about=about,
-    )
+def _make_builtin(name: str, target: Path, progress: Progress) -> None:
+    progress("reading", 0, 1)
+    texts = BUILTINS[name]()
+    progress("reading", 1, 1)
+    with tempfile.TemporaryDirectory(prefix="arriero-") as folder:
+        progress("training the tokenizer", 0, 1)
+        tokenizer = Path(folder) / "tokenizer.json"
+        train_tokenizer(_some_of(texts), VOCAB_SIZE, tokenizer)
+        progress("training the tokenizer", 1, 1)
+        prepare(Request((name,), target, tokenizer), 1, _Told(progress), wait=True)
 
 
-def _write_shard(
-    directory: Path, name: str, documents: Sequence[Document], tokenizer: Tokenizer, progress: Progress
-) -> Shard:
-    with ShardWriter(directory, name, tokenizer.vocab_size) as writer:
-        for begin in range(0, len(documents), DOCUMENTS_PER_CALL):
-            progress("tokenising", begin, len(documents))
-            texts = [document.text for document in documents[begin : begin + DOCUMENTS_PER_CALL]]
-            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                writer.add(np.array([*ids, tokenizer.eos_id]), text_bytes=len(text.encode()))
-        progress("tokenising", len(documents), len(documents))
-        return writer.close()
-
-
-def _beginning(documents: Sequence[Document]) -> list[str]:
-    texts, chars = [], 0
-    for document in documents:
+def _some_of(texts: Sequence[str]) -> list[str]:
+    some, chars = [], 0
+    for text in random.Random(SHUFFLE_SEED).sample(texts, len(texts)):
         if chars >= TRAINING_CHARS:
             break
-        texts.append(document.text)
-        chars += len(document.text)
-    return texts
+        some.append(text)
+        chars += len(text)
+    return some
+
+
+def _refuse_unwritable(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target.parent):
+            return
+    except OSError as error:
+        raise UserError(
+            f"cannot write {target} ({error.strerror})", "set data.cache to a directory you may write"
+        ) from None
 
 
 def _usable(directory: Path) -> bool:

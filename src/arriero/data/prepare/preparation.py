@@ -15,7 +15,7 @@ from arriero.data.prepare.division import Piece, divide
 from arriero.data.store.shards import write_durably
 from arriero.data.text.readers import MAX_BAD, BadLimit, BadRecords, read_piece, refuse_binary
 from arriero.data.text.sources import ALL_FILES, Input, Select, TextSources, absolute, refuse_output_in
-from arriero.data.tokens.backends import Choice, choose_backend
+from arriero.data.tokens.backends import AUTO, Choice, choose_backend
 from arriero.data.tokens.separators import Mark, Separators, choose_separators, refuse_spelled_out, usual_end
 from arriero.data.tokens.tokenizer import parsed, read_definition, with_special
 from arriero.errors import UserError
@@ -45,6 +45,7 @@ class Request:
     max_bad: str = MAX_BAD
     columns: tuple[tuple[str, str], ...] = ()
     select: Select = ALL_FILES
+    encoder: str = AUTO
 
     @cached_property
     def text(self) -> TextSources:
@@ -113,11 +114,18 @@ def load_preparation(request: Request) -> Preparation:
         inputs=[Input(*each) for each in plan["inputs"]],
         shards=[[Piece(*piece) for piece in shard] for shard in plan["shards"]],
         separators=Separators(*(mark and Mark(*mark) for mark in plan["separators"])),
-        backend=Choice(*plan["backend"]),
+        backend=_resumed_backend(request, Choice(*plan["backend"])),
         vocab_size=plan["vocab_size"],
         eos_id=plan["eos_id"],
         text=request.text,
     )
+
+
+def _resumed_backend(request: Request, known: Choice) -> Choice:
+    """All encoders give the same ids, so a resumed prepare may be told to use another."""
+    if request.encoder in (AUTO, known.used):
+        return known
+    return choose_backend(_tokenizer_of(request)[0], [], request.encoder)
 
 
 def refuse_other_settings(request: Request, known: dict[str, Any]) -> None:
@@ -135,6 +143,13 @@ def refuse_other_inputs(request: Request, known: str) -> None:
             f"{request.directory} was begun with other input files, or they have changed since",
             "restore the files, or prepare into another directory",
         )
+
+
+def identity_of(request: Request) -> str:
+    """A hash of the inputs and of all settings that decide the bytes of the dataset."""
+    settings = _settings(request, *_tokenizer_of(request))
+    about = [inputs_digest(request.text.find()), settings]
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def inputs_digest(inputs: Sequence[Input]) -> str:
@@ -159,14 +174,14 @@ def draft(request: Request) -> Preparation:
     sample = _first_texts(inputs, shards, request)
     if not request.literal_eos:
         refuse_spelled_out(separators, sample)
-    end = separators.eos or usual_end(definition)
+    end = separators.eos or usual_end(definition, request.tokenizer)
     return Preparation(
         directory=directory,
         settings=_settings(request, definition, separators),
         inputs=inputs,
         shards=shards,
         separators=separators,
-        backend=choose_backend(definition, sample),
+        backend=choose_backend(definition, sample, request.encoder),
         vocab_size=max(parsed(definition).get_vocab().values()) + 1,
         eos_id=end.id if end else 0,
         text=request.text,
@@ -192,7 +207,7 @@ _PLANNED = ("settings", "inputs", "shards", "separators", "backend", "vocab_size
 
 def _tokenizer_of(request: Request) -> tuple[str, Separators]:
     definition = read_definition(request.tokenizer)
-    separators = choose_separators(definition, request.bos, request.eos)
+    separators = choose_separators(definition, request.bos, request.eos, request.tokenizer)
     return with_special(definition, [mark.token for mark in separators if mark]), separators
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -251,9 +252,8 @@ def _about(
         "separators": preparation.separators.about(),
         "backend": {
             **preparation.backend._asdict(),
-            "shards": {name: used.count(name) for name in sorted(set(used))}
-            if (used := [record["backend"] for record in records])
-            else {},
+            "shards": dict(Counter(sorted(record["backend"] for record in records))),
+            "redone": [record["redone"] for record in records if record["redone"]],
         },
         "spelled_out": {
             mark: sum(record["spelled_out"][mark] for record in records) for mark in ("bos", "eos")

@@ -18,7 +18,7 @@ import numpy as np
 from arriero.data.prepare.preparation import Preparation
 from arriero.data.store.shards import DTYPES, Shard, ShardWriter, dtype_for, sync_directory, write_durably
 from arriero.data.text.readers import BadRecords, read_piece
-from arriero.data.tokens.backends import Backend, Encoded, load_backend
+from arriero.data.tokens.backends import REFERENCE, Backend, Encoded, OtherIds, SpotCheck, load_backend
 from arriero.errors import UserError
 
 GATHERED_TOKENS = 2**20
@@ -31,16 +31,28 @@ Report = Callable[[int, int], None]
 def make_shard(preparation: Preparation, number: int, report: Report) -> None:
     name = preparation.shard_name(number)
     used, backend = load_backend(preparation.backend.used, preparation.definition)
+    seed = [preparation.settings["seed"], number]
+    check = None if used == REFERENCE else SpotCheck(preparation.definition, seed)
+    redone = ""
     work = preparation.work / f"{name}{MAKING}"
     shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
     work.mkdir()
     try:
-        gathering = _Gathering(preparation, backend, report)
         with (work / "unshuffled").open("w+b", buffering=2**20) as file:
-            gathering.encode_shard(number, file)
+            gathering = _Gathering(preparation, backend, report, check)
+            try:
+                gathering.encode_shard(number, file)
+            except OtherIds as error:
+                report(-gathering.read_bytes, -sum(gathering.lengths))
+                redone = f"shard {name}: {used} gave {error}"
+                used, backend = load_backend(REFERENCE, preparation.definition)
+                file.seek(0)
+                file.truncate()
+                gathering = _Gathering(preparation, backend, report)
+                gathering.encode_shard(number, file)
             file.flush()
             report(preparation.shard_bytes(number) - gathering.read_bytes, 0)
-            shard = _write_shuffled(work, name, file, gathering, [preparation.settings["seed"], number])
+            shard = _write_shuffled(work, name, file, gathering, seed)
         for suffix in (".idx", ".bin"):
             (work / f"{name}{suffix}").replace(preparation.directory / f"{name}{suffix}")
     finally:
@@ -49,6 +61,7 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
     record: dict[str, Any] = {
         "shard": shard._replace(text_bytes=gathering.text_bytes)._asdict(),
         "backend": used,
+        "redone": redone,
         "empty": gathering.empty,
         "spelled_out": gathering.spelled_out,
         "sources": {
@@ -62,8 +75,11 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
 class _Gathering:
     """Counts what goes into a shard while its pieces are encoded."""
 
-    def __init__(self, preparation: Preparation, backend: Backend, report: Report) -> None:
+    def __init__(
+        self, preparation: Preparation, backend: Backend, report: Report, check: SpotCheck | None = None
+    ) -> None:
         self._preparation = preparation
+        self._check = check
         self._backend = backend
         self._report = report
         self.vocab_size = preparation.vocab_size
@@ -94,6 +110,8 @@ class _Gathering:
 
     def _encode(self, texts: list[str]) -> Encoded:
         encoded = self._backend.encode(texts)
+        if self._check and texts:
+            self._check.look(texts, encoded)
         if not encoded.lengths.all():
             encoded = Encoded(encoded.ids, encoded.lengths[encoded.lengths > 0])
         separators = self._preparation.separators

@@ -5,6 +5,7 @@ Texts become one flat array of ids and the number of ids of each. Special string
 
 import importlib.metadata
 import json
+import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -13,8 +14,12 @@ import numpy as np
 import tokenizers
 
 from arriero.data.tokens.tokenizer import parsed
+from arriero.errors import UserError
 
 REFERENCE = "tokenizers"
+CHECKED_CHARS = 150_000  # of the sample: `tokenizers` needs about a second for 3 MB
+LONG_CHARS = 2048
+FEW_CHARS = 2**16
 
 
 class Encoded(NamedTuple):
@@ -39,6 +44,10 @@ class GigatokenBackend:
         self._inner = gigatoken.Tokenizer.from_json(_without_special_tokens(definition)).backend
 
     def encode(self, texts: Sequence[str]) -> Encoded:
+        chars = sum(map(len, texts))
+        if texts and (chars < FEW_CHARS or chars >= LONG_CHARS * len(texts)):
+            # one by one is as fast for long texts, and spares the import of awkward
+            return _joined([self._inner.encode(text) for text in texts])
         layout: Any = self._inner.encode_batch(list(texts), parallel=False).layout
         offsets = np.asarray(layout.offsets.data)
         return Encoded(np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets))
@@ -61,9 +70,12 @@ class TokenizersBackend:
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        lengths = np.fromiter((len(each) for each in encodings), dtype=np.int64, count=len(encodings))
-        ids = np.fromiter((i for each in encodings for i in each.ids), dtype=np.uint32, count=lengths.sum())
-        return Encoded(ids, lengths)
+        return _joined([np.array(each.ids, dtype=np.uint32) for each in encodings])
+
+
+def _joined(documents: list[np.ndarray]) -> Encoded:
+    lengths = np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
+    return Encoded(np.concatenate(documents) if documents else np.empty(0, np.uint32), lengths)
 
 
 CHAIN: dict[str, Callable[[str], Backend]] = {
@@ -71,6 +83,9 @@ CHAIN: dict[str, Callable[[str], Backend]] = {
     "fastokens": FastokensBackend,
     REFERENCE: TokenizersBackend,
 }
+
+
+AUTO = "auto"
 
 
 def load_backend(name: str, definition: str) -> tuple[str, Backend]:
@@ -81,23 +96,36 @@ def load_backend(name: str, definition: str) -> tuple[str, Backend]:
         return REFERENCE, _loaded(REFERENCE, definition)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _loaded(name: str, definition: str) -> Backend:
     return CHAIN[name](definition)
 
 
-def choose_backend(definition: str, sample: Sequence[str], names: Sequence[str] = tuple(CHAIN)) -> Choice:
-    """The first of `names` whose ids equal the reference's on `sample`; why each one before it was left."""
-    texts = [*sample, *_probes(definition)]
-    wanted = TokenizersBackend(definition).encode(texts)
+def choose_backend(definition: str, sample: Sequence[str], encoder: str = AUTO) -> Choice:
+    """The first backend whose ids equal the reference's on some of `sample`; why each before it was left.
+
+    One that `encoder` names is used, or refused where its ids are others.
+    """
+    if encoder == REFERENCE:
+        return Choice(REFERENCE, tokenizers.__version__, [])
+    every = max(1, sum(map(len, sample)) // CHECKED_CHARS)
+    checks = [sample[::every], _probes(definition)]
+    wanted = [_loaded(REFERENCE, definition).encode(texts) for texts in checks]
     tried = []
-    for name in names:
+    for name in CHAIN if encoder == AUTO else (encoder,):
         if name == REFERENCE:
             break
         try:
-            problem = _difference(_loaded(name, definition).encode(texts), wanted)
+            backend = _loaded(name, definition)
+            found = [_difference(backend.encode(a), b) for a, b in zip(checks, wanted, strict=True)]
+            problem = "".join(found[:1]) or "".join(found)
         except Exception as error:  # whatever a young library raises, the next one may work
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        if problem and encoder != AUTO:
+            raise UserError(
+                f"--encoder {encoder} cannot be used ({problem})",
+                f"pip install {encoder} if it is missing, or pass --encoder auto",
+            )
         tried.append({"name": name, "outcome": problem or "equal to tokenizers"})
         if not problem:
             return Choice(name, importlib.metadata.version(name), tried)
@@ -113,6 +141,43 @@ def _difference(found: Encoded, wanted: Encoded) -> str:
 
 def _documents(encoded: Encoded) -> list[np.ndarray]:
     return np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])
+
+
+class OtherIds(Exception):
+    """A backend gave other ids than the reference."""
+
+
+class SpotCheck:
+    """Compares some documents of a shard with the reference: the same ones in each repetition.
+
+    In each chosen batch one document of any kind and one that is not ASCII, where encoders differ most.
+    """
+
+    BUDGET = 2**19
+    SHORT = 2**14
+
+    def __init__(self, definition: str, seed: list[int]) -> None:
+        self._definition = definition
+        self._random = random.Random(str(seed))
+        self._batches = 0
+        self._left = self.BUDGET
+
+    def look(self, texts: Sequence[str], encoded: Encoded) -> None:
+        number, self._batches = self._batches, self._batches + 1
+        if number % 16 and number & (number - 1):
+            return
+        most = min(self.SHORT, self._left)
+        short = [i for i, text in enumerate(texts) if len(text) <= most]
+        if not short and (shortest := min(range(len(texts)), key=lambda i: len(texts[i]))) is not None:
+            short = [shortest] if len(texts[shortest]) <= self._left else []
+        odd = [i for i in short if not texts[i].isascii()]
+        chosen = sorted({self._random.choice(some) for some in (short, odd) if some})
+        self._left -= sum(len(texts[i]) for i in chosen)
+        ends = np.cumsum(encoded.lengths)
+        wanted = _documents(_loaded(REFERENCE, self._definition).encode([texts[i] for i in chosen]))
+        for i, ids in zip(chosen, wanted, strict=False):
+            if not np.array_equal(encoded.ids[ends[i] - encoded.lengths[i] : ends[i]], ids):
+                raise OtherIds(f"other ids than tokenizers for the text that begins {texts[i][:40]!r}")
 
 
 def _probes(definition: str) -> list[str]:

@@ -1,13 +1,20 @@
 """What stands before and after each document: explicit, recorded, and never twice."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
 
 from arriero.data.tokens.backends import Encoded
-from arriero.data.tokens.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS, parsed
+from arriero.data.tokens.tokenizer import (
+    ENDS_OF_TURNS,
+    KNOWN_BEGINNINGS,
+    KNOWN_ENDS,
+    declared_token,
+    parsed,
+)
 from arriero.errors import UserError
 
 MANY = 0.5
@@ -62,19 +69,33 @@ class Separators(NamedTuple):
                 )
 
 
-def choose_separators(definition: str, bos: str, eos: str) -> Separators:
-    """Each is 'none', 'auto' (the tokenizer's usual one) or the token itself."""
+def choose_separators(definition: str, bos: str, eos: str, path: Path | None = None) -> Separators:
+    """Each is 'none', 'auto' (the tokenizer's usual one) or the token itself. `path` is the tokenizer's."""
     inner = parsed(definition)
     return Separators(
-        _mark(inner, bos, KNOWN_BEGINNINGS, "--bos", "begins"), _mark(inner, eos, KNOWN_ENDS, "--eos", "ends")
+        _mark(inner, bos, _beginnings(path), "--bos", "begins"),
+        _mark(inner, eos, _ends(path), "--eos", "ends"),
     )
 
 
-def usual_end(definition: str) -> Mark | None:
+def usual_end(definition: str, path: Path | None = None) -> Mark | None:
     inner = parsed(definition)
     return next(
-        (Mark(name, found) for name in KNOWN_ENDS if (found := inner.token_to_id(name)) is not None), None
+        (Mark(name, found) for name in _ends(path) if (found := inner.token_to_id(name)) is not None), None
     )
+
+
+def _beginnings(path: Path | None) -> tuple[str, ...]:
+    declared = declared_token(path, "bos_token") if path else None
+    return (declared, *KNOWN_BEGINNINGS) if declared else KNOWN_BEGINNINGS
+
+
+def _ends(path: Path | None) -> tuple[str, ...]:
+    """Best first: the declared one, unless it ends turns of a chat and the tokenizer has an end of text."""
+    declared = declared_token(path, "eos_token") if path else None
+    if not declared:
+        return KNOWN_ENDS
+    return (*KNOWN_ENDS, declared) if declared in ENDS_OF_TURNS else (declared, *KNOWN_ENDS)
 
 
 def _mark(

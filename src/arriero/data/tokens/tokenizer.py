@@ -13,7 +13,9 @@ from arriero.data.tokens.llama_tokenizers import from_model_file
 from arriero.errors import UserError
 
 END = "<|end|>"
-KNOWN_ENDS = (END, "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
+# `<|end|>` comes last: some families end a turn, not a text, with it
+KNOWN_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", END)
+ENDS_OF_TURNS = (END, "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|eot|>")
 KNOWN_BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 _GIVE = "give a tokenizer.json, or the tokenizer.model of a Llama checkpoint"
 
@@ -99,6 +101,17 @@ def _file_of(path: Path) -> Path:
         if (path / name).is_file():
             return path / name
     raise UserError(f"{path} has neither tokenizer.json nor tokenizer.model", _GIVE)
+
+
+def declared_token(path: Path, name: str) -> str | None:
+    """What `tokenizer_config.json` beside the tokenizer calls its `eos_token` or `bos_token`."""
+    config = _file_of(Path(path)).parent / "tokenizer_config.json"
+    try:
+        token = json.loads(config.read_bytes()).get(name)
+    except (OSError, ValueError, AttributeError):
+        return None
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def added_by_template(definition: str) -> list[str]:
