@@ -68,10 +68,10 @@ def convert(
             f"give a directory; with --to torch the weights will be DIRECTORY/{TORCH_NAME}",
         )
     with staged_directory(target) as making:
-        _refuse_full_disk(making, source.nbytes(writing.dtype))
+        refuse_full_disk(target.parent, source.nbytes(writing.dtype))
         try:
             WRITERS[to](source, making, writing, advance)
-            _sync(making)
+            flush_to_disk(making)
         except OSError as error:
             raise UserError(
                 f"{target} cannot be written ({error})", "make room, or choose another place"
@@ -126,16 +126,17 @@ def _refuse_unlike(first: Source, other: Source) -> None:
         )
 
 
-def _refuse_full_disk(directory: Path, needed: int) -> None:
+def refuse_full_disk(directory: Path, needed: int, todo: str = "make room, or choose another place") -> None:
+    while not directory.exists():
+        directory = directory.parent
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise UserError(
-            f"the model needs {human_bytes(needed)}, and {directory.parent} has {human_bytes(free)} free",
-            "make room, or choose another place",
+            f"the model needs {human_bytes(needed)}, and {directory} has {human_bytes(free)} free", todo
         )
 
 
-def _sync(directory: Path) -> None:
+def flush_to_disk(directory: Path) -> None:
     for path in [*directory.iterdir(), directory]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,17 +1,14 @@
 """A Hugging Face directory: safetensors in shards, config, generation config, tokenizer."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from arriero.checkpoint.formats.description import read_json, write_json
-from arriero.checkpoint.formats.hf_tokenizer import special_ids, write_tokenizer
+from arriero.checkpoint.formats.hf_tokenizer import write_tokenizer
 from arriero.checkpoint.formats.safetensors import SafetensorsReader, write_safetensors
 from arriero.checkpoint.formats.source import (
-    AS_IT_IS,
     Advance,
     Cut,
     Source,
@@ -24,6 +21,7 @@ from arriero.checkpoint.formats.source import (
     silent,
 )
 from arriero.errors import UserError
+from arriero.model.formats.description import read_json, write_json
 from arriero.model.formats.hf import hf_config, hf_from_own, hf_names, own_from_hf, spec_from_hf, to_hf
 from arriero.model.formats.recipe import as_it_is, own_tensors, refuse_misfit
 from arriero.model.spec import ModelSpec
@@ -66,7 +64,7 @@ def open_hf(directory: Path) -> Source:
         lambda name: recipe[name].of(read),
         companions_of(directory),
         {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None},
-        read_part,
+        load_part=read_part,
     )
 
 
@@ -86,35 +84,10 @@ def write_hf(source: Source, directory: Path, writing: Writing, advance: Advance
         total = sum(t.nbytes for t in planned.values())
         write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     copy_companions(source, directory)
-    tokens = write_tokenizer(directory, spec, dict(source.tokens))
+    tokens = write_tokenizer(directory, spec, source.tokens)
     write_json(directory / "config.json", hf_config(spec, next(iter(planned.values())).dtype) | tokens)
     if "generation_config.json" not in source.companions:
         write_json(directory / "generation_config.json", {"do_sample": False, **tokens})
-
-
-def save_hf(
-    directory: str | Path,
-    model_state: Mapping[str, Tensor],
-    spec: ModelSpec,
-    tokenizer_file: str | Path | None = None,
-    bos_token: str | None = None,
-    eos_token: str | None = None,
-) -> None:
-    """A directory that `from_pretrained` loads off-line; transformers itself refuses dim % heads != 0."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    state = {n: t for n, t in model_state.items() if not (spec.tied and n == "head.weight")}
-    refuse_misfit(state, own_tensors(spec), "the model state")
-    tensors = {name: tensor.to("meta") for name, tensor in state.items()}
-    source = Source("memory", "the model", spec, tensors, lambda name: state[name].detach().cpu())
-    if tokenizer_file is not None:
-        named = {"bos_token": bos_token, "eos_token": eos_token}
-        source = replace(
-            source,
-            companions={"tokenizer.json": Path(tokenizer_file)},
-            tokens=special_ids(Path(tokenizer_file), {name: token for name, token in named.items() if token}),
-        )
-    write_hf(source, directory, AS_IT_IS)
 
 
 def load_hf(directory: str | Path) -> tuple[dict[str, Tensor], ModelSpec]:
