@@ -25,8 +25,8 @@ Write = Callable[[Source, Path, Writing, Advance], None]
 
 WRITERS: dict[str, Write] = {"hf": write_hf, "meta": write_meta, "dcp": write_dcp, "torch": write_torch}
 _LOOKED_FOR = (
-    "config.json and *.safetensors (Hugging Face), params.json and consolidated.*.pth (Meta), "
-    f".metadata (DCP), {TORCH_NAME} (torch)"
+    "config.json and *.safetensors or pytorch_model.bin (Hugging Face), "
+    f"params.json and consolidated.*.pth (Meta), .metadata (DCP), {TORCH_NAME} (torch)"
 )
 _CHUNK = 1 << 22
 
@@ -46,7 +46,7 @@ def open_source(path: Path) -> Source:
         return open_meta(path)
     if (path / TORCH_NAME).is_file():
         return open_torch(path)
-    if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
+    if any(any(path.glob(name)) for name in ("config.json", "*.safetensors", "pytorch_model*.bin")):
         return open_hf(path)
     inside = [path / "model", *sorted(path.glob("checkpoints/step-*"))[-1:]]
     if (path / "run.toml").is_file() and any(map(Path.is_dir, inside)):
