@@ -25,8 +25,8 @@ Write = Callable[[Source, Path, Writing, Advance], None]
 
 WRITERS: dict[str, Write] = {"hf": write_hf, "meta": write_meta, "dcp": write_dcp, "torch": write_torch}
 _LOOKED_FOR = (
-    "config.json and *.safetensors (Hugging Face), params.json and consolidated.*.pth (Meta), "
-    f".metadata (DCP), {TORCH_NAME} (torch)"
+    "config.json and *.safetensors or pytorch_model.bin (Hugging Face), "
+    f"params.json and consolidated.*.pth (Meta), .metadata (DCP), {TORCH_NAME} (torch)"
 )
 _CHUNK = 1 << 22
 
@@ -46,7 +46,7 @@ def open_source(path: Path) -> Source:
         return open_meta(path)
     if (path / TORCH_NAME).is_file():
         return open_torch(path)
-    if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
+    if any(any(path.glob(name)) for name in ("config.json", "*.safetensors", "pytorch_model*.bin")):
         return open_hf(path)
     inside = [path / "model", *sorted(path.glob("checkpoints/step-*"))[-1:]]
     if (path / "run.toml").is_file() and any(map(Path.is_dir, inside)):
@@ -68,10 +68,10 @@ def convert(
             f"give a directory; with --to torch the weights will be DIRECTORY/{TORCH_NAME}",
         )
     with staged_directory(target) as making:
-        _refuse_full_disk(making, source.nbytes(writing.dtype))
+        refuse_full_disk(target.parent, source.nbytes(writing.dtype))
         try:
             WRITERS[to](source, making, writing, advance)
-            _sync(making)
+            flush_to_disk(making)
         except OSError as error:
             raise UserError(
                 f"{target} cannot be written ({error})", "make room, or choose another place"
@@ -126,16 +126,17 @@ def _refuse_unlike(first: Source, other: Source) -> None:
         )
 
 
-def _refuse_full_disk(directory: Path, needed: int) -> None:
+def refuse_full_disk(directory: Path, needed: int, todo: str = "make room, or choose another place") -> None:
+    while not directory.exists():
+        directory = directory.parent
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise UserError(
-            f"the model needs {human_bytes(needed)}, and {directory.parent} has {human_bytes(free)} free",
-            "make room, or choose another place",
+            f"the model needs {human_bytes(needed)}, and {directory} has {human_bytes(free)} free", todo
         )
 
 
-def _sync(directory: Path) -> None:
+def flush_to_disk(directory: Path) -> None:
     for path in [*directory.iterdir(), directory]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

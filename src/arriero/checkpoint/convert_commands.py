@@ -113,6 +113,8 @@ def _write(source: "Source", target: Path, to: Format, writing: "Writing") -> No
         f"{human_count(spec.parameters)} parameters",
         soft_wrap=True,
     )
+    for remark in source.remarks:
+        console.print(remark, style="yellow", markup=False, soft_wrap=True)
     with byte_bar(console) as bar:
         task = bar.add_task(f"writing {to}", total=total)
         write(source, target, to, writing, lambda got: bar.advance(task, got))

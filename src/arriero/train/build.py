@@ -25,6 +25,7 @@ from arriero.data.order.streams import (
 )
 from arriero.data.progress import Progress
 from arriero.data.store.store import TokenStore
+from arriero.data.tokens.separators import separators_of
 from arriero.data.tokens.tokenizer import tokenizer_of
 from arriero.errors import UserError
 from arriero.kernels import want
@@ -43,6 +44,7 @@ from arriero.train.arrange import Arrangement
 from arriero.train.cadence import Cadence
 from arriero.train.device import make_deterministic
 from arriero.train.evaluate import Evaluator
+from arriero.train.finish import check_export
 from arriero.train.hooks import EventsFile, Hook, Hooks, LedgerFile, MetricsFile, TensorBoard
 from arriero.train.loss import chunked_loss
 from arriero.train.optim import Optimizer, named_parameters
@@ -58,7 +60,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     """Called by all ranks together. What can be refused is refused before the run file is written."""
     config, device = plan.config, plan.device
     streams = _open_data(plan, progress)
-    tokenizer = tokenizer_of(streams.stores[0])
+    tokenizer, separators = tokenizer_of(streams.stores[0]), separators_of(streams.stores[0])
     most_steps = steps_within_caps(streams)
     want(config.precision.kernels)
     if config.run.deterministic:
@@ -75,6 +77,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
         *plan.decisions,
         *_found(config, most_steps, float8, device.torch_device),
         *_room(plan, mesh, checkpoints),
+        *_ranks(plan, mesh).by_leader(lambda: check_export(config, plan.spec, tokenizer, separators)),
         beginning.decision,
     ]
     if plan.world.leads:
@@ -91,11 +94,12 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
         optimizer=optimizer,
         schedule=make_shape(config.schedule, config.train),
         stream=streams.train,
-        outlooks=forecast(streams, total_steps(config)),
+        outlooks=forecast(streams, total_steps(config), plan.spec.vocab_size),
         loader=_loader(plan, mesh, streams, beginning.sample),
         evaluator=_evaluator(plan, mesh, streams),
         evaluation=Cadence(config.eval.every, config.train.batch.amount),
         tokenizer=tokenizer,
+        separators=separators,
         most_steps=most_steps,
         run_dir=run_directory(config),
         hooks=_hooks(plan, ledger, extra_hooks),

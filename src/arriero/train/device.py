@@ -58,7 +58,7 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> Devi
     if wanted == "cpu" or not torch.cuda.is_available():
         threads = torch.get_num_threads()
         name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
-        return Device(torch.device("cpu"), name, _available_ram() // local_size, None)
+        return Device(torch.device("cpu"), name, available_ram() // local_size, None)
     visible = torch.cuda.device_count()
     # Slurm may show each process its own GPU alone
     bound = visible == 1 and "SLURM_STEP_ID" in os.environ
@@ -89,7 +89,7 @@ def _bytes_told(file: Path, field: str) -> int | None:
     return int(told[0]) * 1024 if told else None
 
 
-def _available_ram() -> int:
+def available_ram() -> int:
     """What this process may still take: of the machine, and of its container or job."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     pages = _bytes_told(Path("/proc/meminfo"), "MemAvailable") or pages

@@ -135,7 +135,10 @@ def _required(work: dist.Work | None) -> dist.Work:
 
 def _files(session: "Session", outcome: Outcome, ledger: bytes) -> dict[str, bytes]:
     """Nothing random is among them: weights, data order and rounding are functions of seed and step."""
-    state = outcome.remembered() | {"data": session.loader.state()}
+    state = outcome.remembered() | {
+        "data": session.loader.state(),
+        "token_ids": session.separators.token_ids(),
+    }
     return {
         STATE: (json.dumps(state, indent=1) + "\n").encode(),
         "run.toml": to_toml(session.config).encode(),

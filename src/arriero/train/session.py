@@ -14,6 +14,7 @@ from arriero.config.schema import RunConfig
 from arriero.data.order.loader import Batch, Loader
 from arriero.data.order.order import Stream
 from arriero.data.order.streams import Outlook
+from arriero.data.tokens.separators import Separators
 from arriero.data.tokens.tokenizer import Tokenizer
 from arriero.model.base import LanguageModel
 from arriero.model.spec import ModelSpec, flops_per_token
@@ -60,6 +61,7 @@ class Session:
     evaluator: Evaluator | None
     evaluation: Cadence
     tokenizer: Tokenizer
+    separators: Separators
     most_steps: int | None
     run_dir: Path
     hooks: Hooks

@@ -4,10 +4,10 @@ import json
 
 from models import BASE
 
-from arriero.checkpoint.formats.description import write_description
 from arriero.checkpoint.formats.single import NAME
 from arriero.checkpoint.formats.source import Source
 from arriero.checkpoint.formats.torchfile import TorchFile
+from arriero.model.formats.description import write_description
 from arriero.model.formats.recipe import own_tensors
 from arriero.model.spec import ModelSpec
 
@@ -37,7 +37,7 @@ def test_the_peak_stays_below_four_of_the_largest_tensor_and_one_gib(folder, pyt
     assert source.nbytes() > 3e9
     (folder / "start").mkdir()
     TorchFile(folder / "start" / NAME, tensors)  # zeros, as a file with holes
-    write_description(source, folder / "start")
+    write_description(source.spec, source.tokens, folder / "start")
     result = python("-c", SCRIPT, folder)
     assert result.returncode == 0, result.stderr
     peak = json.loads(result.stdout)

@@ -1,11 +1,13 @@
 import json
+from copy import deepcopy
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from arriero.checkpoint.formats.hf import load_hf, save_hf
+from arriero.checkpoint.formats.hf import load_hf, write_hf
+from arriero.checkpoint.formats.source import AS_IT_IS, Source
 from arriero.errors import UserError
 from arriero.model.build import build_model
 from arriero.model.formats.hf import from_hf, hf_config, spec_from_hf, to_hf
@@ -42,6 +44,13 @@ def lively(spec):
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.1)
     return model.eval()
+
+
+def save_hf(directory, state, spec, **more):
+    state = {name: t for name, t in state.items() if not (spec.tied and name == "head.weight")}
+    tensors = {name: t.to("meta") for name, t in state.items()}
+    directory.mkdir(exist_ok=True)
+    write_hf(Source("memory", "a model", spec, tensors, state.__getitem__, **more), directory, AS_IT_IS)
 
 
 def theirs(spec, model=None):
@@ -167,13 +176,12 @@ def test_the_tokenizer_travels_with_the_model(tmp_path):
     tokenizer.save(str(tmp_path / "source.json"))
     spec = spec_of("gqa")
     state = lively(spec).state_dict()
-    save_hf(tmp_path / "out", state, spec, tmp_path / "source.json", eos_token="<end>")
+    companions = {"tokenizer.json": tmp_path / "source.json"}
+    save_hf(tmp_path / "out", state, spec, companions=companions, tokens={"eos_token_id": 3})
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
     assert loaded("a b b")["input_ids"] == [0, 1, 1]
     assert (loaded.eos_token, loaded.eos_token_id) == ("<end>", 3)
     assert AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == 3
-    with pytest.raises(UserError, match="<nowhere>"):
-        save_hf(tmp_path / "out", state, spec, tmp_path / "source.json", eos_token="<nowhere>")
 
 
 def test_a_model_in_pieces_is_read(tmp_path):
@@ -190,3 +198,95 @@ def test_a_model_in_pieces_is_read(tmp_path):
 def test_an_empty_directory_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"config\.json"):
         load_hf(tmp_path)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("rope", "refused"),
+    [
+        ({"rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_theta": 5e5}, None),
+        ({"rope_scaling": {**LLAMA3, "rope_theta": 5e5}}, None),
+        (
+            {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}},
+            None,
+        ),
+        ({"rope_scaling": None, "rope_parameters": PLAIN}, None),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": PLAIN, "rope_theta": 5e5},
+            "rope_scaling = .*rope_param",
+        ),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+            "rope_scaling = .*rope_p",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": PLAIN}, "yarn"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "linear"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"full_attention": PLAIN}}, "per type of layer"),
+        ({"rope_parameters": PLAIN, "rope_theta": 1e4}, r"rope_theta = 10000\.0, and 500000\.0"),
+        ({"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_scaling": "yarn"}, "not a table"),
+    ],
+)
+def test_rope_is_what_transformers_applies_or_refused_by_name(rope, refused):
+    config = {k: v for k, v in hf_config(load_preset("llama-test")).items() if not k.startswith("rope_")}
+    if refused:
+        with pytest.raises(UserError, match=refused):
+            spec_from_hf(config | rope)
+        return
+    spec, applied = (
+        spec_from_hf(config | rope),
+        AutoConfig.for_model(**config, **deepcopy(rope)).rope_parameters,
+    )
+    assert spec.rope_theta == applied["rope_theta"]
+    assert (spec.rope_scaling is not None) == (applied["rope_type"] == "llama3")
+    if spec.rope_scaling is not None:
+        assert spec.rope_scaling.factor == applied["factor"]
+        assert spec.rope_scaling.original_max_seq_len == applied["original_max_position_embeddings"]
+
+
+def test_a_bad_config_is_reported_with_its_file_and_its_own_names(tmp_path):
+    spec = spec_of("gqa")
+    save_hf(tmp_path, lively(spec).state_dict(), spec)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    assert config["torch_dtype"] == config["dtype"] == "float32"
+    path.write_text(json.dumps({**config, "hidden_size": "wide", "num_key_value_heads": 3}))
+    with pytest.raises(
+        UserError, match=r"config\.json: .*hidden_size must be .*num_key_value_heads 3"
+    ) as found:
+        load_hf(tmp_path)
+    assert "[model]" not in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", "", 7, None, ["a"], "a\\b"])
+def test_an_index_that_names_other_than_files_beside_it_is_refused(tmp_path, name):
+    spec = spec_of("gqa")
+    save_hf(tmp_path, lively(spec).state_dict(), spec)
+    index = {"weight_map": {"model.norm.weight": name, "lm_head.weight": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"index\.json: model\.norm\.weight is said to be in"):
+        load_hf(tmp_path)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_directories_with_pytorch_model_bin_are_read(tmp_path, shards):
+    spec = spec_of("gqa")
+    model = lively(spec)
+    save_hf(tmp_path, model.state_dict(), spec)
+    (tmp_path / "model.safetensors").unlink()
+    state = to_hf(model.state_dict(), spec)
+    files = [f"pytorch_model-{i + 1:05d}-of-{shards:05d}.bin" for i in range(shards)]
+    places = {name: files[i % shards] for i, name in enumerate(state)}
+    for file in files:
+        torch.save({name: t for name, t in state.items() if places[name] == file}, tmp_path / file)
+    if shards == 1:
+        (tmp_path / files[0]).rename(tmp_path / "pytorch_model.bin")
+    else:
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    read, found = load_hf(tmp_path)
+    assert found == spec and all(torch.equal(read[name], t) for name, t in model.state_dict().items())

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from arriero.checkpoint.formats.description import described, write_description
 from arriero.checkpoint.formats.source import (
     Advance,
     Source,
@@ -27,6 +26,7 @@ from arriero.checkpoint.formats.source import (
     silent,
 )
 from arriero.errors import UserError
+from arriero.model.formats.description import described, write_description
 from arriero.model.formats.recipe import own_tensors, refuse_misfit
 
 _PREFIX = "model."
@@ -35,7 +35,8 @@ _DIGEST = "copy the checkpoint again, or take another"
 
 def open_dcp(directory: Path) -> Source:
     """A checkpoint of training, of which only the weights are read, or one that `write_dcp` made."""
-    spec, tokens = described(directory)
+    about = described(directory)
+    spec = about.spec
     reader = CarefulReader(directory)
     found = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
@@ -58,7 +59,8 @@ def open_dcp(directory: Path) -> Source:
             raise UserError(f"{directory}: {name} cannot be read ({reason})", _DIGEST) from None
         return into[_PREFIX + name]
 
-    return Source("dcp", str(directory), spec, found, load, companions_of(directory), tokens)
+    companions = companions_of(directory)
+    return Source("dcp", str(directory), spec, found, load, companions, about.tokens, about.remarks)
 
 
 def write_dcp(source: Source, directory: Path, writing: Writing, advance: Advance = silent) -> None:
@@ -68,7 +70,7 @@ def write_dcp(source: Source, directory: Path, writing: Writing, advance: Advanc
     writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False)
     with _alone():
         torch_dcp.save(planned, storage_writer=writer, planner=planner, no_dist=True)
-    write_description(source, directory)
+    write_description(source.spec, source.tokens, directory)
     copy_companions(source, directory)
 
 

@@ -1,17 +1,14 @@
 """A Hugging Face directory: safetensors in shards, config, generation config, tokenizer."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from arriero.checkpoint.formats.description import read_json, write_json
-from arriero.checkpoint.formats.hf_tokenizer import special_ids, write_tokenizer
+from arriero.checkpoint.formats.hf_tokenizer import write_tokenizer
 from arriero.checkpoint.formats.safetensors import SafetensorsReader, write_safetensors
 from arriero.checkpoint.formats.source import (
-    AS_IT_IS,
     Advance,
     Cut,
     Source,
@@ -23,19 +20,23 @@ from arriero.checkpoint.formats.source import (
     retyped,
     silent,
 )
+from arriero.checkpoint.formats.torchfile import TorchReader
 from arriero.errors import UserError
+from arriero.model.formats.description import read_json, write_json
 from arriero.model.formats.hf import hf_config, hf_from_own, hf_names, own_from_hf, spec_from_hf, to_hf
 from arriero.model.formats.recipe import as_it_is, own_tensors, refuse_misfit
 from arriero.model.spec import ModelSpec
 
-_INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+_WEIGHTS, _PICKLED = "model.safetensors", "pytorch_model.bin"
+_INDEX = f"{_WEIGHTS}.index.json"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def open_hf(directory: Path) -> Source:
     config = _config(directory)
-    spec = spec_from_hf(config)
-    readers = {name: file for file in map(SafetensorsReader, _files(directory)) for name in file.tensors}
+    spec = spec_from_hf(config, str(directory / CONFIG))
+    readers = {name: file for path in _files(directory) for file in [_reader(path)] for name in file.tensors}
     found = {name: file.tensors[name] for name, file in readers.items()}
     names = hf_names(found, spec)
     refuse_misfit(
@@ -56,7 +57,10 @@ def open_hf(directory: Path) -> Source:
         if made.make is not as_it_is:
             return made.of(read)[cut]
         stored = names[made.parts[0]]
-        return readers[stored].read_part(stored, cut)
+        reader = readers[stored]
+        if isinstance(reader, SafetensorsReader):
+            return reader.read_part(stored, cut)
+        return reader.read(stored)[cut]
 
     return Source(
         "hf",
@@ -66,7 +70,7 @@ def open_hf(directory: Path) -> Source:
         lambda name: recipe[name].of(read),
         companions_of(directory),
         {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None},
-        read_part,
+        load_part=read_part,
     )
 
 
@@ -86,35 +90,10 @@ def write_hf(source: Source, directory: Path, writing: Writing, advance: Advance
         total = sum(t.nbytes for t in planned.values())
         write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     copy_companions(source, directory)
-    tokens = write_tokenizer(directory, spec, dict(source.tokens))
-    write_json(directory / "config.json", hf_config(spec, next(iter(planned.values())).dtype) | tokens)
+    tokens = write_tokenizer(directory, spec, source.tokens)
+    write_json(directory / CONFIG, hf_config(spec, next(iter(planned.values())).dtype) | tokens)
     if "generation_config.json" not in source.companions:
         write_json(directory / "generation_config.json", {"do_sample": False, **tokens})
-
-
-def save_hf(
-    directory: str | Path,
-    model_state: Mapping[str, Tensor],
-    spec: ModelSpec,
-    tokenizer_file: str | Path | None = None,
-    bos_token: str | None = None,
-    eos_token: str | None = None,
-) -> None:
-    """A directory that `from_pretrained` loads off-line; transformers itself refuses dim % heads != 0."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    state = {n: t for n, t in model_state.items() if not (spec.tied and n == "head.weight")}
-    refuse_misfit(state, own_tensors(spec), "the model state")
-    tensors = {name: tensor.to("meta") for name, tensor in state.items()}
-    source = Source("memory", "the model", spec, tensors, lambda name: state[name].detach().cpu())
-    if tokenizer_file is not None:
-        named = {"bos_token": bos_token, "eos_token": eos_token}
-        source = replace(
-            source,
-            companions={"tokenizer.json": Path(tokenizer_file)},
-            tokens=special_ids(Path(tokenizer_file), {name: token for name, token in named.items() if token}),
-        )
-    write_hf(source, directory, AS_IT_IS)
 
 
 def load_hf(directory: str | Path) -> tuple[dict[str, Tensor], ModelSpec]:
@@ -123,22 +102,44 @@ def load_hf(directory: str | Path) -> tuple[dict[str, Tensor], ModelSpec]:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    if not (directory / "config.json").is_file():
-        raise UserError(f"{directory} holds no config.json", "give a Hugging Face model directory")
-    return read_json(directory / "config.json")
+    if not (directory / CONFIG).is_file():
+        raise UserError(f"{directory} holds no {CONFIG}", "give a Hugging Face model directory")
+    return read_json(directory / CONFIG)
+
+
+def _reader(path: Path) -> SafetensorsReader | TorchReader:
+    return SafetensorsReader(path) if path.suffix == ".safetensors" else TorchReader(path)
 
 
 def _files(directory: Path) -> list[Path]:
-    """One file or several: large published models come in pieces with an index beside them."""
-    files = ["model.safetensors"]
-    if (directory / _INDEX).is_file():
-        places = read_json(directory / _INDEX).get("weight_map")
-        if not isinstance(places, dict):
-            raise UserError(f"{directory / _INDEX} has no weight_map", "copy or download it again")
-        files = sorted(set(places.values()))
-    if missing := [name for name in files if not (directory / name).is_file()]:
-        raise UserError(f"{directory} lacks {', '.join(missing)}", "copy the safetensors files there")
-    return [directory / name for name in files]
+    """One file, or several named by an index; safetensors before files of torch.save."""
+    places = (directory / f"{name}{index}" for name in (_WEIGHTS, _PICKLED) for index in ("", ".index.json"))
+    found = [path for path in places if path.is_file()]
+    if not found:
+        raise UserError(f"{directory} lacks {_WEIGHTS}", "copy the weights there")
+    # an index counts before a single file of the same kind
+    first = found[1] if found[1:] and found[1].name == f"{found[0].name}.index.json" else found[0]
+    if first.suffix != ".json":
+        return [first]
+    names = _indexed(first)
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        raise UserError(f"{directory} lacks {', '.join(missing)}", f"copy the files that {first.name} names")
+    return [directory / name for name in names]
+
+
+def _indexed(path: Path) -> list[str]:
+    """The files an index names, all of them beside it."""
+    table = read_json(path).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise UserError(f"{path} has no weight_map", "copy or download it again")
+    for tensor, name in table.items():
+        plain = isinstance(name, str) and name == Path(name).name and not set(name) & {"\\", "\0"}
+        if not plain or name in ("", ".", ".."):
+            raise UserError(
+                f"{path}: {tensor} is said to be in {name!r}, which is not the name of a file beside it",
+                "copy or download it again, from a source you trust",
+            )
+    return sorted(set(table.values()))
 
 
 def _shards(planned: Mapping[str, Tensor], limit: int) -> dict[str, list[str]]:
@@ -152,5 +153,5 @@ def _shards(planned: Mapping[str, Tensor], limit: int) -> dict[str, list[str]]:
         shards[-1].append(name)
         filled += tensor.nbytes
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
+        return {_WEIGHTS: shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory, made where only Meta's or our own is there."""
+"""The tokenizer of a Hugging Face directory: completed from what lies beside the weights."""
 
 import json
 from collections.abc import Mapping
@@ -6,66 +6,90 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
 
-from arriero.checkpoint.formats.description import read_json, write_json
 from arriero.data.tokens.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS, read_definition
-from arriero.errors import UserError
+from arriero.model.formats.description import write_json
 from arriero.model.spec import ModelSpec
 
-
-def special_ids(tokenizer: Path, named: Mapping[str, str]) -> dict[str, int]:
-    """{"eos_token": "<end>"} to {"eos_token_id": 3}."""
-    ids = {e["content"]: e["id"] for e in read_json(tokenizer).get("added_tokens", [])}
-    if unknown := [token for token in named.values() if token not in ids]:
-        raise UserError(
-            f"{tokenizer} has no special token {', '.join(unknown)}", "name one of its added tokens"
-        )
-    return {f"{name}_id": ids[token] for name, token in named.items()}
+TEMPLATE = "add_bos_token"
 
 
-def write_tokenizer(directory: Path, spec: ModelSpec, tokens: dict[str, Any]) -> dict[str, Any]:
-    """Completes what is in the directory; returns the ids for config.json."""
+def write_tokenizer(directory: Path, spec: ModelSpec, tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete the tokenizer files in the directory; returns the token ids for config.json.
+
+    Where `tokens` says whether texts began with the BOS in training, tokenizer.json is made to do the same.
+    """
     path = directory / "tokenizer.json"
-    if not path.is_file() and (directory / "tokenizer.model").is_file():
+    ids = {name: value for name, value in tokens.items() if name != TEMPLATE}
+    if path.is_file() and TEMPLATE in tokens:
+        bos_id = ids.get("bos_token_id") if tokens[TEMPLATE] else None
+        path.write_text(with_template(path.read_text(encoding="utf-8"), bos_id), encoding="utf-8")
+    elif not path.is_file() and (directory / "tokenizer.model").is_file():
         path.write_text(_from_model_file(directory / "tokenizer.model"), encoding="utf-8")
-    if not path.is_file():
-        return tokens
+    if not path.is_file() or (directory / "tokenizer_config.json").is_file():
+        return ids
     inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    if not (directory / "tokenizer_config.json").is_file():
-        tokens = tokens or _usual_ids(inner)
-        names = {key.removesuffix("_id"): _name(inner, value) for key, value in tokens.items()}
-        about = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": spec.max_seq_len,
-            **{name: token for name, token in names.items() if token is not None},
-            "clean_up_tokenization_spaces": False,
-        }
-        write_json(directory / "tokenizer_config.json", about)
-    return tokens
+    special = {i: token.content for i, token in inner.get_added_tokens_decoder().items() if token.special}
+    if TEMPLATE not in tokens:
+        ids = ids or _usual_ids(special)
+    names = {key.removesuffix("_id"): _name(special, value) for key, value in ids.items()}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": spec.max_seq_len,
+        # a plain vocabulary entry is not named: transformers would cut it out of every text
+        **{name: token for name, token in names.items() if token is not None},
+        **({TEMPLATE: tokens[TEMPLATE], "add_eos_token": False} if TEMPLATE in tokens else {}),
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(directory / "tokenizer_config.json", about)
+    return ids
 
 
-def _usual_ids(inner: tokenizers.Tokenizer) -> dict[str, int]:
-    """Where nothing names the beginning and the end, the special tokens of the usual names."""
-    special = {t.content: i for i, t in inner.get_added_tokens_decoder().items() if t.special}
+def with_template(definition: str, bos_id: int | None) -> str:
+    """The same tokenizer, with a post-processor that adds `bos_id` before a text, and nothing else."""
+    document = json.loads(definition)
+    before = document.get("post_processor") or {}
+    steps = before.get("processors", []) if before.get("type") == "Sequence" else [before]
+    kept = [step for step in steps if step.get("type") == "ByteLevel"]
+    if bos_id is not None:
+        token = tokenizers.Tokenizer.from_str(definition).id_to_token(bos_id)
+        assert token is not None
+        kept.append(_template(token, bos_id))
+    sequence = {"type": "Sequence", "processors": kept}
+    document["post_processor"] = sequence if len(kept) > 1 else next(iter(kept), None)
+    document["truncation"] = document["padding"] = None
+    return json.dumps(document, ensure_ascii=False, indent=2)
+
+
+def _template(token: str, number: int) -> dict[str, Any]:
+    def part(sequence: str, kind: int) -> list[dict[str, Any]]:
+        bos = {"SpecialToken": {"id": token, "type_id": kind}}
+        return [bos, {"Sequence": {"id": sequence, "type_id": kind}}]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": part("A", 0),
+        "pair": part("A", 0) + part("B", 1),
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }
+
+
+def _usual_ids(special: Mapping[int, str]) -> dict[str, int]:
+    """Guess BOS and EOS by their usual names."""
+    numbers = {content: number for number, content in special.items()}
     kinds = (("bos_token_id", KNOWN_BEGINNINGS), ("eos_token_id", KNOWN_ENDS))
-    found = {kind: next((special[n] for n in names if n in special), None) for kind, names in kinds}
+    found = {kind: next((numbers[n] for n in names if n in numbers), None) for kind, names in kinds}
     return {kind: number for kind, number in found.items() if number is not None}
 
 
-def _name(inner: tokenizers.Tokenizer, number: int | list[int]) -> str | None:
-    """A config may name several ends; a tokenizer has one, the first."""
-    return inner.id_to_token(number[0] if isinstance(number, list) else number)
+def _name(special: Mapping[int, str], number: int | list[int]) -> str | None:
+    """A config may name several EOS tokens; a tokenizer has one, the first."""
+    return special.get(number[0] if isinstance(number, list) else number)
 
 
 def _from_model_file(path: Path) -> str:
-    """Meta's models were trained with the beginning token before each text, and transformers adds it so."""
-    inner = tokenizers.Tokenizer.from_str(read_definition(path))
-    begin = next((name for name in KNOWN_BEGINNINGS if inner.token_to_id(name) is not None), None)
-    if begin is not None:
-        inner.post_processor = processors.TemplateProcessing(
-            single=f"{begin} $A",
-            pair=f"{begin} $A {begin} $B:1",
-            special_tokens=[(begin, inner.token_to_id(begin))],
-        )
-    return json.dumps(json.loads(inner.to_str()), ensure_ascii=False, indent=2)
+    """Meta's models were trained with the BOS before each text, and transformers adds it so."""
+    definition = read_definition(path)
+    inner = tokenizers.Tokenizer.from_str(definition)
+    found = (inner.token_to_id(name) for name in KNOWN_BEGINNINGS)
+    return with_template(definition, next((number for number in found if number is not None), None))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arriero.checkpoint.formats.description import read_description, read_json, write_description, write_json
 from arriero.checkpoint.formats.source import (
     Advance,
     Source,
@@ -24,6 +23,7 @@ from arriero.checkpoint.formats.source import (
 )
 from arriero.checkpoint.formats.torchfile import TorchFile, TorchReader
 from arriero.errors import UserError
+from arriero.model.formats.description import read_description, read_json, write_description, write_json
 from arriero.model.formats.meta import (
     EMBEDDING,
     HEAD,
@@ -100,7 +100,7 @@ def write_meta(source: Source, directory: Path, writing: Writing, advance: Advan
                 file.put(name, piece)
             advance(tensor.nbytes)
     write_json(directory / "params.json", params)
-    write_description(source, directory)
+    write_description(source.spec, source.tokens, directory)
     copy_companions(source, directory)
 
 
@@ -120,10 +120,10 @@ def _file_name(shard: int) -> str:
 
 def _spec(
     directory: Path, params: Mapping[str, Any], whole: Mapping[str, Tensor], read: Callable[[str], Tensor]
-) -> tuple[ModelSpec, dict[str, Any]]:
+) -> tuple[ModelSpec, Mapping[str, Any]]:
     """What params.json cannot say comes from model.toml where it is ours, else from the weights."""
     if (directory / "model.toml").is_file() and (found := read_description(directory)):
-        spec, tokens = found
+        spec, tokens = found.spec, found.tokens
         kv_heads = params.get("n_kv_heads") or spec.kv_heads
         if _told(meta_params(spec, "llama3", kv_heads)) != _told(params):
             raise UserError(

@@ -1,6 +1,7 @@
 """Safetensors files written and read a tensor at a time."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,10 @@ class SafetensorsReader:
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], load: Callable[[str], Tensor], advance: Advance = silent
 ) -> None:
-    """`tensors` tells shapes and types beforehand, as the header comes first."""
+    """Write the header, then one tensor after the other, and flush the file to the disk.
+
+    `tensors` has the shapes and types, on meta.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -82,6 +86,9 @@ def write_safetensors(
             assert tensor.shape == planned.shape and tensor.dtype == planned.dtype, name
             file.write(raw_bytes(tensor))
             advance(tensor.nbytes)
+            del tensor
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _on_meta(name: str, entry: Mapping[str, Any], path: Path) -> Tensor:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from arriero.checkpoint.formats.description import described, write_description
 from arriero.checkpoint.formats.source import (
     Advance,
     Source,
@@ -15,6 +14,7 @@ from arriero.checkpoint.formats.source import (
     silent,
 )
 from arriero.checkpoint.formats.torchfile import TorchFile, TorchReader
+from arriero.model.formats.description import described, write_description
 from arriero.model.formats.recipe import own_tensors, refuse_misfit
 
 NAME = "model.pt"
@@ -25,7 +25,8 @@ def open_torch(path: Path) -> Source:
     directory, file = (path, path / NAME) if path.is_dir() else (path.parent, path)
     reader = TorchReader(file)
     found = dict(reader.tensors)
-    spec, tokens = described(directory)
+    about = described(directory)
+    spec = about.spec
     if spec.tied:
         found.pop("head.weight", None)
     refuse_misfit(found, own_tensors(spec), str(file))
@@ -37,7 +38,8 @@ def open_torch(path: Path) -> Source:
         found,
         reader.read,
         companions_of(directory),
-        tokens,
+        about.tokens,
+        about.remarks,
     )
 
 
@@ -48,5 +50,5 @@ def write_torch(source: Source, directory: Path, writing: Writing, advance: Adva
             tensor = cast(source.load(name), writing.dtype, name)
             file.put(name, tensor)
             advance(tensor.nbytes)
-    write_description(source, directory)
+    write_description(source.spec, source.tokens, directory)
     copy_companions(source, directory)

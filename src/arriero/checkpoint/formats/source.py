@@ -38,8 +38,9 @@ def silent(_: int) -> None:
 @dataclass(frozen=True)
 class Source:
     """`tensors` has shapes and dtypes, on meta; a tied head is not among them. `companions` are the files
-    that travel beside the weights, `tokens` the ids a Hugging Face config names, such as eos_token_id.
-    `load_part` reads a slice of a tensor without the rest, where the format allows it."""
+    that travel beside the weights, `tokens` the ids a Hugging Face config names, such as eos_token_id, and
+    `add_bos_token` where it is known how texts began in training. `load_part` reads a slice of a tensor
+    without the rest, where the format allows it."""
 
     format: str
     where: str
@@ -48,6 +49,7 @@ class Source:
     load: Callable[[str], Tensor]
     companions: Mapping[str, Path] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
     load_part: Callable[[str, Cut], Tensor] | None = None
 
     def part(self, name: str, cut: Cut) -> Tensor:

@@ -93,6 +93,7 @@ def export_tokens(
 
     console = make_console()
     store = TokenStore.open(directory)
+    store.check_tokenizer()
     with byte_bar(console) as bar:
         task = bar.add_task(f"exporting {store.shards} shards", total=store.tokens * store.dtype.itemsize)
         made = export_dataset(

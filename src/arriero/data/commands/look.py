@@ -43,6 +43,7 @@ def show(
     Example: arriero data show runs/demo --step 81234 --sample 3
     """
     from arriero.data.order.loader import Loader
+    from arriero.data.tokens.separators import separators_of
     from arriero.data.tokens.tokenizer import tokenizer_of
 
     console = make_console(as_json)
@@ -68,9 +69,10 @@ def show(
     with Loader(streams.train, 1, first + sample, documents=config.data.document_mask) as loader:
         batch = next(loader)
     source = int(streams.train.locate(_one(first + sample)).source[0])
-    tokenizer = tokenizer_of(streams.train.sources[source].store)
+    store = streams.train.sources[source].store
+    end = separators_of(store).eos
     console.print(f"\n[bold]sample {sample}[/] of the step, {batch.real_tokens} tokens")
-    _print_sequence(console, batch, tokenizer)
+    _print_sequence(console, batch, tokenizer_of(store), end.id if end else None)
 
 
 def _shown(config: "RunConfig", streams: "Streams", step: int, sample: int) -> dict[str, Any]:
@@ -222,7 +224,7 @@ def _listing(stream: "Stream", first: int, per_step: int, chosen: int) -> Table:
     return table
 
 
-def _print_sequence(console: Console, batch: "Batch", tokenizer: "Tokenizer") -> None:
+def _print_sequence(console: Console, batch: "Batch", tokenizer: "Tokenizer", end_id: int | None) -> None:
     """A token is learnt where it is the label of the token before it."""
     from arriero.data.order.loader import IGNORED
 
@@ -233,7 +235,7 @@ def _print_sequence(console: Console, batch: "Batch", tokenizer: "Tokenizer") ->
     begin = 0
     for end in range(1, ends + 1):
         changed = end < ends and documents[end] != documents[begin]
-        ended = tokens[end - 1] == tokenizer.eos_id
+        ended = tokens[end - 1] == end_id
         if end < ends and not changed and not ended and learnt[end] == learnt[begin]:
             continue
         text = tokenizer.decode(tokens[begin:end])

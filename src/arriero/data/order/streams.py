@@ -1,6 +1,6 @@
 """From a run file to its streams of samples, and a forecast of how often each source will be read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +13,12 @@ from arriero.data.order.pack import Packing, Source
 from arriero.data.prepare.builtin import dataset_of
 from arriero.data.progress import Progress
 from arriero.data.store.store import TokenStore
+from arriero.data.tokens.separators import separators_of
 from arriero.data.tokens.tokenizer import tokenizer_of
 from arriero.errors import UserError
+
+# a vocabulary may be rounded up, but not several times over
+_MOST_UNUSED = 2
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,11 @@ class Outlook:
     remarks: Sequence[str]
 
 
-def forecast(streams: Streams, steps: int | None) -> list[Outlook]:
-    """For each source: its share of the first phase's tokens, and when it begins again."""
+def forecast(streams: Streams, steps: int | None, vocab_size: int = 0) -> list[Outlook]:
+    """For each source: its share of the first phase's tokens, and when it begins again.
+
+    `vocab_size` is the model's, if there is a model.
+    """
     stream, per_step = streams.train, streams.batch_sequences
     ever = steps * per_step if steps else BLOCK * 2**32
     drawn = stream.drawn(ever)
@@ -116,10 +123,25 @@ def forecast(streams: Streams, steps: int | None) -> list[Outlook]:
                         f"{share[i]:.1%} from step {step:,} on"
                         for step, share in zip(later, shares[1:], strict=True)
                     ),
+                    *_misfits(source.store, streams.stores[0], vocab_size),
                 ],
             )
         )
     return outlooks
+
+
+def _misfits(store: TokenStore, first: TokenStore, vocab_size: int) -> Iterator[str]:
+    if vocab_size > _MOST_UNUSED * store.vocab_size:
+        yield (
+            f"its tokenizer has {store.vocab_size:,} ids, and model.vocab_size is {vocab_size:,}: the other "
+            "rows of the embedding and the head are never trained"
+        )
+    own, others = separators_of(store), separators_of(first)
+    if own != others:
+        yield (
+            f"its documents have {own} around them, those of {first.directory} have {others}; the exported "
+            "tokenizer does as the latter"
+        )
 
 
 def _open(sections: Sequence[SourceSection], cache: Path, progress: Progress) -> dict[str, TokenStore]:
@@ -133,10 +155,13 @@ def _open(sections: Sequence[SourceSection], cache: Path, progress: Progress) ->
                 raise UserError(
                     f"{section.path} has {key} '{known[key]}' and '{value}'", "name a source with one of them"
                 )
-    return {
+    stores = {
         path: TokenStore.open(dataset_of(path, known.get("tokenizer"), known.get("column"), cache, progress))
         for path, known in how.items()
     }
+    for store in stores.values():
+        store.check_tokenizer()
+    return stores
 
 
 def _prompt(section: SourceSection, store: TokenStore) -> tuple[int, ...]:

@@ -118,6 +118,20 @@ class TokenStore:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", _REMAKE) from None
 
+    def check_tokenizer(self) -> None:
+        """Raise UserError unless the tokenizer file is the one the dataset was made with."""
+        path = self.tokenizer_path
+        try:
+            found = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror})", _REMAKE) from None
+        if found != self.tokenizer_sha256:
+            raise UserError(
+                f"{path} is not the tokenizer this dataset was made with (sha256 {found[:12]}, the manifest "
+                f"says {self.tokenizer_sha256[:12]}): its ids stand for other text",
+                "restore the file from a copy, or prepare the dataset again",
+            )
+
     def read(self, start: int, n: int) -> np.ndarray:
         out = np.empty(n, dtype=self.dtype)
         self.read_into(start, out)

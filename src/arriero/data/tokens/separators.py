@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from arriero.data.store.store import TokenStore
 from arriero.data.tokens.backends import Encoded
 from arriero.data.tokens.tokenizer import (
     ENDS_OF_TURNS,
@@ -14,10 +15,12 @@ from arriero.data.tokens.tokenizer import (
     KNOWN_ENDS,
     declared_token,
     parsed,
+    read_definition,
 )
 from arriero.errors import UserError
 
 MANY = 0.5
+_LOOKED_AT = 64
 
 
 class Mark(NamedTuple):
@@ -31,6 +34,19 @@ class Separators(NamedTuple):
 
     def about(self) -> dict[str, Any]:
         return {name: mark and mark._asdict() for name, mark in self._asdict().items()}
+
+    def token_ids(self) -> dict[str, Any]:
+        """Token ids under Hugging Face's names. `add_bos_token`: whether documents begin with the BOS."""
+        named = {"bos_token_id": self.bos, "eos_token_id": self.eos}
+        ids = {name: mark.id for name, mark in named.items() if mark is not None}
+        return ids | {"add_bos_token": self.bos is not None}
+
+    def __str__(self) -> str:
+        return " and ".join(mark.token if mark else "nothing" for mark in self)
+
+    def prompt(self, ids: Sequence[int]) -> list[int]:
+        """A text as it stands at the beginning of a document."""
+        return [self.bos.id, *ids] if self.bos else list(ids)
 
     def around(self, encoded: Encoded) -> Encoded:
         """The ids with the marks around each document."""
@@ -76,6 +92,28 @@ def choose_separators(definition: str, bos: str, eos: str, path: Path | None = N
         _mark(inner, bos, _beginnings(path), "--bos", "begins"),
         _mark(inner, eos, _ends(path), "--eos", "ends"),
     )
+
+
+def separators_of(store: TokenStore) -> Separators:
+    """What stands around each document of a dataset: as `prepare` recorded it, else as the tokens show."""
+    recorded = store.about.get("separators")
+    if recorded is not None:
+        return Separators(*(recorded[name] and Mark(**recorded[name]) for name in ("bos", "eos")))
+    inner = parsed(read_definition(store.tokenizer_path))
+    unended = store.documents and store.about.get("documents_without_eos") == store.documents
+    eos = None if unended else Mark(inner.id_to_token(store.eos_id) or "", store.eos_id)
+    return Separators(_common_beginning(store, inner), eos)
+
+
+def _common_beginning(store: TokenStore, inner: tokenizers.Tokenizer) -> Mark | None:
+    """The special token that the first documents begin with, if all of them do."""
+    starts = store.document_starts(0, min(store.tokens, 2**20))[:_LOOKED_AT]
+    first = {int(store.read(int(start), 1)[0]) for start in starts}
+    if len(first) != 1:
+        return None
+    number = first.pop()
+    token = inner.get_added_tokens_decoder().get(number)
+    return Mark(token.content, number) if token is not None and token.special else None
 
 
 def usual_end(definition: str, path: Path | None = None) -> Mark | None:

@@ -42,16 +42,18 @@ class Tokenizer:
 
 
 def tokenizer_of(store: TokenStore) -> Tokenizer:
-    """The tokenizer a dataset was made with, and the end it was made with."""
-    return load_tokenizer(store.tokenizer_path, eos_id=store.eos_id)
+    """The tokenizer of a dataset. Its `eos_id` pads rows; `separators_of` says whether it ends documents."""
+    store.check_tokenizer()
+    definition = read_definition(store.tokenizer_path)
+    inner = parsed(definition)
+    eos = inner.id_to_token(store.eos_id) or ""
+    return Tokenizer(inner, store.tokenizer_path, eos, store.eos_id, store.tokenizer_sha256)
 
 
-def load_tokenizer(path: Path, eos: str | None = None, eos_id: int | None = None) -> Tokenizer:
-    """`eos`, or its id, names the token that ends a document; without it the usual names are tried."""
+def load_tokenizer(path: Path, eos: str | None = None) -> Tokenizer:
+    """`eos` names the token that ends a document; without it the usual names are tried."""
     definition = read_definition(path)
     inner = parsed(definition)
-    if eos is None and eos_id is not None:
-        eos = inner.id_to_token(eos_id)
     for name in (eos,) if eos else KNOWN_ENDS:
         if (found := inner.token_to_id(name)) is not None:
             return Tokenizer(inner, Path(path), name, found, hashlib.sha256(definition.encode()).hexdigest())

@@ -116,7 +116,9 @@ def hf_names(names: Iterable[str], spec: ModelSpec) -> dict[str, str]:
 
 def hf_config(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     config = {theirs: getattr(spec, ours) for ours, theirs in _FIELDS[spec.family].items()}
-    config |= {"model_type": spec.family, "dtype": str(dtype).removeprefix("torch."), **_FIXED[spec.family]}
+    name = str(dtype).removeprefix("torch.")
+    # transformers before version 5 reads torch_dtype, later ones dtype
+    config |= {"model_type": spec.family, "dtype": name, "torch_dtype": name, **_FIXED[spec.family]}
     config |= {"initializer_range": 0.02, "bos_token_id": None, "eos_token_id": None}
     if spec.family == "gpt2":
         config["architectures"] = ["GPT2LMHeadModel"]
@@ -132,21 +134,25 @@ def hf_config(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> dict[str,
     }
 
 
-def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
+def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
+    """`where` is what errors name; they use Hugging Face's names of the fields."""
     family = config.get("model_type")
-    if family not in _FIELDS:
-        raise UserError(f"a Hugging Face model of type {family!r}", "only llama and gpt2 can be read")
+    if not isinstance(family, str) or family not in _FIELDS:
+        raise UserError(f"{where}: model_type is {family!r}", "only llama and gpt2 can be read")
     odd = [f"{k} = {config[k]!r}" for k, v in _FIXED[family].items() if config.get(k, v) != v]
     if odd:
-        raise UserError(
-            f"config.json asks for {', '.join(odd)}", "this variant of the model is not supported"
-        )
+        raise UserError(f"{where} asks for {', '.join(odd)}", "this variant of the model is not supported")
     fields = {"family": family} | {ours: config.get(theirs) for ours, theirs in _FIELDS[family].items()}
     if family == "llama":
-        fields |= {"norm_eps": config.get("rms_norm_eps", 1e-6)} | _rope_from_hf(config)
-    elif fields["ffn"] is None and fields["dim"] is not None:
+        fields |= {"norm_eps": config.get("rms_norm_eps", 1e-6)} | _rope_from_hf(config, where)
+    elif fields["ffn"] is None and isinstance(fields["dim"], int):
         fields["ffn"] = 4 * fields["dim"]
-    return ModelSpec.from_dict(fields)
+    try:
+        return ModelSpec.from_dict(fields)
+    except UserError as error:
+        names = _FIELDS[family] | ({"norm_eps": "rms_norm_eps"} if family == "llama" else {})
+        words = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), error.what)
+        raise UserError(f"{where}: {words}", "correct it, or copy or download it again") from None
 
 
 def _names(spec: ModelSpec) -> dict[str, str]:
@@ -205,16 +211,37 @@ def _hf_scaling(spec: ModelSpec) -> dict[str, Any] | None:
     }
 
 
-def _rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = rope.get("rope_theta", config.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _rope_from_hf(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """transformers applies rope_scaling alone where there is one, else rope_parameters; both must agree."""
+    tables = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    found = [_rope(config, table, f"{where}: {key}") for key, table in tables.items()] or [{}]
+    if found[0] != found[-1]:
+        told = " and ".join(f"{key} = {dict(table)!r}" for key, table in tables.items())
+        raise UserError(f"{where} contradicts itself: {told}", "remove the one that is wrong")
+    theta, outer = found[0].get("rope_theta"), config.get("rope_theta")
+    if theta is not None and outer is not None and theta != outer:
+        told = f"rope_theta = {outer!r}, and {theta!r} in {next(iter(tables))}"
+        raise UserError(f"{where} contradicts itself: {told}", "correct the one that is wrong")
+    default = 10000.0 if outer is None else outer
+    return found[0] | {"rope_theta": default if theta is None else theta}
+
+
+def _rope(config: Mapping[str, Any], table: Any, where: str) -> dict[str, Any]:
+    if not isinstance(table, Mapping):
+        raise UserError(f"{where} is {table!r}, not a table", "correct it, or copy or download it again")
+    kind = table.get("rope_type", table.get("type", "default"))
+    if any(isinstance(value, Mapping) for value in table.values()):
+        kind = "a table per type of layer"
+    if kind not in ("default", "llama3"):
+        raise UserError(f"{where} asks for rope scaling of type {kind!r}", "only llama3 scaling can be read")
+    partial_factor = table.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial_factor not in (None, 1):
+        what = f"{where} asks for partial_rotary_factor = {partial_factor!r}"
+        raise UserError(what, "this variant of the model is not supported")
+    theta = table.get("rope_theta", config.get("rope_theta", 10000.0))
     if kind == "default":
         return {"rope_theta": theta}
-    if kind != "llama3":
-        raise UserError(
-            f"config.json asks for rope scaling of type {kind!r}", "only llama3 scaling can be read"
-        )
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    values = {name.replace("position_embeddings", "seq_len"): rope.get(name) for name in names}
-    return {"rope_theta": theta, "rope_scaling": values}
+    original = table.get("original_max_position_embeddings", config.get("max_position_embeddings"))
+    scaling = {name: table.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    scaling["original_max_seq_len"] = config.get("original_max_position_embeddings", original)
+    return {"rope_theta": theta, "rope_scaling": scaling}
