@@ -344,8 +344,12 @@ def test_a_key_in_the_wrong_section_is_found(tmp_path):
     [
         (["data.seq_len=4096", "train.batch=4096 tok"], "longer than the model allows"),
         (["train.batch=1000 tok"], "'960 tok' or '1024 tok'"),
-        (["train.micro_batch=3"], "does not divide the 16 sequences"),
         (["train.batch=64e15 tok"], "take at most 4,194,304 sequences"),
+        (["data.phases=[{at='5 steps', batch='1000 tok'}]"], "data.phases[0].batch"),
+        (["data.phases=[{at='5 steps', seq_len=100}]"], "data.phases[0].seq_len"),
+        (["data.phases=[{at='5 steps', seq_len=4096}]"], "longer than the model allows"),
+        (["data.phases=[{at='5 steps'}]"], "changes nothing"),
+        (["data.packing=bestfit", "data.phases=[{at='5 steps', seq_len=32}]"], "planned for one sequence"),
         (["train.horizon=1h"], "schedule.horizon"),
         (["eval.every=10 steps"], "nothing held out"),
         (["schedule.kind=linear", "schedule.decay=10 steps"], "has no meaning for 'linear'"),

@@ -47,9 +47,26 @@ def test_ranks_together_see_the_global_batch(stream, ranks):
         assert torch.equal(torch.cat([part[step].tokens_BT for part in parts]), whole[step].tokens_BT)
 
 
-def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(stream):
-    with pytest.raises(UserError, match="10 sequences does not divide over 4"):
-        Loader(stream, 10, ranks=4)
+@pytest.mark.parametrize("ranks", [3, 4, 7])
+def test_a_batch_that_ranks_do_not_divide_is_read_once_and_in_equal_shapes(stream, ranks):
+    whole = take(Loader(stream, 10), 2)
+    loaders = [Loader(stream, 10, rank=rank, ranks=ranks) for rank in range(ranks)]
+    parts = [take(loader, 2) for loader in loaders]
+    for step in range(2):
+        labels = [part[step].labels_BT for part in parts]
+        assert {tuple(each.shape) for each in labels} == {(-(-10 // ranks), 16)}
+        real = [(each != IGNORED).any(dim=1) for each in labels]
+        assert {int(rows.sum()) for rows in real} <= {10 // ranks, -(-10 // ranks)}
+        kept = torch.cat([each[rows] for each, rows in zip(labels, real, strict=True)])
+        assert torch.equal(kept, whole[step].labels_BT)
+    assert sum(loader.read().slots for loader in loaders) == 2 * 10 * 16
+
+
+def test_batches_may_grow_on_the_way(stream):
+    loader = Loader(stream, lambda sample: 4 if sample < 8 else 6)
+    batches = take(loader, 4)
+    assert [(b.first_sample, len(b.tokens_BT)) for b in batches] == [(0, 4), (4, 4), (8, 6), (14, 6)]
+    assert loader.state()["sample"] == 20
 
 
 def test_resuming_from_the_state_continues_without_gap_or_repeat(stream):

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arriero.data.order.ledger import difference, refuse_other_order
+from arriero.data.order.audit import Audit
+from arriero.data.order.ledger import Ledger, difference, refuse_other_order
 from arriero.data.order.loader import Loader
 from arriero.data.order.mixture import BLOCK
 from arriero.data.order.order import Change, Stream
@@ -138,3 +139,77 @@ def test_what_changed_is_named(three_stores, make_store):
     assert "order of samples has changed since the run began (seed)" in difference(
         stream.identity, names, seeded, 100
     )
+
+
+def predicted(stream, begin, end):
+    """The labels of samples, by source: each token of the datasets is a different number."""
+    labels = []
+    for sample in range(begin, end):
+        with Loader(stream, 1, sample, prefetch=1) as loader:
+            labels += next(loader).labels_BT[0].tolist()
+    return labels
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.sampled_from([4, 6, 8, 16, 24, 64]), min_size=1, max_size=3),
+    edges=st.lists(st.integers(1, 50), min_size=3, max_size=3),
+    version=st.sampled_from([1, 2]),
+    weights=st.sampled_from([[1, 0, 0], [1, 2, 0]]),
+)
+def test_no_token_is_lost_or_repeated_where_the_sequence_length_changes(
+    three_stores, lengths, edges, version, weights
+):
+    firsts = np.cumsum(edges)[: len(lengths)].tolist()
+    changes = [Change(first, seq_len=length) for first, length in zip(firsts, lengths, strict=True)]
+    sources = mixture(three_stores, weights)
+    with pytest.MonkeyPatch.context() as patch:
+        # small enough that the datasets have several groups
+        patch.setattr("arriero.data.order.reading.CHUNK_TOKENS", 32)
+        patch.setattr("arriero.data.order.reading.GROUP_CHUNKS", 3)
+        stream = Stream(sources, 8, 3, changes=changes, version=version)
+        end = firsts[-1] + 60
+        located = stream.locate(np.arange(end))
+        seen = predicted(stream, 0, end)
+        widths = [stream.seq_len_at(sample) for sample in range(end)]
+        stretch = read_by(stream, widths)
+        audit = Audit(Ledger(1, stream.identity, [s.name for s in stream.sources], [stretch]), stream)
+        audit.run(lambda *_: None)
+    assert audit.problems == []
+    begins = np.cumsum([0, *widths])
+    for i, source in enumerate(stream.sources):
+        first = int(source.store.read(0, 1)[0])
+        every = set(range(first + 1, first + source.store.tokens))
+        for epoch in range(3):
+            here = np.flatnonzero((located.source == i) & (located.epoch == epoch))
+            read = [t for sample in here for t in seen[begins[sample] : begins[sample + 1]]]
+            assert len(read) == len(set(read)) and set(read) <= every
+            ended = ((located.source == i) & (located.epoch > epoch)).any()
+            assert not ended or len(every) - len(read) < max(8, *lengths)
+
+
+def read_by(stream, widths):
+    with Loader(stream, 1) as loader:
+        assert [next(loader).tokens_BT.shape[1] for _ in widths] == widths
+        return loader.read()
+
+
+def test_an_audit_finds_a_token_that_comes_twice_after_a_change_of_length(three_stores):
+    """A change that cut the whole source anew would repeat what the epoch has read."""
+    stream = Stream(mixture(three_stores, [1, 0, 0]), 8, 3, changes=[Change(20, seq_len=16)])
+    leg = stream.readings[0].legs[1]
+    stream.readings[0].legs[1] = leg.__class__(leg.first, leg.seq_len, leg.epoch, leg.whole, leg.whole)
+    stretch = read_by(stream, [8] * 20 + [16] * 30)
+    audit = Audit(Ledger(1, stream.identity, [s.name for s in stream.sources], [stretch]), stream)
+    audit.run(lambda *_: None)
+    assert any("twice within epoch 1" in problem for problem in audit.problems)
+
+
+def test_a_change_of_length_leaves_the_past_and_its_fingerprint(three_stores):
+    sources = mixture(three_stores, [1, 1, 0])
+    before, after = Stream(sources, 8, 3), Stream(sources, 8, 3, changes=[Change(30, seq_len=24)])
+    assert after.identity_until(30) == before.identity
+    assert after.identity_until(31) != before.identity
+    names = [source.name for source in sources]
+    assert difference(before.identity, names, after, 30) is None
+    assert "lengths" in difference(before.identity, names, after, 31)

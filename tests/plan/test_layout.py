@@ -67,8 +67,8 @@ def test_degrees_that_do_not_make_up_the_ranks_are_refused(degrees, ranks, words
         (Layout(cp=2), {"seq_len": 63}, r"data.seq_len \(63\) does not divide over cp 2", "multiple of 2"),
         (Layout(cp=2, tp=2), {"seq_len": 62}, r"does not divide over cp 2 x tp 2", "multiple of 4"),
         (Layout(cp=2), {"seq_len": 62, "context": "ring"}, "cp 2, in two pieces each", "multiple of 4"),
-        (Layout(dp_shard=3), {}, "8 sequences does not divide over 3 data-parallel ranks", "train.batch"),
-        (Layout(dp_shard=4, dp_replicate=4), {}, "over 16 data-parallel ranks", "train.batch"),
+        (Layout(dp_shard=9), {}, "8 sequences leaves some of the 9 data-parallel ranks", "train.batch"),
+        (Layout(dp_shard=4, dp_replicate=4), {}, "some of the 16 data-parallel ranks", "train.batch"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_what_would_mend_it(layout, changed, words, todo):
@@ -82,9 +82,9 @@ def test_what_does_not_divide_is_refused_with_what_would_mend_it(layout, changed
 def test_all_reasons_against_a_layout_are_told():
     with pytest.raises(
         UserError,
-        match=r"dp_shard 3 x tp 3 is not possible: model.heads .*, and model.kv_heads .*, and a batch of 8",
+        match=r"dp_shard 9 x tp 3 is not possible: model.heads .*, and model.kv_heads .*, and a batch of 8",
     ):
-        refuse_illegal(Layout(tp=3, dp_shard=3), WORK)
+        refuse_illegal(Layout(tp=3, dp_shard=9), WORK)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(2, 2, 2, 2, 2), Layout(pp=4), Layout(cp=4, tp=2)])

@@ -66,8 +66,8 @@ def test_a_pause_does_not_count_and_a_lap_starts_anew(clock):
 
 
 def due_after(every, steps, batch=100):
-    cadence = Cadence(every, batch)
-    return [step for step in range(1, steps + 1) if cadence.due(step * batch, now=0.0)]
+    cadence = Cadence(every)
+    return [step for step in range(1, steps + 1) if cadence.due(step, step * batch, batch, now=0.0)]
 
 
 def test_a_period_of_steps_or_tokens_is_due_when_it_is_completed():
@@ -77,8 +77,8 @@ def test_a_period_of_steps_or_tokens_is_due_when_it_is_completed():
 
 
 def test_a_period_of_seconds_begins_when_the_last_one_was_done():
-    cadence = Cadence(Span(10, "s"), 100)
-    assert not cadence.due(100, now=9)
-    assert cadence.due(200, now=10)
+    cadence = Cadence(Span(10, "s"))
+    assert not cadence.due(1, 100, 100, now=9)
+    assert cadence.due(2, 200, 100, now=10)
     cadence.restart(now=40)
-    assert not cadence.due(300, now=49)
+    assert not cadence.due(3, 300, 100, now=49)

@@ -9,10 +9,13 @@ import pytest
 from arriero.config.load import load_run
 from arriero.data.order.audit import Audit
 from arriero.data.order.ledger import order_version, read_ledger
+from arriero.data.progress import silent
 from arriero.data.store.shards import ShardWriter, dtype_for
 from arriero.data.store.store import write_manifest
+from arriero.errors import UserError
 from arriero.model.presets import expand
-from arriero.parallel.world import World
+from arriero.parallel.spawn import run_ranks
+from arriero.parallel.world import World, joined, world_from
 from arriero.train.arrange import arrange
 from arriero.train.build import build
 from arriero.train.loop import train
@@ -28,6 +31,7 @@ BASE = [
     "eval.heldout=false",
     "eval.every=false",
     "schedule.kind=constant",
+    "schedule.warmup=1 steps",
     "observe.log_every=1",
     "observe.tensorboard=false",
     "checkpoint.export=false",
@@ -100,3 +104,83 @@ def test_a_run_keeps_the_order_it_began_with(session, sources, monkeypatch):
     new = session(two, name="new")
     new.loader.close()
     assert new.stream.version == 2
+
+
+def with_phases(sources, steps=8):
+    """A run of so many steps; phases that have not begun are appended when they are needed."""
+    phases = [
+        (2, "batch='448 tok'"),
+        (4, "seq_len=128, batch='640 tok', lr=1e-3"),
+        (6, f"sources={sources(1, 1)}, seq_len=32"),
+    ]
+    begun = ", ".join(f"{{at='{at} steps', {changes}}}" for at, changes in phases if at < steps)
+    return [f"data.sources={sources(3, 1)}", f"data.phases=[{begun}]", f"train.horizon={steps} steps"]
+
+
+def test_batch_sequence_length_and_rate_change_at_a_phase(session, sources):
+    run = session(*with_phases(sources), "optim.lr=2e-3", "schedule.warmup=3 steps")
+    lines = trained(run)
+    ends = [256, 512, 960, 1408, 2048, 2688, 3328, 3968]
+    assert [lines[n]["tokens"] for n in range(1, 9)] == ends
+    warmup = 960
+    rates = [2e-3 * min(1, end / warmup) for end in ends[:4]] + [1e-3] * 4
+    assert [lines[n]["lr"] for n in range(1, 9)] == pytest.approx(rates)
+    assert audited(run) == []
+    ledger = read_ledger(run.run_dir)
+    assert ledger.samples == 4 * 2 + 7 * 2 + 5 * 2 + 20 * 2
+    assert ledger.stretches[-1].real_tokens == ledger.stretches[-1].slots == 3968
+
+
+def test_a_run_resumes_bit_identically_in_any_phase(session, sources):
+    whole = trained(session(*with_phases(sources), name="whole"))
+    for steps in (1, 2, 3, 5, 6, 7, 8):
+        run = session(*with_phases(sources, steps))
+        lines = trained(run)
+    for step in range(1, 9):
+        assert (lines[step]["loss"], lines[step]["lr"]) == (whole[step]["loss"], whole[step]["lr"])
+    assert audited(run) == []
+
+
+def test_phases_of_steps_that_were_taken_cannot_change(session):
+    train(session("train.horizon=3 steps", "data.phases=[{at='2 steps', batch='128 tok'}]"))
+    with pytest.raises(UserError, match=r"has taken 3 steps, and data.phases changes the batch"):
+        session("train.horizon=9 steps", "data.phases=[{at='1 steps', batch='128 tok'}]")
+    run = session(
+        "train.horizon=5 steps",
+        "data.phases=[{at='2 steps', batch='128 tok'}, {at='3 steps', lr=1e-5}]",
+    )
+    assert trained(run)[5]["lr"] == 1e-5
+    with pytest.raises(
+        UserError, match=r"read 896 tokens in 5 steps.*change the batch from there on by a phase"
+    ):
+        session(f"checkpoint.resume_from='{run.run_dir}'", "train.horizon=9 steps", name="fork")
+
+
+@pytest.mark.parametrize("degrees", [{"dp_shard": 3}, {"dp_replicate": 2}, {"cp": 2}, {"pp": 2}])
+def test_uneven_batches_and_phases_keep_the_loss_of_one_process(
+    session, sources, tmp_path, corpus_cache, degrees
+):
+    """8, then 7, then 5 sequences over 3 ranks; with accumulation."""
+    phases = "data.phases=[{at='1 steps', batch='448 tok'}, {at='2 steps', seq_len=128, batch='640 tok'}]"
+    sets = [f"data.sources={sources(3, 1)}", phases, "train.batch=512 tok", "train.horizon=4 steps"]
+    sets += ["model.layers=2", "train.micro_batch=1", "run.deterministic=false"]
+    alone = trained(session(*sets, "train.micro_batch=3", name="alone"))
+    layout = [f"parallel.{axis}={n}" for axis, n in ({"dp_shard": 1} | degrees).items()]
+    where = ["run.name=ranks", f"run.dir='{tmp_path}'", f"data.cache='{corpus_cache}'"]
+    config = load_run(None, [*BASE, *where, *sets, *layout], expand).config
+
+    def work():
+        world = world_from()
+        plan = arrange(config, world)
+        with joined(world, plan.device.torch_device):
+            run = build(plan, silent)
+            train(run)
+            return audited(run) if world.leads else None
+
+    assert run_ranks(work, max(degrees.values()), leader_prints=False) == []
+    lines = [json.loads(line) for line in (tmp_path / "ranks/metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == pytest.approx(
+        [alone[n]["loss"] for n in range(1, 5)], abs=2e-5
+    )
+    ledger = read_ledger(tmp_path / "ranks")
+    assert (ledger.samples, ledger.stretches[-1].slots) == (8 + 7 + 5 + 5, 512 + 448 + 640 + 640)

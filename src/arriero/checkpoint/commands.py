@@ -176,12 +176,13 @@ def prune(
     from arriero.checkpoint.manifest import damaged_files
     from arriero.checkpoint.retention import Mark, to_delete
     from arriero.config.load import config_from_toml
+    from arriero.config.timeline import Timeline
 
     console, directory = make_console(), _run_directory(run)
     config = config_from_toml(directory / "run.toml")
     given = keep_every is not None
     span = read_progress("--keep-every", keep_every) if given else config.checkpoint.keep_every
-    period = span.in_tokens(config.train.batch.amount) if span else None
+    period = Timeline.of(config).tokens_of(span) if span else None
     usable = [saved for saved in saved_in(directory) if saved.problem is None and saved.manifest]
     if not usable:
         raise UserError(f"{directory} has no checkpoint that can be used", "see `arriero ckpt list`")

@@ -1,9 +1,10 @@
 """Rules that tie keys of different sections together."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from arriero.config.problems import Problem
+from arriero.config.timeline import Timeline
 from arriero.units import Span
 
 _MOST_SEQUENCES = 2**22  # all divisors are tried as micro-batches
@@ -18,46 +19,65 @@ def cross_check(sections: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
+def _lengths(data) -> Iterator[tuple[str, int]]:
+    """Every sequence length of a run, with its key."""
+    yield "data.seq_len", data.seq_len
+    for i, phase in enumerate(data.phases):
+        if phase.seq_len is not None:
+            yield f"data.phases[{i}].seq_len", phase.seq_len
+
+
 def _sequence_fits_model(data, model) -> list[Problem]:
-    if model.max_seq_len is None or data.seq_len <= model.max_seq_len:
-        return []
-    what = f"{data.seq_len} is longer than the model allows ({model.max_seq_len})"
-    return [Problem("data.seq_len", what, "shorten it, or raise model.max_seq_len")]
-
-
-def _batch_is_whole_sequences(data, train) -> list[Problem]:
-    tokens, length = train.batch.amount, data.seq_len
-    if tokens % length == 0:
-        return []
-    lower = tokens // length * length
-    near = " or ".join(f"'{Span(n, 'tok')}'" for n in (lower, lower + length) if n)
     return [
         Problem(
-            "train.batch", f"'{train.batch}' is not a multiple of data.seq_len ({length})", f"take {near}"
+            key,
+            f"{length} is longer than the model allows ({model.max_seq_len})",
+            "shorten it, or raise model.max_seq_len",
         )
+        for key, length in _lengths(data)
+        if model.max_seq_len is not None and length > model.max_seq_len
     ]
 
 
-def _batch_can_be_planned(data, train) -> list[Problem]:
-    sequences = train.batch.amount // data.seq_len
-    if sequences <= _MOST_SEQUENCES:
-        return []
-    what = f"'{train.batch}' is {sequences:,} sequences of {data.seq_len} tokens in one step"
-    return [Problem("train.batch", what, f"take at most {_MOST_SEQUENCES:,} sequences")]
+def _batch_is_whole_sequences(data, train) -> list[Problem]:
+    problems, batch, length = [], train.batch.amount, data.seq_len
+    keys = ("train.batch", "data.seq_len")
+    for i, phase in enumerate([None, *data.phases]):
+        if phase is not None:
+            if phase.batch is None and phase.seq_len is None:
+                continue
+            batch = phase.batch.amount if phase.batch else batch
+            length = phase.seq_len or length
+            at = f"data.phases[{i - 1}]"
+            keys = (f"{at}.batch" if phase.batch else f"{at}.seq_len", f"{at}.seq_len")
+        if batch % length:
+            lower = batch // length * length
+            near = " or ".join(f"'{Span(n, 'tok')}'" for n in (lower, lower + length) if n)
+            what = f"a batch of '{Span(batch, 'tok')}' is not a multiple of {keys[1]} ({length})"
+            problems.append(Problem(keys[0], what, f"let the batch be {near}"))
+        elif batch // length > _MOST_SEQUENCES:
+            what = f"'{Span(batch, 'tok')}' is {batch // length:,} sequences of {length} tokens in one step"
+            problems.append(Problem(keys[0], what, f"take at most {_MOST_SEQUENCES:,} sequences"))
+    return problems
 
 
-def _micro_batch_divides(data, train) -> list[Problem]:
-    sequences = train.batch.amount // data.seq_len
-    if train.micro_batch is None or train.batch.amount % data.seq_len or sequences % train.micro_batch == 0:
-        return []
-    what = f"{train.micro_batch} does not divide the {sequences} sequences of a batch"
-    return [Problem("train.micro_batch", what, "take a divisor, or leave it out to have it derived")]
+def _phases_change_something(data) -> list[Problem]:
+    problems = []
+    for i, phase in enumerate(data.phases):
+        if not (phase.sources or phase.batch or phase.seq_len or phase.lr):
+            todo = "give its sources, batch, seq_len or lr, or remove it"
+            problems.append(Problem(f"data.phases[{i}]", "changes nothing", todo))
+        if phase.seq_len is not None and data.packing != "concat":
+            what = f"rows of packing '{data.packing}' are planned for one sequence length"
+            todo = "set data.packing to 'concat', or start another run from the weights of this one"
+            problems.append(Problem(f"data.phases[{i}].seq_len", what, todo))
+    return problems
 
 
 def _prompts_meet_whole_documents(data) -> list[Problem]:
     if data.packing != "concat":
         return []
-    later = [(f"data.phases[{i}]", phase.sources) for i, phase in enumerate(data.phases)]
+    later = [(f"data.phases[{i}]", phase.sources or ()) for i, phase in enumerate(data.phases)]
     return [
         Problem(
             f"{where}.sources[{i}].prompt",
@@ -72,7 +92,7 @@ def _prompts_meet_whole_documents(data) -> list[Problem]:
 
 def _shares_sum_to_one(data) -> list[Problem]:
     """Weights that are all below 1 read as shares; a mistyped one would quietly change the others."""
-    later = [(f"data.phases[{i}].sources", phase.sources) for i, phase in enumerate(data.phases)]
+    later = [(f"data.phases[{i}].sources", p.sources) for i, p in enumerate(data.phases) if p.sources]
     problems = []
     for key, sources in [("data.sources", data.sources), *later]:
         weights = [source.weight for source in sources]
@@ -85,7 +105,8 @@ def _shares_sum_to_one(data) -> list[Problem]:
 def _phases_begin_within_the_run(data, train) -> list[Problem]:
     if train.horizon.unit == "s":
         return []
-    end = train.horizon.in_tokens(train.batch.amount)
+    timeline = Timeline(data, train)
+    end = timeline.steps_of(train.horizon)
     return [
         Problem(
             f"data.phases[{i}].at",
@@ -93,14 +114,15 @@ def _phases_begin_within_the_run(data, train) -> list[Problem]:
             "bring it forward",
         )
         for i, phase in enumerate(data.phases)
-        if phase.at.in_tokens(train.batch.amount) >= end
+        if timeline.phases[i + 1].step >= end
     ]
 
 
 def _phases_follow_each_other(data, train) -> list[Problem]:
     problems, before = [], 0
+    timeline = Timeline(data, train)
     for i, phase in enumerate(data.phases):
-        step = -(-phase.at.in_tokens(train.batch.amount) // train.batch.amount)
+        step = timeline.phases[i + 1].step
         if step <= before:
             what = f"'{phase.at}' is step {step}, not after step {before}, where the phase before begins"
             problems.append(
@@ -181,11 +203,16 @@ def _float8_multiplies_in_sixteens(precision, data, parallel) -> list[Problem]:
         what = "rows of any length do not go with precision.float8, which multiplies in sixteens"
         return [Problem("data.packing", what, "take 'bestfit' or 'concat'")]
     cp = max(1, parallel.cp)
-    if data.seq_len % (16 * cp) == 0:
-        return []
     ranks = f" on each of {cp} ranks" if cp > 1 else ""
-    what = f"{data.seq_len} is not a multiple of 16{ranks}, as precision.float8 needs"
-    return [Problem("data.seq_len", what, f"take a multiple of {16 * cp}")]
+    return [
+        Problem(
+            key,
+            f"{length} is not a multiple of 16{ranks}, as precision.float8 needs",
+            f"take a multiple of {16 * cp}",
+        )
+        for key, length in _lengths(data)
+        if length % (16 * cp)
+    ]
 
 
 def _momentum_has_a_use(optim) -> list[Problem]:
@@ -212,8 +239,7 @@ def _a_run_has_one_beginning(checkpoint) -> list[Problem]:
 _RULES = [
     (("data", "model"), _sequence_fits_model),
     (("data", "train"), _batch_is_whole_sequences),
-    (("data", "train"), _batch_can_be_planned),
-    (("data", "train"), _micro_batch_divides),
+    (("data",), _phases_change_something),
     (("data",), _prompts_meet_whole_documents),
     (("data",), _shares_sum_to_one),
     (("data", "train"), _phases_follow_each_other),

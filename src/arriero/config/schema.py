@@ -125,8 +125,17 @@ Sources = Annotated[
 
 class PhaseSection(Section):
     at: Progress = Field(description="Start of the phase, rounded up to a whole step.")
-    sources: Sources = Field(
-        description="Mixture from there on; a source used before continues at its position."
+    sources: Sources | None = Field(
+        None,
+        description="Mixture from there on; a source used before continues at its position. Like the other keys "
+        "of a phase, as before unless given.",
+    )
+    batch: Tokens | None = Field(None, description="Tokens per optimizer step from there on.")
+    seq_len: Positive | None = Field(
+        None, description="Tokens per training sequence from there on; needs packing 'concat'."
+    )
+    lr: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Peak learning rate from there on; the schedule's shape stays."
     )
 
 
@@ -134,7 +143,10 @@ class DataSection(Section):
     sources: Sources = Field(
         description="Datasets to train on, mixed by weight: a list of tables or of paths, or one path."
     )
-    phases: tuple[PhaseSection, ...] = Field((), description="Later mixtures, each from a token or step on.")
+    phases: tuple[PhaseSection, ...] = Field(
+        (),
+        description="Changes of mixture, batch, sequence length or learning rate, each from a token or step on.",
+    )
     seq_len: Positive = Field(2048, description="Tokens per training sequence.")
     packing: Literal["concat", "bestfit", "none"] = Field(
         "concat",
@@ -160,7 +172,9 @@ class TrainSection(Section):
     )
     horizon: AnySpan = Field("1000 steps", validate_default=True, description="How long to train.")
     micro_batch: Positive | None = Field(
-        None, description="Sequences per rank and forward pass; derived from the device's memory unless set."
+        None,
+        description="Sequences per rank and forward pass; derived from the device's memory unless set. The last "
+        "micro-batch of a step may be smaller.",
     )
     z_loss: Annotated[float, Field(ge=0)] = Field(
         0.0,

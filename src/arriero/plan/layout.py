@@ -31,6 +31,10 @@ class Layout:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
+    def rows(self, sequences: int) -> int:
+        """Rows of a rank in a batch of so many sequences; a rank with a sequence less has an ignored row."""
+        return -(-sequences // self.batch)
+
     @property
     def fsdp(self) -> int:
         """Ranks one copy of the weights is sharded over: those that share a sequence shard them too."""
@@ -112,9 +116,10 @@ def obstacles(layout: Layout, work: Work) -> Iterator[tuple[str, str]]:
             "lower parallel.pp or parallel.stages_per_rank",
         )
     yield from _sequence_obstacles(layout, work)
-    if work.sequences % layout.batch:
+    if work.sequences < layout.batch:
         yield (
-            f"a batch of {work.sequences} sequences does not divide over {layout.batch} data-parallel ranks",
+            f"a batch of {counted(work.sequences, 'sequence')} leaves some of the {layout.batch} "
+            "data-parallel ranks without any",
             "change train.batch, or give more ranks to cp, tp or pp",
         )
 

@@ -97,7 +97,7 @@ def need_of(
         update=_update_bytes(config, spec, layout, on_gpu),
         tokens=tokens,
         chunk=chunk or None,
-        sequences=config.train.batch.amount // config.data.seq_len // layout.batch,
+        sequences=layout.rows(config.train.batch.amount // config.data.seq_len),
         accumulated=spec.parameters * FP32 // (layout.pp * layout.tp) if sums else 0,
         in_flight=1 / layout.pp if holds_all else 1.0,
         holds_all=holds_all,

@@ -1,11 +1,12 @@
 """What a run will be, decided by each process alone and refused, where it cannot be, before any meet."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from arriero.config.schema import RunConfig
+from arriero.config.timeline import Phase, Timeline, config_of
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 from arriero.parallel.world import World
@@ -24,13 +25,22 @@ from arriero.train.conflicts import conflicts
 from arriero.train.device import Device, choose_compute, choose_device
 from arriero.train.rundir import refuse_foreign
 from arriero.train.session import Decision
+from arriero.units import Span
 
 _WORTH_COMPILING = 1_000_000
 
 
+class Share(NamedTuple):
+    """One rank's rows of a batch, and how many of them are computed at once."""
+
+    sequences: int
+    micro_batch: int
+
+
 @dataclass(frozen=True)
 class Arrangement:
-    """`sequences` is one rank's share of a batch, `stages` the blocks of each of its stages."""
+    """`sequences` are one rank's rows of a batch, `later` those of later phases, `stages` the blocks of each
+    of its stages."""
 
     config: RunConfig
     world: World
@@ -42,9 +52,15 @@ class Arrangement:
     stages: list[range]
     sequences: int
     micro_batch: int
+    later: list[Share]
     loss_chunk: int | Literal[False]
     compiled: bool
     decisions: list[Decision]
+
+    @property
+    def shares(self) -> list[Share]:
+        """Of every phase."""
+        return [Share(self.sequences, self.micro_batch), *self.later]
 
 
 def arrange(config: RunConfig, world: World) -> Arrangement:
@@ -55,14 +71,21 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
     layout = resolve(config.parallel, world.size)
     per_rank = stages_per_rank(config.parallel.schedule, config.parallel.stages_per_rank)
     stages = layout.pp * per_rank if layout.pp > 1 else 1
-    batch = config.train.batch.amount // config.data.seq_len
-    refuse_illegal(layout, Work(spec, config.data.seq_len, batch, stages, config.parallel.context))
+    timeline = Timeline.of(config)
+    for phase in timeline.phases:
+        refuse_illegal(layout, Work(spec, phase.seq_len, phase.sequences, stages, config.parallel.context))
     heads, kv_heads = spec.heads // layout.tp, spec.kv_heads // layout.tp
     ulysses, ring = divide_context(layout.cp, heads, kv_heads, config.parallel.context)
-    sequences = batch // layout.batch
     chunk, chunk_reason = loss_chunk(config, spec, layout, compute.itemsize, device.gpu_memory)
-    need = need_of(config, spec, layout, compute.itemsize, chunk, device.is_gpu)
-    micro = _micro_batch(config, spec, layout, sequences, per_rank, need, device)
+    shares, share_decisions = [], []
+    largest = max(layout.rows(phase.sequences) for phase in timeline.phases)
+    for phase in timeline.phases:
+        sequences = layout.rows(phase.sequences)
+        here = config_of(config, phase, sequences if (config.train.micro_batch or 0) <= largest else None)
+        need = need_of(here, spec, layout, compute.itemsize, chunk, device.is_gpu)
+        micro = _micro_batch(here, spec, layout, sequences, per_rank, need, device)
+        shares.append(Share(sequences, micro.sequences))
+        share_decisions.append(share_decision(phase, shares[-1], micro.reason))
     compiled, compile_reason = _compiled(config, spec, layout, device)
     if conflict := next(conflicts(config, spec, layout, compute, compiled, device), None):
         raise UserError(*conflict)
@@ -75,7 +98,7 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
         Decision("device", device.name, _origin(config.run.device, _kind(device))),
         Decision("compute", str(compute).removeprefix("torch."), compute_reason),
         Decision("compile", str(compiled).lower(), compile_reason),
-        Decision("micro-batch", f"{micro.sequences} of {sequences} sequences", micro.reason),
+        *share_decisions,
         Decision("loss chunk", f"{chunk:,} tokens" if chunk else "whole", chunk_reason),
         *_layout_decisions(config, layout, ulysses, ring, cuts),
     ]
@@ -88,12 +111,23 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
         layout=layout,
         ulysses=ulysses,
         stages=[cuts[i] for i in held],
-        sequences=sequences,
-        micro_batch=micro.sequences,
+        sequences=shares[0].sequences,
+        micro_batch=shares[0].micro_batch,
+        later=shares[1:],
         loss_chunk=chunk,
         compiled=compiled,
         decisions=decisions,
     )
+
+
+def share_decision(phase: Phase, share: Share, reason: str) -> Decision:
+    """Also used where the ranks agree on a smaller micro-batch."""
+    value = f"{share.micro_batch} of {share.sequences} sequences"
+    if not phase.step:
+        return Decision("micro-batch", value, reason)
+    rate = f", learning rate {phase.lr:g}" if phase.lr else ""
+    work = f"{Span(phase.batch, 'tok')} a step in sequences of {phase.seq_len}{rate}, micro-batch {value}"
+    return Decision(f"from step {phase.step + 1:,}", work, reason)
 
 
 def _kind(device: Device) -> str:
@@ -139,16 +173,16 @@ def _micro_batch(
     need: Need,
     device: Device,
 ) -> MicroBatch:
-    """In a pipeline there must be enough of them, and many keep the stages busy."""
+    """A pipeline needs equal micro-batches, and enough of them to keep the stages busy."""
+    schedule, given = config.parallel.schedule, config.train.micro_batch
     counts = list(range(1, sequences + 1))
-    schedule = config.parallel.schedule
     if layout.pp > 1:
         counts = list(micro_batch_counts(schedule, sequences, layout.pp, per_rank))
         busy = [n for n in counts if n >= 4 * layout.pp] or counts[-1:]
-        counts = counts if config.train.micro_batch else busy
+        counts = counts if given else busy
     allowed = [sequences // n for n in counts if sequences % n == 0]
-    given = config.train.micro_batch
-    if not allowed or (given is not None and given not in allowed):
+    uneven = given is not None and layout.pp == 1 and given <= sequences
+    if not allowed or (given is not None and given not in allowed and not uneven):
         what = f"micro-batches of {given}" if allowed else "micro-batches"
         raise UserError(
             f"the {sequences} sequences of a rank cannot be cut into {what}"
@@ -159,7 +193,12 @@ def _micro_batch(
     if given is not None:
         return MicroBatch(given, "as configured")
     fits = micro_batch_that_fits(need, allowed, device.memory)
-    if layout.pp > 1:
+    if layout.pp == 1:
+        # equal micro-batches, unless uneven ones halve their number
+        every = sorted({-(-sequences // n) for n in counts})
+        other = micro_batch_that_fits(need, every, device.memory)
+        fits = other if other.sequences >= 2 * fits.sequences else fits
+    else:
         count = sequences // fits.sequences
         return MicroBatch(fits.sequences, f"{count} micro-batches keep {layout.pp} ranks busy; {fits.reason}")
     return fits

@@ -14,6 +14,7 @@ from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.space import refuse_no_room
 from arriero.checkpoint.state import bytes_of, described, flat
 from arriero.config.schema import RunConfig
+from arriero.config.timeline import Timeline, total_steps
 from arriero.data.order.ledger import order_version, refuse_changed_since
 from arriero.data.order.loader import Loader
 from arriero.data.order.streams import (
@@ -40,7 +41,7 @@ from arriero.parallel.pipeline import Pipeline, join_tied_table
 from arriero.parallel.precision import Float8Layers, renew_scales
 from arriero.parallel.world import leader_first
 from arriero.plan.schedules import SCHEDULES
-from arriero.train.arrange import Arrangement
+from arriero.train.arrange import Arrangement, Share, share_decision
 from arriero.train.cadence import Cadence
 from arriero.train.device import make_deterministic
 from arriero.train.evaluate import Evaluator
@@ -49,11 +50,11 @@ from arriero.train.hooks import EventsFile, Hook, Hooks, LedgerFile, MetricsFile
 from arriero.train.loss import chunked_loss
 from arriero.train.optim import Optimizer, named_parameters
 from arriero.train.passes import Passes
-from arriero.train.resume import Restorer
+from arriero.train.resume import Beginning, Restorer
 from arriero.train.rundir import open_run_directory, run_directory, starts_over
 from arriero.train.saving import Saver, everywhere
-from arriero.train.schedule import make_shape
-from arriero.train.session import Decision, Session, total_steps
+from arriero.train.schedule import Rates
+from arriero.train.session import Decision, Session
 
 
 def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = ()) -> Session:
@@ -73,6 +74,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     checkpoints = _checkpoints(plan, mesh, bytes_of(tensors))
     restorer = Restorer(config.checkpoint, _ranks(plan, mesh), partial(everywhere, mesh), optimizer)
     beginning = restorer.begin(checkpoints, streams.train, tokenizer, starts_over(config))
+    _refuse_other_steps(beginning, streams.timeline)
     decisions = [
         *plan.decisions,
         *_found(config, most_steps, float8, device.torch_device),
@@ -90,14 +92,14 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
         compute=plan.compute,
         mesh=mesh,
         parts=parts,
-        passes=_passes(plan, parts, mesh),
+        phase_passes=_phase_passes(plan, parts, mesh),
         optimizer=optimizer,
-        schedule=make_shape(config.schedule, config.train),
+        schedule=Rates(config),
         stream=streams.train,
         outlooks=forecast(streams, total_steps(config), plan.spec.vocab_size),
         loader=_loader(plan, mesh, streams, beginning.sample),
         evaluator=_evaluator(plan, mesh, streams),
-        evaluation=Cadence(config.eval.every, config.train.batch.amount),
+        evaluation=Cadence(config.eval.every),
         tokenizer=tokenizer,
         separators=separators,
         most_steps=most_steps,
@@ -107,7 +109,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
         remarks=beginning.remarks,
         saver=Saver(
             checkpoints,
-            Cadence(config.checkpoint.every, config.train.batch.amount),
+            Cadence(config.checkpoint.every),
             config.checkpoint.at_end,
             ledger,
             tensors,
@@ -119,20 +121,20 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
 
 def _agreed(plan: Arrangement, mesh: Mesh) -> Arrangement:
     """Free memory differs between ranks, and they must take equally many micro-batches and chunks of them."""
+    why = "the rank with the least free memory decides"
     chunk = plan.loss_chunk and mesh.least(plan.loss_chunk)
-    least = mesh.least(plan.micro_batch)
-    told = {}
+    changed = []
     if chunk != plan.loss_chunk:
-        told["loss chunk"] = f"{chunk:,} tokens"
-    if least != plan.micro_batch:
-        told["micro-batch"] = f"{least} of {plan.sequences} sequences"
-    decisions = [
-        Decision(each.name, told[each.name], "the fullest rank has no more room")
-        if each.name in told
-        else each
-        for each in plan.decisions
-    ]
-    return replace(plan, micro_batch=least, loss_chunk=chunk, decisions=decisions)
+        changed.append(Decision("loss chunk", f"{chunk:,} tokens", why))
+    shares = []
+    for phase, share in zip(Timeline.of(plan.config).phases, plan.shares, strict=True):
+        shares.append(share._replace(micro_batch=mesh.least(share.micro_batch)))
+        if shares[-1] != share:
+            changed.append(share_decision(phase, shares[-1], why))
+    by_name = {each.name: each for each in [*plan.decisions, *changed]}
+    decisions = [by_name[each.name] for each in plan.decisions]
+    first, *later = shares
+    return replace(plan, micro_batch=first.micro_batch, later=later, loss_chunk=chunk, decisions=decisions)
 
 
 def _open_data(plan: Arrangement, progress: Progress) -> Streams:
@@ -155,6 +157,19 @@ def _order_version(config: RunConfig) -> int:
     return order_version(*known)
 
 
+def _refuse_other_steps(beginning: Beginning, timeline: Timeline) -> None:
+    """A step's tokens and samples follow from its number: batches of the past cannot change."""
+    steps = beginning.outcome.steps
+    there = beginning.outcome.tokens, beginning.sample
+    if there != (timeline.tokens_after(steps), timeline.samples_after(steps)):
+        raise UserError(
+            f"{beginning.checkpoint} read {there[0]:,} tokens in {steps} steps, and train.batch, "
+            f"data.seq_len and data.phases say {timeline.tokens_after(steps):,}",
+            "keep its train.batch, and change the batch from there on by a phase: "
+            f"data.phases = [{{ at = '{steps} steps', batch = '...' }}]",
+        )
+
+
 def _found(
     config: RunConfig, most_steps: int | None, float8: Float8Layers, device: torch.device
 ) -> list[Decision]:
@@ -170,7 +185,7 @@ def _found(
 def _loader(plan: Arrangement, mesh: Mesh, streams: Streams, start_sample: int) -> Loader:
     return Loader(
         streams.train,
-        streams.batch_sequences,
+        lambda sample: streams.timeline.at_sample(sample).sequences,
         start_sample=start_sample,
         rank=mesh.batch_rank,
         ranks=plan.layout.batch,
@@ -236,33 +251,47 @@ def _optimizer(plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh) ->
     )
 
 
-def _passes(plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh) -> Passes:
+def _phase_passes(plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh) -> list[Passes]:
+    """One for each phase; phases with batches of the same shape share theirs."""
+    made: dict[tuple[Share, int], Passes] = {}
+    passes = []
+    for phase, share in zip(Timeline.of(plan.config).phases, plan.shares, strict=True):
+        key = share, phase.seq_len
+        if key not in made:
+            made[key] = _passes(plan, parts, mesh, *key)
+        passes.append(made[key])
+    return passes
+
+
+def _passes(
+    plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh, share: Share, seq_len: int
+) -> Passes:
     pipeline = None
     if plan.layout.pp > 1:
         pipeline = Pipeline(
             plan.config.parallel.schedule,
             parts,
             mesh,
-            micro_batches=plan.sequences // plan.micro_batch,
-            rows=plan.micro_batch,
-            tokens=plan.config.data.seq_len // plan.layout.cp,
+            micro_batches=share.sequences // share.micro_batch,
+            rows=share.micro_batch,
+            tokens=seq_len // plan.layout.cp,
             compute=plan.compute,
             device=plan.device.torch_device,
         )
     return Passes(
         parts,
         mesh,
-        plan.micro_batch,
+        share.micro_batch,
         plan.device.torch_device,
-        cut=partial(cut_to, held_t=_positions(plan, mesh)) if plan.layout.cp > 1 else None,
+        cut=partial(cut_to, held_t=_positions(seq_len, mesh)) if plan.layout.cp > 1 else None,
         pipeline=pipeline,
         sync_each=plan.config.parallel.sync == "each",
         renew=partial(renew_scales, settings=plan.config.precision),
     )
 
 
-def _positions(plan: Arrangement, mesh: Mesh) -> torch.Tensor:
-    return positions_held(plan.config.data.seq_len, mesh.coordinate("cp"), mesh.ulysses, mesh.ring)
+def _positions(seq_len: int, mesh: Mesh) -> torch.Tensor:
+    return positions_held(seq_len, mesh.coordinate("cp"), mesh.ulysses, mesh.ring)
 
 
 def _ranks(plan: Arrangement, mesh: Mesh) -> Ranks:
@@ -271,7 +300,7 @@ def _ranks(plan: Arrangement, mesh: Mesh) -> Ranks:
 
 def _checkpoints(plan: Arrangement, mesh: Mesh, bytes_each: int) -> Checkpoints:
     section = plan.config.checkpoint
-    period = section.keep_every.in_tokens(plan.config.train.batch.amount) if section.keep_every else None
+    period = Timeline.of(plan.config).tokens_of(section.keep_every) if section.keep_every else None
     return Checkpoints(
         run_directory(plan.config),
         _ranks(plan, mesh),

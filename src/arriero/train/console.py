@@ -125,8 +125,8 @@ class ConsoleProgress(Hook):
             )
 
     def _share(self, session: "Session", tokens: int) -> float:
-        if session.total_steps:
-            return tokens / (session.total_steps * session.tokens_per_step)
+        if session.total_tokens:
+            return tokens / session.total_tokens
         return min(1.0, (time.monotonic() - self._start) / session.config.train.horizon.amount)
 
     def _seconds_left(self, session: "Session", step: int) -> float | None:

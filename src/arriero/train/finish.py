@@ -19,6 +19,7 @@ from arriero.checkpoint.manifest import make_durable
 from arriero.checkpoint.pieces import Piece, pieces_of
 from arriero.checkpoint.ranks import Ranks
 from arriero.config.schema import RunConfig
+from arriero.config.timeline import total_steps
 from arriero.data.tokens.separators import Separators
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition
 from arriero.errors import UserError
@@ -31,7 +32,7 @@ from arriero.train.outcome import Outcome
 from arriero.train.rundir import run_directory, starts_over
 from arriero.train.sample import continue_text
 from arriero.train.saving import read_state
-from arriero.train.session import Decision, Session, total_steps
+from arriero.train.session import Decision, Session
 
 MODEL = "model"
 Stop = Callable[[], bool]

@@ -94,8 +94,8 @@ class LedgerFile(Hook):
 
     def on_start(self, session: "Session") -> None:
         if session.mesh.world.leads:
-            per_step = session.config.train.batch.amount // session.config.data.seq_len
-            self._begun = begin_ledger(session.run_dir, session.stream, per_step, self._checkpoint)
+            sequences = session.timeline.phases[0].sequences
+            self._begun = begin_ledger(session.run_dir, session.stream, sequences, self._checkpoint)
         self.write(session)
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:

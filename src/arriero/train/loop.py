@@ -43,17 +43,17 @@ def _train(session: Session, outcome: Outcome) -> None:
     while not done:
         with watch.waiting_for_data():
             batch = next(session.loader)
-        lr = session.config.optim.lr * session.schedule.at(outcome.tokens)
-        loss = session.passes.gradients(batch, session.optimizer.loss_scale)
+        lr = session.schedule.at(outcome.steps)
+        loss = session.passes_at(outcome.steps).gradients(batch, session.optimizer.loss_scale)
         grad_norm = session.optimizer.step(lr)
         outcome.steps += 1
-        outcome.tokens += session.tokens_per_step
+        outcome.tokens = session.timeline.tokens_after(outcome.steps)
         watch.count(batch.real_tokens, session.flops(batch))
         session.hooks.on_step(session, outcome.steps, outcome.tokens)
 
         now = session.seconds_since(start)
         done = session.finished(outcome.tokens, now)
-        evaluates = session.evaluation.due(outcome.tokens, now) or done
+        evaluates = session.is_due(session.evaluation, outcome, now) or done
         saves = session.saver.due(session, outcome, now, done)
         if outcome.steps % session.config.observe.log_every == 0 or outcome.steps == 1 or evaluates or saves:
             lap = watch.lap()

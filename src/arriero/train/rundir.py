@@ -4,10 +4,11 @@ from pathlib import Path
 
 from arriero.config.load import config_from_toml
 from arriero.config.schema import RunConfig
+from arriero.config.timeline import Timeline
 from arriero.config.toml import to_toml, toml_value
 from arriero.data.order.ledger import LEDGER, read_ledger
 from arriero.errors import UserError
-from arriero.train.schedule import make_shape
+from arriero.train.schedule import Rates
 
 _FREE_SECTIONS = ("parallel", "memory", "checkpoint", "observe", "schedule")
 _FREE = (
@@ -50,8 +51,9 @@ def refuse_foreign(config: RunConfig) -> None:
             "choose another name with --set run.name=NAME, or remove that directory",
         )
     if (directory / LEDGER).exists():
-        ledger = read_ledger(directory)
-        refuse_other_rates(there, config, ledger.samples // ledger.batch_sequences)
+        steps = Timeline.of(there).steps_before(read_ledger(directory).samples)
+        refuse_other_phases(there, config, steps)
+        refuse_other_rates(there, config, steps)
 
 
 def starts_over(config: RunConfig) -> bool:
@@ -87,12 +89,22 @@ def _differences(there: RunConfig, here: RunConfig) -> list[str]:
     return changed
 
 
+def refuse_other_phases(there: RunConfig, here: RunConfig, steps: int) -> None:
+    """Batch, sequence length and learning rate of steps that were taken cannot change; later ones may."""
+    old, new = (Timeline.of(config).until(steps) for config in (there, here))
+    if old != new:
+        raise UserError(
+            f"{run_directory(here)} has taken {steps} steps, and data.phases changes the batch, "
+            "sequence length or learning rate of some of them",
+            f"let new phases begin at '{steps} steps' or later, or choose another run.name",
+        )
+
+
 def refuse_other_rates(there: RunConfig, here: RunConfig, steps: int) -> None:
     """A run may be lengthened, and its schedule change, where the steps it took had the same rates."""
-    old, new = (make_shape(config.schedule, config.train) for config in (there, here))
-    tokens = here.train.batch.amount
+    old, new = Rates(there), Rates(here)
     for step in range(steps):
-        if (was := old.at(step * tokens)) != (now := new.at(step * tokens)):
+        if (was := old.share(step)) != (now := new.share(step)):
             keep = there.schedule.horizon or there.train.horizon
             raise UserError(
                 f"step {step + 1} of {run_directory(here)} had {was:.4g} of the peak learning rate, and "

@@ -60,7 +60,7 @@ class Saver:
         """All ranks come to the same answer."""
         self._tell(session)
         asked, self._stop = self._agreed(session, done)
-        wanted = asked or self._stop or self._cadence.due(outcome.tokens, now) or (done and self._at_end)
+        wanted = asked or self._stop or session.is_due(self._cadence, outcome, now) or (done and self._at_end)
         return bool(wanted) and outcome.steps != self._saved_step
 
     def save(self, session: "Session", outcome: Outcome, now: float) -> float:

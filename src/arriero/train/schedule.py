@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from arriero.config.schema import ScheduleSection, TrainSection
+from arriero.config.schema import RunConfig, ScheduleSection, TrainSection
+from arriero.config.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -12,80 +13,100 @@ class Shape:
     """Where a schedule's parts lie, in tokens."""
 
     kind: str
-    step: int
     warmup: int
     horizon: int
     floor: float
     decay: int
 
-    def at(self, tokens: int) -> float:
-        return _SHAPES[self.kind](self, tokens)
+    def at(self, tokens: int, step: int) -> float:
+        """The share of the peak for a step of `step` tokens, after `tokens`."""
+        return _SHAPES[self.kind](self, tokens, step)
 
 
-def make_shape(schedule: ScheduleSection, train: TrainSection) -> Shape:
-    step = train.batch.amount
+def make_shape(schedule: ScheduleSection, train: TrainSection, timeline: Timeline) -> Shape:
     end = schedule.horizon or train.horizon
-    horizon = end.in_tokens(step) if end.unit != "s" else 0
-    warmup = schedule.warmup.in_tokens(step) if schedule.warmup else 0
+    horizon = timeline.tokens_of(end) if end.unit != "s" else 0
+    warmup = timeline.tokens_of(schedule.warmup) if schedule.warmup else 0
     if schedule.kind == "fms" and schedule.warmup is None:
-        warmup = min(2000 * step, horizon // 20)
-    decay = schedule.decay.in_tokens(step) if schedule.decay else horizon // 5
+        warmup = min(timeline.tokens_after(2000), horizon // 20)
+    decay = horizon // 5
+    if schedule.decay:
+        decay = schedule.decay.amount
+        if schedule.decay.unit == "steps":
+            decay = horizon - timeline.tokens_after(max(0, timeline.steps_of(end) - decay))
     floor = (
         schedule.floor if schedule.floor is not None else {"cosine": 0.1, "fms": 0.1}.get(schedule.kind, 0.0)
     )
-    return Shape(schedule.kind, step, warmup, horizon, floor, decay)
+    return Shape(schedule.kind, warmup, horizon, floor, decay)
 
 
-def _warmup(shape: Shape, tokens: int) -> float:
+class Rates:
+    """The learning rate of each step of a run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.timeline = Timeline.of(config)
+        self._shape = make_shape(config.schedule, config.train, self.timeline)
+        self._peak = config.optim.lr
+
+    def at(self, step: int) -> float:
+        """After `step` steps."""
+        phase = self.timeline.at(step)
+        return (phase.lr or self._peak) * self.share(step)
+
+    def share(self, step: int) -> float:
+        return self._shape.at(self.timeline.tokens_after(step), self.timeline.at(step).batch)
+
+
+def _warmup(shape: Shape, tokens: int, step: int) -> float:
     """The step that completes the warm-up is the first at full rate; no step has rate zero."""
-    done = tokens + shape.step
+    done = tokens + step
     return min(1.0, done / shape.warmup) if shape.warmup else 1.0
 
 
-def _after_warmup(shape: Shape, tokens: int) -> float:
+def _after_warmup(shape: Shape, tokens: int, step: int) -> float:
     """0 at the end of the warm-up, 1 at the last step."""
-    done = tokens + shape.step
+    done = tokens + step
     return min(1.0, max(0.0, (done - shape.warmup) / max(1, shape.horizon - shape.warmup)))
 
 
-def _constant(shape: Shape, tokens: int) -> float:
-    return _warmup(shape, tokens)
+def _constant(shape: Shape, tokens: int, step: int) -> float:
+    return _warmup(shape, tokens, step)
 
 
-def _linear(shape: Shape, tokens: int) -> float:
-    return _warmup(shape, tokens) * (1 - (1 - shape.floor) * _after_warmup(shape, tokens))
+def _linear(shape: Shape, tokens: int, step: int) -> float:
+    return _warmup(shape, tokens, step) * (1 - (1 - shape.floor) * _after_warmup(shape, tokens, step))
 
 
-def _cosine(shape: Shape, tokens: int) -> float:
-    swing = 0.5 * (1 + math.cos(math.pi * _after_warmup(shape, tokens)))
-    return _warmup(shape, tokens) * (shape.floor + (1 - shape.floor) * swing)
+def _cosine(shape: Shape, tokens: int, step: int) -> float:
+    swing = 0.5 * (1 + math.cos(math.pi * _after_warmup(shape, tokens, step)))
+    return _warmup(shape, tokens, step) * (shape.floor + (1 - shape.floor) * swing)
 
 
-def _wsd(shape: Shape, tokens: int) -> float:
-    left = (shape.horizon - tokens - shape.step) / max(1, shape.decay)
-    return _warmup(shape, tokens) * (shape.floor + (1 - shape.floor) * min(1.0, max(0.0, left)))
+def _wsd(shape: Shape, tokens: int, step: int) -> float:
+    left = (shape.horizon - tokens - step) / max(1, shape.decay)
+    return _warmup(shape, tokens, step) * (shape.floor + (1 - shape.floor) * min(1.0, max(0.0, left)))
 
 
-def _frontier(shape: Shape, tokens: int) -> float:
+def _frontier(shape: Shape, tokens: int, step: int) -> float:
     """frontier-torchtitan: (s + 1)/(w + 1), then a line that reaches zero one step past the last."""
     if tokens < shape.warmup:
-        return (tokens + shape.step) / (shape.warmup + shape.step)
+        return (tokens + step) / (shape.warmup + step)
     passed = (tokens - shape.warmup) / max(1, shape.horizon - shape.warmup)
     return max(shape.floor, 1 - passed)
 
 
-def _fms(shape: Shape, tokens: int) -> float:
+def _fms(shape: Shape, tokens: int, _: int) -> float:
     """fms-fsdp: a quadratic warm-up under a cosine that starts at token 0."""
     rest = 1 - min(tokens, shape.warmup) / shape.warmup if shape.warmup else 0.0
     swing = 0.5 * (1 + math.cos(math.pi * min(1.0, tokens / shape.horizon)))
     return min(1 - rest**2, shape.floor + (1 - shape.floor) * swing)
 
 
-def _fms_annealing(shape: Shape, tokens: int) -> float:
+def _fms_annealing(shape: Shape, tokens: int, _: int) -> float:
     return max(shape.floor, 1 - tokens / shape.horizon)
 
 
-_SHAPES: dict[str, Callable[[Shape, int], float]] = {
+_SHAPES: dict[str, Callable[[Shape, int, int], float]] = {
     "constant": _constant,
     "linear": _linear,
     "cosine": _cosine,

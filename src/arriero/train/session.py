@@ -4,6 +4,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from arriero import __version__
 from arriero.config.schema import RunConfig
+from arriero.config.timeline import Timeline, total_steps
 from arriero.data.order.loader import Batch, Loader
 from arriero.data.order.order import Stream
 from arriero.data.order.streams import Outlook
@@ -27,7 +29,7 @@ from arriero.train.optim import Optimizer
 from arriero.train.outcome import Outcome
 from arriero.train.passes import Passes
 from arriero.train.saving import Saver
-from arriero.train.schedule import Shape
+from arriero.train.schedule import Rates
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,9 @@ class Session:
     compute: torch.dtype
     mesh: Mesh
     parts: Sequence[LanguageModel]
-    passes: Passes
+    phase_passes: Sequence[Passes]
     optimizer: Optimizer
-    schedule: Shape
+    schedule: Rates
     stream: Stream
     outlooks: Sequence[Outlook]
     loader: Loader
@@ -71,19 +73,35 @@ class Session:
     outcome: Outcome
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.config.train.batch.amount
+    def timeline(self) -> Timeline:
+        return self.schedule.timeline
 
     @property
+    def passes(self) -> Passes:
+        """Those of the first phase, which also evaluate."""
+        return self.phase_passes[0]
+
+    def passes_at(self, step: int) -> Passes:
+        return self.phase_passes[self.timeline.phases.index(self.timeline.at(step))]
+
+    @cached_property
     def total_steps(self) -> int | None:
         """None when the end is a wall time."""
         return total_steps(self.config)
+
+    @cached_property
+    def total_tokens(self) -> int | None:
+        return None if self.total_steps is None else self.timeline.tokens_after(self.total_steps)
 
     @property
     def timed(self) -> bool:
         config = self.config
         spans = (config.train.horizon, config.eval.every, config.checkpoint.every)
         return any(span and span.unit == "s" for span in spans)
+
+    def is_due(self, cadence: Cadence, outcome: Outcome, now: float) -> bool:
+        batch = self.timeline.at(outcome.steps - 1).batch
+        return cadence.due(outcome.steps, outcome.tokens, batch, now)
 
     def seconds_since(self, start: float) -> float:
         """By the first rank's clock where time decides anything: ranks must decide alike."""
@@ -92,9 +110,9 @@ class Session:
 
     def finished(self, tokens: int, seconds: float) -> bool:
         """At the horizon; a run by wall time also where its data may not be read further."""
-        if self.total_steps is not None:
-            return tokens >= self.total_steps * self.tokens_per_step
-        exhausted = self.most_steps is not None and tokens >= self.most_steps * self.tokens_per_step
+        if self.total_tokens is not None:
+            return tokens >= self.total_tokens
+        exhausted = self.most_steps is not None and tokens >= self.timeline.tokens_after(self.most_steps)
         return exhausted or seconds >= self.config.train.horizon.amount
 
     @property
@@ -125,8 +143,3 @@ class Session:
                 "python": platform.python_version(),
             },
         }
-
-
-def total_steps(config: RunConfig) -> int | None:
-    horizon, batch = config.train.horizon, config.train.batch.amount
-    return None if horizon.unit == "s" else -(-horizon.in_tokens(batch) // batch)

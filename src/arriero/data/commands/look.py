@@ -18,6 +18,7 @@ from arriero.units import human_count
 
 if TYPE_CHECKING:
     from arriero.config.schema import RunConfig
+    from arriero.config.timeline import Timeline
     from arriero.data.order.audit import Audit
     from arriero.data.order.loader import Batch
     from arriero.data.order.order import Stream
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 Run = Annotated[Path, typer.Argument(help="A run directory, or a run file.", show_default=False)]
 LISTED = 16
+LAST_STEP = 10**9
 
 
 def show(
@@ -42,6 +44,7 @@ def show(
 
     Example: arriero data show runs/demo --step 81234 --sample 3
     """
+    from arriero.config.timeline import total_steps
     from arriero.data.order.loader import Loader
     from arriero.data.tokens.separators import separators_of
     from arriero.data.tokens.tokenizer import tokenizer_of
@@ -49,22 +52,24 @@ def show(
     console = make_console(as_json)
     config = _config(run, sets)
     streams = _streams(config, _directory(run), console)
-    per_step = streams.batch_sequences
+    timeline = streams.timeline
+    if step > LAST_STEP:
+        raise UserError(f"--step {step} is beyond any run", f"give a step up to {LAST_STEP:,}")
+    phase = timeline.at(step - 1)
+    per_step = phase.sequences
     if sample >= per_step:
         raise UserError(f"a step has {per_step} sequences, and --sample is {sample}", "count from 0")
-    first = (step - 1) * per_step
+    first = timeline.samples_after(step - 1)
     if as_json:
         print_json(_shown(config, streams, step, sample))
         return
     console.print(
         f"step {step}: samples {first:,} to {first + per_step - 1:,}, "
-        f"{per_step} sequences of {config.data.seq_len} tokens, packing {config.data.packing}"
+        f"{per_step} sequences of {phase.seq_len} tokens, packing {config.data.packing}"
     )
-    horizon = config.train.horizon
-    if horizon.unit != "s" and (step - 1) * config.train.batch.amount >= horizon.in_tokens(
-        config.train.batch.amount
-    ):
-        console.print(f"[yellow]the run ends before this step, after {horizon}")
+    steps = total_steps(config)
+    if steps is not None and step > steps:
+        console.print(f"[yellow]the run ends before this step, after {config.train.horizon}")
     console.print(_listing(streams.train, first, per_step, sample))
     with Loader(streams.train, 1, first + sample, documents=config.data.document_mask) as loader:
         batch = next(loader)
@@ -81,8 +86,8 @@ def _shown(config: "RunConfig", streams: "Streams", step: int, sample: int) -> d
     from arriero.data.order.loader import IGNORED, Loader
     from arriero.data.tokens.tokenizer import tokenizer_of
 
-    stream, per_step = streams.train, streams.batch_sequences
-    first = (step - 1) * per_step
+    stream, phase = streams.train, streams.timeline.at(step - 1)
+    per_step, first = phase.sequences, streams.timeline.samples_after(step - 1)
     located = stream.locate(np.arange(first, first + per_step))
     with Loader(stream, 1, first + sample, documents=config.data.document_mask) as loader:
         batch = next(loader)
@@ -99,7 +104,7 @@ def _shown(config: "RunConfig", streams: "Streams", step: int, sample: int) -> d
         "step": step,
         "first_sample": first,
         "sequences": per_step,
-        "seq_len": config.data.seq_len,
+        "seq_len": phase.seq_len,
         "packing": config.data.packing,
         "samples": samples,
         "sample": {
@@ -140,17 +145,18 @@ def audit(
         if not proof.problems:
             proof.problems += _changed_files(streams.train, checksums, bar)
     if as_json:
-        print_json(_audited(directory, proof, checksums))
+        print_json(_audited(directory, proof, streams.timeline, checksums))
         raise typer.Exit(1 if proof.problems else 0)
     if proof.problems:
         for problem in proof.problems:
             console.print(f"[bold red]does not hold:[/] {escape(problem)}", soft_wrap=True)
         raise typer.Exit(1)
-    _print_proof(console, proof, checksums)
+    _print_proof(console, proof, streams.timeline, checksums)
 
 
-def _audited(directory: Path, proof: "Audit", checksums: bool) -> dict[str, Any]:
+def _audited(directory: Path, proof: "Audit", timeline: "Timeline", checksums: bool) -> dict[str, Any]:
     ledger, stream = proof.ledger, proof.stream
+    steps = timeline.steps_before(ledger.samples)
     sources = []
     if not proof.problems:
         for source, cut, drawn in zip(stream.sources, stream.cuts, stream.drawn(ledger.samples), strict=True):
@@ -160,29 +166,30 @@ def _audited(directory: Path, proof: "Audit", checksums: bool) -> dict[str, Any]
         "holds": not proof.problems,
         "problems": proof.problems,
         "samples": ledger.samples,
-        "steps": ledger.samples // ledger.batch_sequences,
-        "tokens": ledger.samples * stream.seq_len,
+        "steps": steps,
+        "tokens": timeline.tokens_after(steps),
         "read_again": proof.discarded,
         "checksums_compared": checksums,
         "sources": sources,
     }
 
 
-def _print_proof(console: Console, proof: "Audit", read_all: bool) -> None:
+def _print_proof(console: Console, proof: "Audit", timeline: "Timeline", read_all: bool) -> None:
     ledger, stream = proof.ledger, proof.stream
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("source", "samples seen", "of", "epochs", "each sample was seen"):
         table.add_column(heading, justify="left" if heading == "source" else "right", overflow="fold")
-    for source, cut, drawn in zip(stream.sources, stream.cuts, stream.drawn(ledger.samples), strict=True):
-        whole, rest = divmod(int(drawn), cut.count)
-        times = f"{whole} or {whole + 1} times" if rest else f"{whole} times"
-        table.add_row(escape(source.name), f"{drawn:,}", f"{cut.count:,}", f"{drawn / cut.count:.4g}", times)
+    for i, drawn in enumerate(stream.drawn(ledger.samples).tolist()):
+        whole, partly = stream.readings[i].epochs_before(drawn)
+        times = f"{whole} or {whole + 1} times" if partly else f"{whole} times"
+        epochs, name = stream.readings[i].epochs(drawn), escape(stream.sources[i].name)
+        table.add_row(name, f"{drawn:,}", f"{stream.counts[i]:,}", f"{epochs:.4g}", times)
     console.print(table)
-    steps = ledger.samples // ledger.batch_sequences
+    steps = timeline.steps_before(ledger.samples)
     bytes_proved = "every byte was compared" if read_all else "their bytes were not read (--checksums does)"
     console.print(
         f"holds: {ledger.samples:,} samples in {steps:,} steps, "
-        f"{human_count(ledger.samples * stream.seq_len)} slots; none twice within an epoch, none skipped; "
+        f"{human_count(timeline.tokens_after(steps))} slots; none twice within an epoch, none skipped; "
         f"the datasets' manifests are the ones the run began with, {bytes_proved}",
         soft_wrap=True,
     )
@@ -218,7 +225,8 @@ def _listing(stream: "Stream", first: int, per_step: int, chosen: int) -> Table:
     for k, (source, epoch, index) in enumerate(zip(*located, strict=True), begin):
         mark = ">" if k == chosen else ""
         name = escape(stream.sources[source].name)
-        table.add_row(mark, str(k), name, str(epoch + 1), f"{index:,} of {stream.counts[source]:,}")
+        count = stream.cut_of(first, int(source), int(epoch)).count
+        table.add_row(mark, str(k), name, str(epoch + 1), f"{index:,} of {count:,}")
     if per_step > LISTED:
         table.caption = f"{len(samples)} of {per_step}"
     return table

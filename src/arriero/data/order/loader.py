@@ -12,7 +12,6 @@ import torch
 from arriero.data.order.ledger import Stretch, checksum
 from arriero.data.order.order import EvalStream, Stream, fingerprint_of
 from arriero.data.order.rows import IGNORED, Rows
-from arriero.errors import UserError
 
 __all__ = ["IGNORED", "Batch", "Loader"]
 
@@ -27,6 +26,7 @@ class Batch:
     positions_BT: torch.Tensor | None = None
     documents_BT: torch.Tensor | None = None
     real_tokens: int = 0
+    slots: int = 0
     checksum: int = 0
 
     def split(self, sequences: int) -> "Iterator[Batch]":
@@ -57,15 +57,17 @@ def _several(documents_BT: torch.Tensor) -> bool:
 
 
 class Loader:
-    """Global batches of `batch_sequences` from `start_sample` on, cut into one consecutive part per rank.
+    """Global batches from `start_sample` on, cut into one consecutive part per rank.
 
-    A finite stream ends with a batch filled up with ignored labels, so all ranks see equally many batches.
+    `batch_sequences` is the size of a batch, or says it for the batch that begins at a sample. All ranks get
+    equally many rows: a part that is one sequence shorter than others, and the last batch of a finite stream,
+    are filled up with rows whose labels are ignored.
     """
 
     def __init__(
         self,
         stream: Stream | EvalStream,
-        batch_sequences: int,
+        batch_sequences: int | Callable[[int], int],
         start_sample: int = 0,
         rank: int = 0,
         ranks: int = 1,
@@ -73,17 +75,11 @@ class Loader:
         pin: bool = False,
         documents: bool = False,
     ) -> None:
-        if batch_sequences < 1 or batch_sequences % ranks:
-            raise UserError(
-                f"a batch of {batch_sequences} sequences does not divide over {ranks} data-parallel ranks",
-                f"make it a multiple of {ranks}",
-            )
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
         self._stream = stream
-        self._batch_sequences = batch_sequences
-        self._local = batch_sequences // ranks
-        self._rank = rank
+        self._sequences = batch_sequences if callable(batch_sequences) else lambda _: batch_sequences
+        self._rank, self._ranks = rank, ranks
         self._pin = pin
         self._first = self._consumed = start_sample
         self._checksum = 0
@@ -111,10 +107,10 @@ class Loader:
             raise StopIteration
         item = self._ready.get()
         if isinstance(item, Batch):
-            self._consumed = item.first_sample + self._batch_sequences
+            self._consumed = item.first_sample + self._sequences(item.first_sample)
             self._checksum = (self._checksum + item.checksum) % 2**64
             self._real_tokens += item.real_tokens
-            self._slots += item.tokens_BT.numel()
+            self._slots += item.slots
             return item
         self.close()
         if item is None:
@@ -142,18 +138,19 @@ class Loader:
                     self._ready.put(None)
                     return
                 self._ready.put(self._make(sample))
-                sample += self._batch_sequences
+                sample += self._sequences(sample)
         except BaseException as error:
             self._ready.put(error)
 
     def _make(self, first_sample: int) -> Batch:
-        begin = first_sample + self._rank * self._local
-        end = begin + self._local
+        sequences = self._sequences(first_sample)
+        begin, end = (first_sample + n * sequences // self._ranks for n in (self._rank, self._rank + 1))
         if self._stream.samples is not None:
             end = max(begin, min(end, self._stream.samples))
         samples = np.arange(begin, end)
         located = self._stream.locate(samples)
-        shape = (self._local, self._rows.width(first_sample, located))
+        width = self._rows.width(first_sample, located)
+        shape = (-(-sequences // self._ranks), width)
         tokens_BT, labels_BT = self._empty(shape), self._empty(shape)
         real, begins = self._rows.fill(first_sample, located, tokens_BT.numpy(), labels_BT.numpy())
         marks = ()
@@ -166,6 +163,7 @@ class Loader:
             labels_BT,
             *marks,
             real_tokens=real,
+            slots=len(samples) * width,
             checksum=checksum(samples, located),
         )
 

@@ -2,11 +2,11 @@
 
 `pack.py` cuts each source into the samples of one epoch, `reading.py` orders them: a source finishes one
 epoch before it begins the next. Sources are mixed in blocks of 8,192 samples (`mixture.py`). Weights are
-shares of tokens: where samples differ in length, a source's share of samples is its weight divided by the mean tokens
-of its samples, so that its share of tokens is right over its epochs. A later phase with other sources or
-weights begins at its first sample with a fresh block; the past stays as it was, and a source that is used
-again continues where it stood. A change that moves a sample needs a new ORDER_VERSION; a run keeps the
-version it began with.
+shares of tokens: where samples differ in length, a source's share of samples is its weight divided by the
+mean tokens of its samples, so that its share of tokens is right over its epochs. A later phase with other
+sources or weights begins at its first sample with a fresh block; the past stays as it was, and a source that
+is used again continues where it stood. A change that moves a sample needs a new ORDER_VERSION; a run
+keeps the version it began with.
 """
 
 import hashlib
@@ -110,7 +110,7 @@ class Stream(_Cut):
     ) -> None:
         if version not in _MIXTURES:
             raise UserError(
-                f"the run was ordered by version {version}, and this Arriero knows versions up to {ORDER_VERSION}",
+                f"the run was ordered by version {version}, this Arriero knows those up to {ORDER_VERSION}",
                 "use the Arriero that began it",
             )
         if any(b.first_sample <= a.first_sample for a, b in pairwise([Change(0), *changes])):

@@ -106,6 +106,29 @@ class Reading:
     def epochs(self, draws: int) -> float:
         return float(self.tokens(draws) / self.whole.tokens)
 
+    def tokens_of_epoch(self, epoch: int) -> int:
+        """What a finished epoch has read, in windows of one or several lengths; a multiple of all of them is
+        left unread only where it fills no sample."""
+        total = 0
+        for leg, after in zip(self.legs, [*self.legs[1:], None], strict=True):
+            whole_epochs = epoch - leg.epoch - (leg.rest is not None)
+            if whole_epochs < 0:
+                first, count = leg.first, leg.rest_count if epoch == leg.epoch else 0
+            else:
+                first, count = leg.first + leg.rest_count + whole_epochs * leg.whole.count, leg.whole.count
+            end = first + count if after is None else min(first + count, after.first)
+            total += max(0, end - first) * leg.seq_len
+        return total
+
+    def epochs_before(self, draw: int) -> tuple[int, bool]:
+        """Whole epochs that were read before a draw, and whether another has begun."""
+        leg = self._leg(draw)
+        epoch, place, rest = self._state(leg, draw)
+        return epoch, bool(place) or rest
+
+    def _leg(self, draw: int) -> _Leg:
+        return [leg for leg in self.legs if leg.first <= draw][-1]
+
     def draws_within(self, epochs: float) -> int:
         """The most draws that read at most so many epochs."""
         left = floor(Fraction(epochs) * self.whole.count) * Fraction(self.whole.tokens, self.whole.count)

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from arriero.config.schema import RunConfig, SourceSection
+from arriero.config.timeline import Timeline
 from arriero.data.order.mixture import BLOCK
 from arriero.data.order.order import ORDER_VERSION, Change, EvalStream, Stream, split_heldout
 from arriero.data.order.pack import Packing, Source
@@ -26,7 +28,7 @@ class Streams:
     train: Stream
     heldout: EvalStream | None
     stores: Sequence[TokenStore]
-    batch_sequences: int
+    timeline: Timeline
 
 
 def build_streams(config: RunConfig, progress: Progress, version: int = ORDER_VERSION) -> Streams:
@@ -34,9 +36,8 @@ def build_streams(config: RunConfig, progress: Progress, version: int = ORDER_VE
 
     `version` is that of the order; a run that has begun keeps its own.
     """
-    data, tokens_per_step = config.data, config.train.batch.amount
-    sequences = tokens_per_step // data.seq_len
-    sections = [*data.sources, *(source for phase in data.phases for source in phase.sources)]
+    data, timeline = config.data, Timeline.of(config)
+    sections = [*data.sources, *(source for phase in data.phases for source in phase.sources or ())]
     opened = _open(sections, Path(data.cache), progress)
     heldout = config.eval.heldout.amount if config.eval.heldout else 0
     spans = {path: split_heldout(store, heldout) for path, store in opened.items()}
@@ -49,34 +50,35 @@ def build_streams(config: RunConfig, progress: Progress, version: int = ORDER_VE
 
     changes = [
         Change(
-            -(-phase.at.in_tokens(tokens_per_step) // tokens_per_step) * sequences,
-            [source(section, 0) for section in phase.sources],
+            phase.sample,
+            [source(each, 0) for each in section.sources] if section.sources else None,
+            section.seq_len if phase.seq_len != before.seq_len else None,
         )
-        for phase in data.phases
+        for section, (before, phase) in zip(data.phases, pairwise(timeline.phases), strict=True)
     ]
     train = [source(section, 0) for section in data.sources]
     stream = Stream(train, data.seq_len, config.run.seed, packing, changes, version)
     held = {section.path: source(section, 1) for section in reversed(sections)}
     ordered = [held[path] for path in opened]
     evaluation = EvalStream(ordered, data.seq_len, packing) if heldout else None
-    return Streams(stream, evaluation, list(opened.values()), sequences)
+    return Streams(stream, evaluation, list(opened.values()), timeline)
 
 
 def steps_within_caps(streams: Streams) -> int | None:
     """The whole steps that every source's max_epochs allows; None when none is capped."""
     beyond = streams.train.first_beyond_cap(BLOCK * 2**32)
-    return None if beyond is None else beyond[0] // streams.batch_sequences
+    return None if beyond is None else streams.timeline.steps_before(beyond[0])
 
 
 def refuse_over_repetition(streams: Streams, steps: int | None) -> None:
     """Ends a run before it begins where a max_epochs forbids a step of it: by wall time, the first one."""
-    beyond = streams.train.first_beyond_cap((steps or 1) * streams.batch_sequences)
+    beyond = streams.train.first_beyond_cap(streams.timeline.samples_after(steps or 1))
     if beyond is not None:
         sample, number = beyond
         source = streams.train.sources[number]
         raise UserError(
             f"{source.name} would be read more than {source.max_epochs:g} times, its max_epochs, from step "
-            f"{sample // streams.batch_sequences + 1}{f' of {steps}' if steps else ''} on",
+            f"{streams.timeline.steps_before(sample) + 1}{f' of {steps}' if steps else ''} on",
             "raise its max_epochs, lower its weight, add a phase without it, or shorten train.horizon",
         )
 
@@ -99,24 +101,25 @@ def forecast(streams: Streams, steps: int | None, vocab_size: int = 0) -> list[O
 
     `vocab_size` is the model's, if there is a model.
     """
-    stream, per_step = streams.train, streams.batch_sequences
-    ever = steps * per_step if steps else BLOCK * 2**32
+    stream, timeline = streams.train, streams.timeline
+    ever = timeline.samples_after(steps) if steps else BLOCK * 2**32
     drawn = stream.drawn(ever)
     means = np.array([cut.tokens / cut.count for cut in stream.cuts])
     tokens = [phase.shares.per_sample * means for phase in stream.phases]
     shares = [each / each.sum() for each in tokens]
-    later = [phase.first_sample // per_step + 1 for phase in stream.phases[1:]]
+    later = [timeline.steps_before(phase.first_sample) + 1 for phase in stream.phases[1:]]
     outlooks = []
     for i, (source, cut) in enumerate(zip(stream.sources, stream.cuts, strict=True)):
-        repeat = stream.sample_of_draw(i, cut.count, ever)
+        reading = stream.readings[i]
+        repeat = stream.sample_of_draw(i, reading.first_repeat, ever)
         outlooks.append(
             Outlook(
                 name=source.name,
                 share=float(shares[0][i]),
                 tokens_per_epoch=cut.tokens,
                 utilisation=cut.tokens / cut.slots,
-                epochs=float(drawn[i] / cut.count) if steps else None,
-                first_repeat=None if repeat is None else repeat // per_step + 1,
+                epochs=reading.epochs(int(drawn[i])) if steps else None,
+                first_repeat=None if repeat is None else timeline.steps_before(repeat) + 1,
                 remarks=[
                     *cut.remarks,
                     *(
