@@ -1,6 +1,8 @@
 """Packings seen through the loader: what a model would be fed, on any number of ranks."""
 
+import hashlib
 import itertools
+import re
 from collections import Counter
 
 import numpy as np
@@ -9,10 +11,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arriero.data.order.bestfit import best_fit_decreasing
+from arriero.data.commands.look import pack
+from arriero.data.order import bestfit
+from arriero.data.order.bestfit import Plan, Request, best_fit_decreasing, make_plan
 from arriero.data.order.loader import IGNORED, Loader
-from arriero.data.order.order import EvalStream, Stream
+from arriero.data.order.order import EvalStream, Stream, split_heldout
 from arriero.data.order.pack import Packing, Source
+from arriero.data.progress import silent
 from arriero.errors import UserError
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -186,7 +191,7 @@ def test_a_plan_is_built_once_and_a_damaged_one_again(make_store, tmp_path):
     stages = []
     packing = Packing("bestfit", cache=tmp_path / "c", progress=lambda *call: stages.append(call))
     first = EvalStream([Source(store)], 16, packing)
-    assert stages[-1] == ("packing", 150, 150)
+    assert stages[-1] == ("packing", 1, 1)
     built = len(stages)
     (plan,) = (tmp_path / "c" / "plans").iterdir()
     content = plan.read_bytes()
@@ -279,3 +284,92 @@ def test_padding_carries_no_label_and_does_not_change_a_tensor_shape(make_store,
     assert torch.equal(batch.labels_BT[0, 14:], torch.full((2,), IGNORED))
     assert batch.tokens_BT[0, 15].item() == store.eos_id
     assert batch.documents_BT[0].tolist() == [0] * 5 + [1] * 5 + [2] * 5 + [3]
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    for name, size in (("GROUP", 64), ("GROUPS_AT_ONCE", 3), ("UNIT", 16), ("UNITS_AT_ONCE", 2)):
+        monkeypatch.setattr(f"arriero.data.order.bestfit.{name}", size)
+
+
+def long_tailed(make_store):
+    lengths = (1 + np.random.default_rng(5).pareto(1.2, (4, 500)) * 8).astype(int).clip(0, 400)
+    lengths[0, :40] = 0
+    return make_store([[range(n) for n in row] for row in lengths.tolist()])
+
+
+def content(plan):
+    digest = hashlib.sha256(plan.pieces.tobytes())
+    digest.update(plan.offsets.tobytes())
+    return digest.hexdigest()
+
+
+OLD_PLANS = {
+    ("split", True): "f99b36af243203d4",
+    ("split", False): "e9089bd9d66b2d2b",
+    ("truncate", True): "f74f1662c279d8fd",
+    ("truncate", False): "5a62e6385c927b77",
+    ("drop", True): "8482af1e5ec07a04",
+    ("drop", False): "2dc823bb84d67798",
+}
+
+
+@pytest.mark.parametrize("long_docs", ["split", "truncate", "drop"])
+@pytest.mark.parametrize("span", [None, range(7, 9000)])
+@pytest.mark.usefixtures("small_groups")
+def test_a_plan_is_the_one_that_earlier_runs_used(make_store, tmp_path, long_docs, span):
+    """A change here gives other rows to every run that packs documents: it needs a new ORDER_VERSION."""
+    store = long_tailed(make_store)
+    request = Request(store, span or range(store.tokens), "bestfit", long_docs, 64, 3)
+    plan = make_plan(tmp_path / "plans", request, 1, silent)
+    assert content(plan)[:16] == OLD_PLANS[long_docs, span is None]
+    assert plan.counts["documents"] == (1960 if span is None else plan.counts["documents"])
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_a_plan_that_was_interrupted_is_resumed(make_store, tmp_path, monkeypatch):
+    store = long_tailed(make_store)
+    request = Request(store, range(store.tokens), "bestfit", "split", 64, 0)
+    whole = content(make_plan(tmp_path / "whole", request, 1, silent))
+    parts = []
+    original = bestfit._pack_part
+
+    def interrupted(*arguments):
+        if len(parts) == 4:
+            raise KeyboardInterrupt
+        parts.append(arguments[-1])
+        return original(*arguments)
+
+    monkeypatch.setattr(bestfit, "_pack_part", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(tmp_path / "plans", request, 1, silent)
+    assert not (tmp_path / "plans" / request.name).exists()
+    done, parts[:] = list(parts), []
+    monkeypatch.setattr(bestfit, "_pack_part", lambda *a: parts.append(a[-1]) or original(*a))
+    assert content(make_plan(tmp_path / "plans", request, 1, silent)) == whole
+    assert parts and not set(parts) & set(done)
+    assert [path.name for path in (tmp_path / "plans").iterdir()] == [request.name]
+
+
+def test_a_dataset_of_many_documents_is_packed_ahead(make_store, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bestfit, "UNITS_AT_ONCE", 1)
+    store = long_tailed(make_store)
+    packing = Packing("bestfit", cache=tmp_path / "cache")
+    train, heldout = split_heldout(store, 300)
+    monkeypatch.setattr(bestfit, "MOST_PLANNED", 1000)
+    command = re.escape(f"arriero data pack {store.directory} --seq-len 64 --heldout '{len(heldout)} tok'")
+    with pytest.raises(UserError, match=f"documents to pack, too many .*{command}"):
+        Stream([Source(store, train)], 64, 1, packing)
+    pack(store.directory, 64, heldout=f"{len(heldout)} tok", workers=2)
+    printed = capsys.readouterr().out
+    assert "training: 1" in printed and "held-out: " in printed and "filled" in printed
+    pack(store.directory, 64, heldout=f"{len(heldout)} tok")
+    assert "made before" in capsys.readouterr().out
+    stream = Stream([Source(store, train)], 64, 1, packing)
+    request = packing.request(stream.sources[0], 64)
+    assert content(Plan(store.directory / "plans" / request.name)) == content(
+        make_plan(tmp_path / "again", request, 1, silent)
+    )
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(UserError, match="--packing concat is unknown"):
+        pack(store.directory, 64, packing="concat")

@@ -1,8 +1,8 @@
-"""`arriero data show` and `arriero data audit`: what a run was or will be trained on, and the proof of it."""
+"""`arriero data pack`, `show` and `audit`: what a run was or will be trained on, and the proof of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -28,6 +28,66 @@ if TYPE_CHECKING:
 Run = Annotated[Path, typer.Argument(help="A run directory, or a run file.", show_default=False)]
 LISTED = 16
 LAST_STEP = 10**9
+
+
+def pack(
+    dataset: Annotated[Path, typer.Argument(help="A prepared dataset.", show_default=False)],
+    seq_len: Annotated[
+        int, typer.Option(help="data.seq_len of the runs to come.", min=1, show_default=False)
+    ],
+    packing: Annotated[str, typer.Option(help="data.packing: 'bestfit' or 'none'.")] = "bestfit",
+    long_docs: Annotated[str, typer.Option(help="data.long_docs: 'split', 'truncate' or 'drop'.")] = "split",
+    heldout: Annotated[str, typer.Option(help="eval.heldout of the runs, like '1M tok'.")] = "0 tok",
+    prompt: Annotated[str | None, typer.Option(help="The source's prompt, if it has one.")] = None,
+    workers: Annotated[int, typer.Option(help="Number of processes.", min=1)] = 1,
+    cache: Annotated[
+        Path | None, typer.Option(help="data.cache of the runs, where the dataset cannot be written.")
+    ] = None,
+) -> None:
+    """Plan the packing of a dataset ahead of training: which documents make up each row.
+
+    The plan is kept in DATASET/plans, or in CACHE/plans, where `arriero train` finds it. Interrupted, the
+    same command resumes. Datasets of up to 50 million documents are planned when a run starts.
+
+    Example: arriero data pack data/web --seq-len 8192 --heldout '10M tok' --workers 32
+    """
+    from arriero.data.order.bestfit import PLANS, find_plan, make_plan
+    from arriero.data.order.order import split_heldout
+    from arriero.data.order.pack import Packing, Source
+    from arriero.data.store.store import TokenStore
+    from arriero.data.tokens.tokenizer import tokenizer_of
+    from arriero.units import human_bytes, parse_span
+
+    console = Console(highlight=False)
+    _one_of("--packing", packing, ("bestfit", "none"))
+    _one_of("--long-docs", long_docs, ("split", "truncate", "drop"))
+    try:
+        span = parse_span(heldout)
+    except ValueError as error:
+        raise UserError(f"--heldout: {error}", "write it like '10M tok'") from None
+    if span.unit != "tok":
+        raise UserError(f"--heldout {heldout} is not a number of tokens", "write it like '10M tok'")
+    store = TokenStore.open(dataset)
+    ids = tuple(tokenizer_of(store).encode(prompt)) if prompt else ()
+    folder = (cache or store.directory) / PLANS
+    for part, tokens in zip(("training", "held-out"), split_heldout(store, span.amount), strict=True):
+        if not len(tokens):
+            continue
+        request = Packing(packing, long_docs).request(Source(store, tokens, prompt=ids), seq_len)
+        path, found = folder / request.name, find_plan(folder, request)
+        plan = found or _drawn(make_plan, folder, request, workers, console=console)
+        filled = plan.counts["tokens"] / max(1, plan.rows * seq_len)
+        console.print(
+            f"{part}: {plan.counts['documents']:,} documents in {plan.rows:,} rows of {seq_len}, "
+            f"{filled:.2%} filled, {human_bytes(path.stat().st_size)} in {path}"
+            + (", made before" if found else ""),
+            soft_wrap=True,
+        )
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"{option} {value} is unknown", f"choose {', '.join(allowed)}")
 
 
 def show(
@@ -285,6 +345,14 @@ def _streams(config: "RunConfig", run: Path, console: Console):
     from arriero.data.order.ledger import order_version
     from arriero.data.order.streams import build_streams
 
+    return _drawn(lambda draw: build_streams(config, draw, order_version(run)), console=console)
+
+
+T = TypeVar("T")
+
+
+def _drawn(work: Callable[..., T], *arguments: object, console: Console) -> T:
+    """Call `work` with these arguments and a progress bar."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}
 
@@ -293,4 +361,4 @@ def _streams(config: "RunConfig", run: Path, console: Console):
                 tasks[stage] = bar.add_task(stage, total=total)
             bar.update(tasks[stage], completed=done)
 
-        return build_streams(config, draw, order_version(run))
+        return work(*arguments, draw)

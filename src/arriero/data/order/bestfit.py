@@ -1,32 +1,48 @@
 """The plan of a packing that keeps documents whole: which pieces of which documents make up each row.
 
 A plan is built once and kept as one file, memory-mapped: the pieces (record: position of the first token,
-slots taken, flags), then for each row the number of its first piece, then what was counted, as JSON.
+slots taken, flags), then for each row the number of its first piece, then what was counted, as JSON. Pieces
+are packed in groups of equal size, each by itself, so that any number of processes can share the work, it can
+be resumed, and memory stays bounded.
 """
 
+import errno
+import fcntl
 import hashlib
+import io
 import json
+import multiprocessing
 import os
 import shutil
 import struct
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from arriero.data.progress import Progress
+from arriero.data.store.shards import write_durably
 from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
 
+PLANS = "plans"
 PLAN_VERSION = 1
 GROUP = 2**18
+GROUPS_AT_ONCE = 16
+UNIT = 2**16
+UNITS_AT_ONCE = 16
+MOST_PLANNED = 50_000_000
 PIECE = np.dtype([("start", "<i8"), ("slots", "<i4"), ("flags", "<i4")])
 BEGINS, GOES_ON = 1, 2
 _TAIL = struct.Struct("<Q8s")
 _MAGIC = b"arrpack1"
+_COUNTED = ("documents", "long_documents", "lost_tokens")
 
 
 class Plan:
@@ -51,91 +67,228 @@ class Plan:
         self.offsets = content[end : end + 8 * (rows + 1)].view("<i8")
 
 
-def open_plan(
-    cache: Path, store: TokenStore, span: range, request: dict[str, Any], progress: Progress
-) -> Plan:
-    """`request` says how to pack; a plan for the same tokens and request is used again."""
-    identity = {
-        "plan": PLAN_VERSION,
-        "dataset": store.fingerprint,
-        "span": [span.start, span.stop],
-        **request,
-    }
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-    path = cache / "plans" / f"{key}.plan"
+class Request(NamedTuple):
+    """How to pack the tokens of a span: what a plan depends on, beside the dataset."""
+
+    store: TokenStore
+    span: range
+    packing: str
+    long_docs: str
+    seq_len: int
+    prompt: int
+
+    @property
+    def name(self) -> str:
+        identity = {
+            "plan": PLAN_VERSION,
+            "dataset": self.store.fingerprint,
+            "span": [self.span.start, self.span.stop],
+            "packing": self.packing,
+            "long_docs": self.long_docs,
+            "seq_len": self.seq_len,
+            "prompt": self.prompt,
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32] + ".plan"
+
+    def command(self) -> str:
+        """What plans it ahead."""
+        words = [f"arriero data pack {self.store.directory} --seq-len {self.seq_len}"]
+        if self.packing != "bestfit":
+            words.append(f"--packing {self.packing}")
+        if self.long_docs != "split":
+            words.append(f"--long-docs {self.long_docs}")
+        if self.prompt:
+            words.append("--prompt '...'")
+        heldout = self.store.tokens - (self.span.start or self.span.stop)
+        return " ".join([*words, *([f"--heldout '{heldout} tok'"] if heldout else [])])
+
+
+def open_plan(cache: Path, request: Request, progress: Progress) -> Plan:
+    """The plan beside the dataset or in the cache; a small one is made now, in the cache."""
+    for folder in (request.store.directory / PLANS, cache / PLANS):
+        if (plan := find_plan(folder, request)) is not None:
+            return plan
+    documents = request.store.documents * len(request.span) // max(1, request.store.tokens)
+    if documents > MOST_PLANNED:
+        raise UserError(
+            f"{request.store.directory} has about {documents:,} documents to pack, too many to plan while "
+            "the ranks of a run wait",
+            f"plan it ahead: {request.command()}",
+        )
+    return make_plan(cache / PLANS, request, 1, progress)
+
+
+def find_plan(folder: Path, request: Request) -> Plan | None:
+    """None where there is none, or a damaged one."""
+    path = folder / request.name
     try:
         return Plan(path)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (ValueError, KeyError, OSError, struct.error):
-        path.unlink(missing_ok=True)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _build(path, store, span, request, progress)
-    except PermissionError as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, struct.error):
+        return None
+    except OSError as error:
         raise UserError(
-            f"the packing plan cannot be kept in {path.parent} ({error.strerror})",
-            "set data.cache to a directory you may write",
+            f"{path} cannot be read ({error.strerror})", "make it readable, or remove it"
         ) from None
+
+
+def make_plan(folder: Path, request: Request, workers: int, progress: Progress) -> Plan:
+    """A plan in `folder`, made by so many processes. One that was interrupted is resumed."""
+    path = folder / request.name
+    work = folder / f".{request.name}.work"
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        with _locked(work):
+            if find_plan(folder, request) is None:
+                _build(path, work, request, workers, progress)
+    except OSError as error:
+        raise UserError(
+            f"the packing plan cannot be kept in {folder} ({error.strerror})",
+            "make room, or set data.cache (or --cache) to a directory you may write",
+        ) from None
+    shutil.rmtree(work, ignore_errors=True)
     return Plan(path)
 
 
-def _build(path: Path, store: TokenStore, span: range, request: dict[str, Any], progress: Progress) -> None:
-    seq_len, prompt = request["seq_len"], request["prompt"]
-    counts: dict[str, Any] = defaultdict(int)
-    fd, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
-    making = Path(name)
-    try:
-        with os.fdopen(fd, "wb") as out, tempfile.TemporaryFile(dir=path.parent) as offsets:
-            for pieces in _grouped(store, span, prompt, seq_len, request["long_docs"], counts, progress):
-                row = _rows(pieces["slots"], seq_len, request["packing"])
-                order = np.argsort(row, kind="stable")
-                out.write(pieces[order].tobytes())
-                per_row = np.bincount(row)
-                ends = counts["pieces"] + np.cumsum(per_row)
-                offsets.write((ends - per_row).astype("<i8").tobytes())
-                counts["pieces"] += len(pieces)
-                counts["rows"] += len(per_row)
-                counts["tokens"] += int(pieces["slots"].sum())
-            offsets.write(struct.pack("<q", counts["pieces"]))
-            offsets.seek(0)
-            shutil.copyfileobj(offsets, out)
-            footer = json.dumps({"rows": 0, "pieces": 0, "tokens": 0, **counts}).encode()
-            out.write(footer + _TAIL.pack(len(footer), _MAGIC))
-            out.flush()
-            os.fsync(out.fileno())
-        making.replace(path)
-    finally:
-        making.unlink(missing_ok=True)
+@contextmanager
+def _locked(work: Path) -> Iterator[None]:
+    """One process at a time; another that makes the same plan waits and finds it made."""
+    with (work / "lock").open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+        yield
+
+
+def _build(path: Path, work: Path, request: Request, workers: int, progress: Progress) -> None:
+    """Count the pieces of every unit of documents: that fixes which pieces each group holds. Pack the groups,
+    a part of them at a time, then write where rows begin."""
+    units = np.array(list(_units(request.store, request.span)), np.int64).reshape(-1, 3)
+    np.save(work / "units.npy", units)
+    counts = np.zeros((len(units), 1 + len(_COUNTED)), np.int64)
+    numbers = range(0, len(units), UNITS_AT_ONCE)
+    for begin, counted in _by_processes(workers, _count_units, request, work, numbers):
+        counts[begin : begin + len(counted)] = counted
+        progress("counting", min(begin + UNITS_AT_ONCE, len(units)), len(units))
+    np.save(work / "ends.npy", np.cumsum(counts[:, 0]))
+    total, *others = counts.sum(axis=0).tolist()
+    with (work / "pieces").open("ab") as file:
+        file.truncate(total * PIECE.itemsize)
+    parts = range(0, total, GROUP * GROUPS_AT_ONCE)
+    left = [first for first in parts if not (work / f"{first}.npy").exists()]
+    done = len(parts) - len(left)
+    for _ in _by_processes(workers, _pack_part, request, work, left):
+        done += 1
+        progress("packing", done, len(parts))
+    _write_rows(work, parts, total, dict(zip(_COUNTED, others, strict=True)))
+    (work / "pieces").replace(path)
+
+
+def _by_processes(
+    workers: int, do: Callable[..., Any], request: Request, work: Path, numbers: Sequence[int]
+) -> Iterator[tuple[int, Any]]:
+    """Each number with what `do` returns for it, as they are finished."""
+    if workers == 1 or len(numbers) < 2:
+        yield from ((number, do(request, work, number)) for number in numbers)
+        return
+    context = multiprocessing.get_context("spawn")
+    sent = request.store.directory, request[1:], work
+    with ProcessPoolExecutor(min(workers, len(numbers)), context) as pool:
+        todo = {pool.submit(_in_worker, do, *sent, number): number for number in numbers}
+        try:
+            for each in as_completed(todo):
+                yield todo[each], each.result()
+        except BrokenProcessPool:
+            raise UserError(
+                "a worker process was killed", "repeat the command; with fewer --workers if memory ran out"
+            ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _in_worker(do: Callable[..., Any], directory: Path, request: tuple, work: Path, number: int) -> Any:
+    return do(Request(_opened(directory), *request), work, number)
+
+
+_opened = lru_cache(maxsize=1)(TokenStore.open)
+
+
+def _units(store: TokenStore, span: range) -> Iterator[tuple[int, int, int]]:
+    """(shard, first document, end) of at most so many documents each, that hold all tokens of the span."""
+    for shard, first, count in store.pieces(span.start, len(span)):
+        begin = max(0, store.documents_touching(shard, first, 1)[0])
+        end = store.documents_touching(shard, first + count - 1, 1)[0] + 1
+        yield from ((shard, lo, min(lo + UNIT, end)) for lo in range(begin, end, UNIT))
+
+
+def _unit_pieces(request: Request, unit: np.ndarray) -> tuple[np.ndarray, dict[str, int]]:
+    shard, lo, hi = unit.tolist()
+    edges = request.store.document_edges(shard, lo, hi).clip(request.span.start, request.span.stop)
+    starts, lengths = edges[:-1], np.diff(edges)
+    real = lengths > 0
+    counts = dict.fromkeys(_COUNTED, 0)
+    return (
+        _pieces(starts[real], lengths[real], request.prompt, request.seq_len, request.long_docs, counts),
+        counts,
+    )
+
+
+def _count_units(request: Request, work: Path, begin: int) -> np.ndarray:
+    units = np.load(work / "units.npy", mmap_mode="r")[begin : begin + UNITS_AT_ONCE]
+    found = (_unit_pieces(request, unit) for unit in units)
+    return np.array([[len(pieces), *counts.values()] for pieces, counts in found])
+
+
+def _pack_part(request: Request, work: Path, first: int) -> None:
+    """Some groups of pieces, from piece number `first` on. A file with the pieces of each row says that the
+    part is done; its first number is the count of tokens."""
+    ends = np.load(work / "ends.npy", mmap_mode="r")
+    units = np.load(work / "units.npy", mmap_mode="r")
+    last = min(first + GROUP * GROUPS_AT_ONCE, int(ends[-1]))
+    at = int(np.searchsorted(ends, first, side="right"))
+    held, begin = np.empty(0, PIECE), first
+    per_row, tokens = [], 0
+    with (work / "pieces").open("r+b") as out:
+        out.seek(first * PIECE.itemsize)
+        while begin < last:
+            size = min(GROUP, last - begin)
+            while len(held) < size:
+                pieces, _ = _unit_pieces(request, units[at])
+                skipped = max(0, first - (int(ends[at]) - len(pieces)))
+                held, at = np.concatenate((held, pieces[skipped:])), at + 1
+            group, held = held[:size], held[size:]
+            row = _rows(group["slots"], request.seq_len, request.packing)
+            out.write(group[np.argsort(row, kind="stable")].tobytes())
+            per_row.append(np.bincount(row))
+            tokens += int(group["slots"].sum())
+            begin += size
+        out.flush()
+        os.fsync(out.fileno())
+    rows = io.BytesIO()
+    np.save(rows, np.concatenate(([tokens], *per_row)))
+    write_durably(work / f"{first}.npy", rows.getvalue())
+
+
+def _write_rows(work: Path, parts: Sequence[int], total: int, counted: dict[str, int]) -> None:
+    rows = tokens = 0
+    with (work / "pieces").open("r+b") as out:
+        out.seek(total * PIECE.itemsize)
+        for first in parts:
+            part = np.load(work / f"{first}.npy")
+            per_row = part[1:]
+            out.write((first + np.cumsum(per_row) - per_row).astype("<i8").tobytes())
+            rows, tokens = rows + len(per_row), tokens + int(part[0])
+        out.write(struct.pack("<q", total))
+        footer = json.dumps({"rows": rows, "pieces": total, "tokens": tokens, **counted}).encode()
+        out.write(footer + _TAIL.pack(len(footer), _MAGIC))
+        out.truncate()
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def _rows(slots: np.ndarray, seq_len: int, packing: str) -> np.ndarray:
     return best_fit_decreasing(slots, seq_len) if packing == "bestfit" else np.arange(len(slots))
-
-
-def _grouped(
-    store: TokenStore,
-    span: range,
-    prompt: int,
-    seq_len: int,
-    long_docs: str,
-    counts: dict[str, Any],
-    progress: Progress,
-) -> Iterator[np.ndarray]:
-    """The pieces of all documents, in groups of equal size that bound the memory a plan needs."""
-    held: list[np.ndarray] = []
-    for starts, lengths in store.document_spans(span):
-        progress("packing", int(starts[0]) - span.start, len(span))
-        for begin in range(0, len(starts), GROUP):
-            part = slice(begin, begin + GROUP)
-            held.append(_pieces(starts[part], lengths[part], prompt, seq_len, long_docs, counts))
-            while sum(map(len, held)) >= GROUP:
-                together = np.concatenate(held)
-                yield together[:GROUP]
-                held = [together[GROUP:]]
-    progress("packing", len(span), len(span))
-    if held and sum(map(len, held)):
-        yield np.concatenate(held)
 
 
 def _pieces(

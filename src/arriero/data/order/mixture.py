@@ -104,7 +104,9 @@ def _smallest_integers(ratios: Sequence[Fraction]) -> list[int]:
 
 def _tree(weights: Sequence[int]) -> tuple:
     """Leaves are (weight, source), nodes (weight, left, right); ties go to the earlier source."""
-    heap: list[tuple[int, int, tuple]] = [(weight, i, (weight, i)) for i, weight in enumerate(weights) if weight]
+    heap: list[tuple[int, int, tuple]] = [
+        (weight, i, (weight, i)) for i, weight in enumerate(weights) if weight
+    ]
     heapq.heapify(heap)
     while len(heap) > 1:
         a, b = heapq.heappop(heap), heapq.heappop(heap)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from arriero.data.order.bestfit import Plan, open_plan
+from arriero.data.order.bestfit import Plan, Request, open_plan
 from arriero.data.order.permutation import joined
 from arriero.data.progress import Progress, silent
 from arriero.data.store.store import TokenStore
@@ -157,14 +157,18 @@ class Packing:
     def cut(self, source: Source, seq_len: int) -> Windows | PlannedRows:
         if self.kind == "concat":
             return Windows(source, seq_len)
-        if len(source.prompt) >= seq_len:
+        plan = open_plan(self.cache, self.request(source, seq_len), self.progress)
+        return PlannedRows(source, seq_len, plan, self)
+
+    def request(self, source: Source, seq_len: int) -> Request:
+        """What a plan of this packing is asked for."""
+        prompt = len(source.prompt)
+        if prompt >= seq_len:
             raise UserError(
-                f"the prompt of {source.name} has {len(source.prompt)} tokens, a sequence only {seq_len}",
+                f"the prompt of {source.name} has {prompt} tokens, a sequence only {seq_len}",
                 "shorten the prompt or lengthen data.seq_len",
             )
-        request = {**self.identity, "seq_len": seq_len, "prompt": len(source.prompt)}
-        plan = open_plan(self.cache, source.store, source.tokens, request, self.progress)
-        return PlannedRows(source, seq_len, plan, self)
+        return Request(source.store, source.tokens, self.kind, self.long_docs, seq_len, prompt)
 
 
 CONCAT = Packing()

@@ -161,15 +161,14 @@ class TokenStore:
         shard, first, _ = self.pieces(position, 1)[0]
         return position - first + self._shard(shard).document_start_before(first)
 
-    def document_spans(self, span: range) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Beginnings and lengths of the documents in `span`, shard by shard; empty documents are left out."""
-        position = span.start
-        for shard, first, count in self.pieces(span.start, len(span)):
-            starts = self._shard(shard).document_starts(first, count)
-            if not len(starts) or starts[0] > first:
-                starts = np.insert(starts, 0, first)
-            yield starts + (position - first), np.diff(starts, append=first + count)
-            position += count
+    def document_edges(self, shard: int, first: int, end: int) -> np.ndarray:
+        """Where documents [first, end) of a shard begin, and where the last of them ends."""
+        edges = self._shard(shard).starts(first, min(end + 1, self.shard_documents(shard)))
+        if end == self.shard_documents(shard):
+            edges = np.append(edges, self.shard_tokens(shard))
+        if first == 0:
+            edges[0] = 0
+        return edges + (self._ends[shard] - self.shard_tokens(shard))
 
     def documents_touching(self, shard: int, first: int, count: int) -> tuple[int, np.ndarray]:
         """Of a shard: the number of the document that holds token `first`, and where it and those after
@@ -266,6 +265,11 @@ class _OpenShard:
     def document_starts(self, first: int, count: int) -> np.ndarray:
         starts = self._starts_from(self._search(first), first + count)
         return starts if (starts[1:] > starts[:-1]).all() else np.unique(starts)
+
+    def starts(self, document: int, end: int) -> np.ndarray:
+        """Where documents [document, end) begin."""
+        offset = IDX_HEADER.size + 4 * self._documents + 8 * document
+        return np.frombuffer(self._index(), "<i8", end - document, offset) // self._itemsize
 
     def document_start_before(self, first: int) -> int:
         return self.documents_touching(first, 1)[1][0].item()
