@@ -74,7 +74,7 @@ def read(arguments: argparse.Namespace) -> None:
     os.open = counting
     batches = arguments.samples // 64
     begin, used = time.perf_counter(), time.process_time()
-    with Loader(stream, 64, documents=arguments.mask) as loader:
+    with Loader(stream, 64, documents=arguments.mask, threads=arguments.threads) as loader:
         for _ in range(batches):
             next(loader)
     seconds, cpu = time.perf_counter() - begin, time.process_time() - used
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--order", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--mask", action="store_true", help="read document boundaries too")
     arguments = parser.parse_args()
     {"pack": pack, "read": read}[arguments.what](arguments)

@@ -153,3 +153,15 @@ def test_the_cost_of_reading_is_measured_for_every_packing(tmp_path):
         assert reading.tokens_per_cpu_second > 0
     opening = measure_opening(store.directory)
     assert 0 < opening.resident_bytes <= opening.peak_bytes
+
+
+@pytest.mark.parametrize("packing", ["concat", "bestfit"])
+def test_several_threads_read_the_same_batches(three_stores, tmp_path, packing):
+    stream = Stream([Source(s) for s in three_stores], 16, 3, Packing(packing, cache=tmp_path))
+    for rows in (2, 7):
+        one = take(Loader(stream, rows, documents=True), 4)
+        many = take(Loader(stream, rows, documents=True, threads=3), 4)
+        for a, b in zip(one, many, strict=True):
+            assert torch.equal(a.tokens_BT, b.tokens_BT) and torch.equal(a.labels_BT, b.labels_BT)
+            assert torch.equal(a.documents_BT, b.documents_BT) and torch.equal(a.positions_BT, b.positions_BT)
+            assert (a.real_tokens, a.checksum) == (b.real_tokens, b.checksum)

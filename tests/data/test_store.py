@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import struct
 import threading
 from itertools import chain
@@ -11,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from arriero.data.bench.loader import write_empty_shards
-from arriero.data.store import store as store_module
 from arriero.data.store.columns import parse_manifest
+from arriero.data.store.openfiles import FILES
 from arriero.data.store.shards import ShardWriter
 from arriero.data.store.store import TokenStore, manifest_text
 from arriero.errors import UserError
@@ -119,8 +120,14 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_few_files_stay_open(make_store, monkeypatch):
-    monkeypatch.setattr(store_module, "OPEN_SHARDS", 3)
+@pytest.fixture
+def keep_open():
+    yield FILES.limit
+    FILES.limit(None)
+
+
+def test_few_files_stay_open(make_store, keep_open):
+    keep_open(3)
     store = make_store([[[i]] for i in range(40)])
     before = open_files()
     assert store.read(0, 40).tolist() == list(range(40))
@@ -129,8 +136,38 @@ def test_few_files_stay_open(make_store, monkeypatch):
     assert open_files() <= before
 
 
-def test_threads_share_a_store_whose_files_come_and_go(make_store, monkeypatch):
-    monkeypatch.setattr(store_module, "OPEN_SHARDS", 1)
+def test_files_are_opened_once_where_as_many_may_stay_open(make_store, monkeypatch, keep_open):
+    keep_open(None)
+    stores = [make_store([[[i] * 3, [i] * 2] for i in range(60)]) for _ in range(2)]
+    opened = []
+    original = os.open
+    monkeypatch.setattr(os, "open", lambda path, *more: opened.append(path) or original(path, *more))
+    for _ in range(3):
+        for store in stores:
+            assert store.read(0, 300).tolist() == [i for i in range(60) for _ in range(5)]
+            assert len(store.document_starts(0, 300)) == 120
+    assert len(opened) == len(set(opened)) == 2 * 2 * 60
+    keep_open(30)
+    opened.clear()
+    for store in stores:
+        store.document_starts(0, 300)
+    assert opened == []
+
+
+def test_a_process_out_of_files_keeps_fewer_open(make_store, keep_open):
+    keep_open(10**6)
+    store = make_store([[[i]] for i in range(200)])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + 50, hard))
+    try:
+        for _ in range(2):
+            assert store.read(0, 200).tolist() == list(range(200))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_threads_share_a_store_whose_files_come_and_go(make_store, keep_open):
+    keep_open(1)
     store = make_store([[[i] * 50] for i in range(8)])
     wrong = []
 

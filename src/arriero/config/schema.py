@@ -127,8 +127,8 @@ class PhaseSection(Section):
     at: Progress = Field(description="Start of the phase, rounded up to a whole step.")
     sources: Sources | None = Field(
         None,
-        description="Mixture from there on; a source used before continues at its position. Like the other keys "
-        "of a phase, as before unless given.",
+        description="Mixture from there on; a source used before continues at its position. Like the other "
+        "keys of a phase, as before unless given.",
     )
     batch: Tokens | None = Field(None, description="Tokens per optimizer step from there on.")
     seq_len: Positive | None = Field(
@@ -145,7 +145,8 @@ class DataSection(Section):
     )
     phases: tuple[PhaseSection, ...] = Field(
         (),
-        description="Changes of mixture, batch, sequence length or learning rate, each from a token or step on.",
+        description="Changes of mixture, batch, sequence length or learning rate, each from a token or step "
+        "on.",
     )
     seq_len: Positive = Field(2048, description="Tokens per training sequence.")
     packing: Literal["concat", "bestfit", "none"] = Field(
@@ -161,6 +162,16 @@ class DataSection(Section):
         description="Attention stays inside each document, positions restart with it, and its last token "
         "does not predict the next document.",
     )
+    open_shards: Positive | None = Field(
+        None,
+        description="Files of datasets that a process keeps open; unless given half of what the system "
+        "allows (`ulimit -Hn`), at most 16,384.",
+    )
+    reader_threads: Positive | None = Field(
+        None,
+        description="Threads of a rank that read its batches; unless given 1, or 4 where a dataset has more "
+        "than 64 shards.",
+    )
     cache: str = Field("data", description="Directory of prepared text, built-in corpora and packing plans.")
 
 
@@ -173,8 +184,8 @@ class TrainSection(Section):
     horizon: AnySpan = Field("1000 steps", validate_default=True, description="How long to train.")
     micro_batch: Positive | None = Field(
         None,
-        description="Sequences per rank and forward pass; derived from the device's memory unless set. The last "
-        "micro-batch of a step may be smaller.",
+        description="Sequences per rank and forward pass; derived from the device's memory unless set. The "
+        "last micro-batch of a step may be smaller.",
     )
     z_loss: Annotated[float, Field(ge=0)] = Field(
         0.0,

@@ -191,6 +191,7 @@ def _loader(plan: Arrangement, mesh: Mesh, streams: Streams, start_sample: int) 
         ranks=plan.layout.batch,
         pin=plan.device.is_gpu,
         documents=plan.config.data.document_mask,
+        threads=plan.config.data.reader_threads or streams.reader_threads,
     )
 
 

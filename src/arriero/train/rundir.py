@@ -16,6 +16,8 @@ _FREE = (
     "run.dir",
     "run.device",
     "data.cache",
+    "data.open_shards",
+    "data.reader_threads",
     "data.phases",
     "train.micro_batch",
     "train.horizon",

@@ -1,16 +1,18 @@
-"""Batches for one rank, read ahead by one thread. The whole state is one integer and a fingerprint."""
+"""Batches for one rank, read ahead by threads. The whole state is one integer and a fingerprint."""
 
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import TracebackType
 
 import numpy as np
 import torch
 
 from arriero.data.order.ledger import Stretch, checksum
-from arriero.data.order.order import EvalStream, Stream, fingerprint_of
+from arriero.data.order.order import EvalStream, Located, Stream, fingerprint_of
 from arriero.data.order.rows import IGNORED, Rows
 
 __all__ = ["IGNORED", "Batch", "Loader"]
@@ -74,6 +76,7 @@ class Loader:
         prefetch: int = 2,
         pin: bool = False,
         documents: bool = False,
+        threads: int = 1,
     ) -> None:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
@@ -84,7 +87,8 @@ class Loader:
         self._first = self._consumed = start_sample
         self._checksum = 0
         self._real_tokens = self._slots = 0
-        self._rows = Rows(stream, documents)
+        self._readers = [Rows(stream, documents) for _ in range(threads)]
+        self._pool = ThreadPoolExecutor(threads, "rows") if threads > 1 else None
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=max(1, prefetch))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._produce, args=(start_sample,), name="data", daemon=True)
@@ -122,6 +126,8 @@ class Loader:
         while not self._ready.empty():
             self._ready.get_nowait()
         self._thread.join()
+        if self._pool is not None:
+            self._pool.shutdown()
 
     def __enter__(self) -> "Loader":
         return self
@@ -149,14 +155,15 @@ class Loader:
             end = max(begin, min(end, self._stream.samples))
         samples = np.arange(begin, end)
         located = self._stream.locate(samples)
-        width = self._rows.width(first_sample, located)
+        rows = self._readers[0]
+        width = rows.width(first_sample, located)
         shape = (-(-sequences // self._ranks), width)
         tokens_BT, labels_BT = self._empty(shape), self._empty(shape)
-        real, begins = self._rows.fill(first_sample, located, tokens_BT.numpy(), labels_BT.numpy())
+        real, begins = self._fill(first_sample, located, tokens_BT.numpy(), labels_BT.numpy())
         marks = ()
-        if self._rows.marks_documents and any(len(places) for places in begins):
+        if rows.marks_documents and any(len(places) for places in begins):
             marks = self._empty(shape, torch.int32), self._empty(shape, torch.int32)
-            self._rows.mark(begins, *(tensor.numpy() for tensor in marks))
+            rows.mark(begins, *(tensor.numpy() for tensor in marks))
         return Batch(
             first_sample,
             tokens_BT,
@@ -166,6 +173,21 @@ class Loader:
             slots=len(samples) * width,
             checksum=checksum(samples, located),
         )
+
+    def _fill(
+        self, first_sample: int, located: Located, tokens_BT: np.ndarray, labels_BT: np.ndarray
+    ) -> tuple[int, list]:
+        """Each thread fills a part of the rows."""
+        if self._pool is None:
+            return self._readers[0].fill(first_sample, located, tokens_BT, labels_BT)
+        edges = [len(tokens_BT) * n // len(self._readers) for n in range(len(self._readers) + 1)]
+        parts = []
+        for reader, (begin, end) in zip(self._readers, pairwise(edges), strict=True):
+            rows = slice(begin, end)
+            mine = Located(*(column[rows] for column in located))
+            parts.append(self._pool.submit(reader.fill, first_sample, mine, tokens_BT[rows], labels_BT[rows]))
+        filled = [part.result() for part in parts]
+        return sum(real for real, _ in filled), [mark for _, marks in filled for mark in marks]
 
     def _empty(self, shape: tuple[int, int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._pin)

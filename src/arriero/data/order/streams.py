@@ -14,6 +14,7 @@ from arriero.data.order.order import ORDER_VERSION, Change, EvalStream, Stream, 
 from arriero.data.order.pack import Packing, Source
 from arriero.data.prepare.builtin import dataset_of
 from arriero.data.progress import Progress
+from arriero.data.store.openfiles import FILES
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.separators import separators_of
 from arriero.data.tokens.tokenizer import tokenizer_of
@@ -30,6 +31,11 @@ class Streams:
     stores: Sequence[TokenStore]
     timeline: Timeline
 
+    @property
+    def reader_threads(self) -> int:
+        """For a rank, where data.reader_threads is not given."""
+        return 4 if max(store.shards for store in self.stores) > 64 else 1
+
 
 def build_streams(config: RunConfig, progress: Progress, version: int = ORDER_VERSION) -> Streams:
     """Open the datasets, prepare built-in ones that do not exist yet, and plan their packing.
@@ -38,6 +44,7 @@ def build_streams(config: RunConfig, progress: Progress, version: int = ORDER_VE
     """
     data, timeline = config.data, Timeline.of(config)
     sections = [*data.sources, *(source for phase in data.phases for source in phase.sources or ())]
+    FILES.limit(data.open_shards)
     opened = _open(sections, Path(data.cache), progress)
     heldout = config.eval.heldout.amount if config.eval.heldout else 0
     spans = {path: split_heldout(store, heldout) for path, store in opened.items()}

@@ -9,13 +9,13 @@ import hashlib
 import json
 import mmap
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from arriero.data.store.shards import write_durably
-from arriero.data.store.store import CHECKSUMS, MANIFEST, OPEN_SHARDS, TokenStore, manifest_text
+from arriero.data.store.store import CHECKSUMS, MANIFEST, TokenStore, manifest_text
 from arriero.errors import UserError
 
 PROMPT_LENGTHS, MASK = "plen", "mask"
@@ -81,7 +81,6 @@ class Learnt:
 
     def __init__(self, store: TokenStore) -> None:
         self._store = store
-        self._file = lru_cache(maxsize=OPEN_SHARDS)(self._open)
 
     def read(self, start: int, n: int) -> np.ndarray:
         """True for each token of [start, start + n) that is learnt."""
@@ -104,6 +103,9 @@ class Learnt:
         lengths = np.frombuffer(self._file(shard), dtype="<i4", count=len(begins), offset=4 * number)
         for begin, end in zip(begins - first, begins - first + lengths, strict=True):
             learnt[max(begin, 0) : max(end, 0)] = False
+
+    def _file(self, shard: int) -> mmap.mmap:
+        return self._store.open_file(("labels", shard), partial(self._open, shard))
 
     def _open(self, shard: int) -> mmap.mmap:
         store = self._store

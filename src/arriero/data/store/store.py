@@ -5,28 +5,33 @@ beside it in `checksums.sha256` (readable by `sha256sum -c`), and the manifest h
 """
 
 import bisect
+import errno
 import hashlib
+import itertools
 import json
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator
-from functools import _lru_cache_wrapper, lru_cache
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from arriero.data.store.columns import ShardColumns, parse_manifest
+from arriero.data.store.openfiles import FILES, INDEXES
 from arriero.data.store.shards import DTYPES, IDX_HEADER, IDX_MAGIC, IDX_VERSION, Shard, write_durably
 from arriero.errors import UserError
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.sha256"
 VERSION = 1
-OPEN_SHARDS = 64
+SMALL_INDEX = 2**22
 
 _POINTER = struct.Struct("<q")
+_OWNERS = itertools.count()
 _REMAKE = "prepare the dataset again, or restore the file from a copy"
 
 
@@ -92,7 +97,8 @@ class TokenStore:
         self.documents = int(documents.sum())
         self.text_bytes = columns.text_bytes
         self.fingerprint = _fingerprint(manifest, tokens)
-        self._shard = _shard_opener(self.shard_path, tokens, documents, self.dtype)
+        self._owner = next(_OWNERS)
+        weakref.finalize(self, _forget, self._owner)
 
     @classmethod
     def open(cls, directory: Path) -> "TokenStore":
@@ -150,7 +156,7 @@ class TokenStore:
         self._check_range(start, n)
         found = []
         for shard, first, count in self.pieces(start, n):
-            starts = self._shard(shard).document_starts(first, count)
+            starts = self._index(shard).document_starts(first, count)
             found.append(starts + (start - first))
             start += count
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
@@ -159,11 +165,11 @@ class TokenStore:
         """Where the document that holds the token at `position` begins."""
         self._check_range(position, 1)
         shard, first, _ = self.pieces(position, 1)[0]
-        return position - first + self._shard(shard).document_start_before(first)
+        return position - first + self._index(shard).touching(first, 1)[1][0].item()
 
     def document_edges(self, shard: int, first: int, end: int) -> np.ndarray:
         """Where documents [first, end) of a shard begin, and where the last of them ends."""
-        edges = self._shard(shard).starts(first, min(end + 1, self.shard_documents(shard)))
+        edges = self._index(shard).starts(first, min(end + 1, self.shard_documents(shard)))
         if end == self.shard_documents(shard):
             edges = np.append(edges, self.shard_tokens(shard))
         if first == 0:
@@ -173,7 +179,7 @@ class TokenStore:
     def documents_touching(self, shard: int, first: int, count: int) -> tuple[int, np.ndarray]:
         """Of a shard: the number of the document that holds token `first`, and where it and those after
         it begin, up to `first + count`."""
-        return self._shard(shard).documents_touching(first, count)
+        return self._index(shard).touching(first, count)
 
     def shard_tokens(self, shard: int) -> int:
         return int(self._ends[shard] - (self._ends[shard - 1] if shard else 0))
@@ -198,7 +204,20 @@ class TokenStore:
                 yield f"{path} has {size} bytes, the manifest says {expected}"
 
     def close(self) -> None:
-        self._shard.cache_clear()
+        _forget(self._owner)
+
+    def open_file(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """A file of this dataset, kept open with those that were used last."""
+        return FILES.get(self._owner, key, make)
+
+    def _shard(self, shard: int) -> "_OpenShard":
+        return self.open_file(shard, partial(_OpenShard, self, shard))
+
+    def _index(self, shard: int) -> "_Index":
+        """Small ones are read whole and kept in memory, so that their files need not be opened again."""
+        if _index_size(self.shard_documents(shard)) <= SMALL_INDEX:
+            return INDEXES.get(self._owner, shard, partial(_Index, self, shard))
+        return self.open_file(("index", shard), partial(_Index, self, shard))
 
     def _check_range(self, start: int, n: int) -> None:
         if start < 0 or n < 0 or start + n > self.tokens:
@@ -228,26 +247,18 @@ def _fingerprint(manifest: dict[str, Any], tokens: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def _shard_opener(
-    path: Callable[[int], Path], tokens: np.ndarray, documents: np.ndarray, dtype: np.dtype
-) -> "_lru_cache_wrapper[_OpenShard]":
-    @lru_cache(maxsize=OPEN_SHARDS)
-    def open_shard(shard: int) -> _OpenShard:
-        return _OpenShard(path(shard), int(tokens[shard]), int(documents[shard]), dtype)
-
-    return open_shard
+def _forget(owner: int) -> None:
+    FILES.forget(owner)
+    INDEXES.forget(owner)
 
 
 class _OpenShard:
-    """Files close when the last reader lets go, so one thread cannot close a shard another is reading."""
+    """The file closes when the last reader lets go, so one thread cannot close what another is reading."""
 
-    def __init__(self, stem: Path, tokens: int, documents: int, dtype: np.dtype) -> None:
-        self._path = stem.with_name(stem.name + ".bin")
-        self._fd = _open_sized(self._path, tokens * dtype.itemsize)
-        self._itemsize = dtype.itemsize
-        self._documents = documents
-        self._idx_path = stem.with_name(stem.name + ".idx")
-        self._idx: mmap.mmap | None = None
+    def __init__(self, store: TokenStore, shard: int) -> None:
+        self._path = store.shard_path(shard, ".bin")
+        self._fd = _open_sized(self._path, store.shard_tokens(shard) * store.dtype.itemsize)
+        self._itemsize = store.dtype.itemsize
 
     def __del__(self) -> None:
         if (fd := getattr(self, "_fd", None)) is not None:
@@ -262,6 +273,18 @@ class _OpenShard:
                 raise UserError(f"{self._path} ends before byte {offset + len(view)}", _REMAKE)
             view, offset = view[got:], offset + got
 
+
+class _Index:
+    """Where the documents of a shard begin."""
+
+    def __init__(self, store: TokenStore, shard: int) -> None:
+        self._path = store.shard_path(shard, ".idx")
+        self._documents, self._itemsize = store.shard_documents(shard), store.dtype.itemsize
+        self._content = self._read()
+
+    def __len__(self) -> int:
+        return len(self._content)
+
     def document_starts(self, first: int, count: int) -> np.ndarray:
         starts = self._starts_from(self._search(first), first + count)
         return starts if (starts[1:] > starts[:-1]).all() else np.unique(starts)
@@ -269,55 +292,52 @@ class _OpenShard:
     def starts(self, document: int, end: int) -> np.ndarray:
         """Where documents [document, end) begin."""
         offset = IDX_HEADER.size + 4 * self._documents + 8 * document
-        return np.frombuffer(self._index(), "<i8", end - document, offset) // self._itemsize
+        return np.frombuffer(self._content, "<i8", end - document, offset) // self._itemsize
 
-    def document_start_before(self, first: int) -> int:
-        return self.documents_touching(first, 1)[1][0].item()
-
-    def documents_touching(self, first: int, count: int) -> tuple[int, np.ndarray]:
+    def touching(self, first: int, count: int) -> tuple[int, np.ndarray]:
         lo = self._search(first + 1) - 1
         return lo, self._starts_from(lo, first + count)
 
     def _starts_from(self, document: int, end: int) -> np.ndarray:
         """Where this document and those after it begin, before token `end`; read in growing pieces."""
-        index, base, some = self._index(), IDX_HEADER.size + 4 * self._documents, 32
+        some = 32
         while True:
             some = min(some, self._documents - document)
-            starts = np.frombuffer(index, "<i8", some, base + 8 * document) // self._itemsize
+            starts = self.starts(document, document + some)
             if document + some == self._documents or starts[-1] >= end:
                 return starts[: starts.searchsorted(end)]
             some *= 8
 
     def _search(self, token: int) -> int:
         """The first document that begins at `token` or later."""
-        index, base = self._index(), IDX_HEADER.size + 4 * self._documents
+        base = IDX_HEADER.size + 4 * self._documents
         return bisect.bisect_left(
             range(self._documents),
             token * self._itemsize,
-            key=lambda document: _POINTER.unpack_from(index, base + 8 * document)[0],
+            key=lambda document: _POINTER.unpack_from(self._content, base + 8 * document)[0],
         )
 
-    def _index(self) -> mmap.mmap:
-        if self._idx is None:
-            n = self._documents
-            fd = _open_sized(self._idx_path, IDX_HEADER.size + 4 * n + 8 * n + 8 * (n + 1))
-            try:
-                index = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-            finally:
-                os.close(fd)
-            magic, version, code, sequences, documents = IDX_HEADER.unpack_from(index)
-            codes = {
-                layout.code for layout in DTYPES.values() if np.dtype(layout.numpy).itemsize == self._itemsize
-            }
-            if (magic, version, sequences, documents) != (
-                IDX_MAGIC,
-                IDX_VERSION,
-                n,
-                n + 1,
-            ) or code not in codes:
-                raise UserError(f"{self._idx_path} is not the index of this dataset", _REMAKE)
-            self._idx = index
-        return self._idx
+    def _read(self) -> bytes | mmap.mmap:
+        n = self._documents
+        size = _index_size(n)
+        fd = _open_sized(self._path, size)
+        try:
+            content = (
+                mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if size > SMALL_INDEX else os.pread(fd, size, 0)
+            )
+        finally:
+            os.close(fd)
+        magic, version, code, *counts = IDX_HEADER.unpack_from(content)
+        codes = {
+            layout.code for layout in DTYPES.values() if np.dtype(layout.numpy).itemsize == self._itemsize
+        }
+        if (magic, version, *counts) != (IDX_MAGIC, IDX_VERSION, n, n + 1) or code not in codes:
+            raise UserError(f"{self._path} is not the index of this dataset", _REMAKE)
+        return content
+
+
+def _index_size(documents: int) -> int:
+    return IDX_HEADER.size + (4 + 8) * documents + 8 * (documents + 1)
 
 
 def _open_sized(path: Path, size: int) -> int:
@@ -326,6 +346,8 @@ def _open_sized(path: Path, size: int) -> int:
     except FileNotFoundError:
         raise UserError(f"{path} is missing", _REMAKE) from None
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         raise UserError(f"{path} cannot be read ({error.strerror})", "make it readable") from None
     if (found := os.fstat(fd).st_size) != size:
         os.close(fd)
