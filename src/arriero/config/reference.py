@@ -181,10 +181,13 @@ def _schema() -> dict[str, Any]:
 
 
 def _reference(node: dict[str, Any]) -> str:
-    """The definition a schema node points to: plain, optional, or the item of a list."""
-    for candidate in (node, node.get("items", {}), *node.get("anyOf", [])):
+    """The definition a schema node points to: plain, optional, or the item of a list, at any depth."""
+    waiting = [node]
+    while waiting:
+        candidate = waiting.pop(0)
         if "$ref" in candidate:
             return candidate["$ref"].rpartition("/")[2]
+        waiting += [candidate.get("items", {}), *candidate.get("anyOf", [])]
     raise KeyError(node)
 
 
