@@ -358,7 +358,7 @@ def test_a_dataset_of_many_documents_is_packed_ahead(make_store, tmp_path, monke
     train, heldout = split_heldout(store, 300)
     monkeypatch.setattr(bestfit, "MOST_PLANNED", 1000)
     command = re.escape(f"arriero data pack {store.directory} --seq-len 64 --heldout '{len(heldout)} tok'")
-    with pytest.raises(UserError, match=f"documents to pack, too many .*{command}"):
+    with pytest.raises(UserError, match=f"documents of .* are not packed yet.*{command}"):
         Stream([Source(store, train)], 64, 1, packing)
     pack(store.directory, 64, heldout=f"{len(heldout)} tok", workers=2)
     printed = capsys.readouterr().out

@@ -53,6 +53,9 @@ class Rates:
         phase = self.timeline.at(step)
         return (phase.lr or self._peak) * self.share(step)
 
+    def same_shape(self, other: "Rates") -> bool:
+        return self._shape == other._shape
+
     def share(self, step: int) -> float:
         return self._shape.at(self.timeline.tokens_after(step), self.timeline.at(step).batch)
 

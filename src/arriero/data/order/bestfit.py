@@ -104,18 +104,25 @@ class Request(NamedTuple):
 
 
 def open_plan(cache: Path, request: Request, progress: Progress) -> Plan:
-    """The plan beside the dataset or in the cache; a small one is made now, in the cache."""
-    for folder in (request.store.directory / PLANS, cache / PLANS):
-        if (plan := find_plan(folder, request)) is not None:
-            return plan
-    documents = request.store.documents * len(request.span) // max(1, request.store.tokens)
+    """The plan beside the dataset or in the cache; made now, in the cache, where there is none."""
+    return existing_plan(cache, request) or make_plan(cache / PLANS, request, 1, progress)
+
+
+def existing_plan(cache: Path, request: Request) -> Plan | None:
+    return find_plan(request.store.directory / PLANS, request) or find_plan(cache / PLANS, request)
+
+
+def refuse_long_planning(cache: Path, requests: Sequence[Request]) -> None:
+    """A run plans a bounded number of documents itself: its other ranks wait for that."""
+    missing = [request for request in requests if existing_plan(cache, request) is None]
+    documents = sum(r.store.documents * len(r.span) // max(1, r.store.tokens) for r in missing)
     if documents > MOST_PLANNED:
+        names = ", ".join(str(request.store.directory) for request in missing)
         raise UserError(
-            f"{request.store.directory} has about {documents:,} documents to pack, too many to plan while "
-            "the ranks of a run wait",
-            f"plan it ahead: {request.command()}",
+            f"about {documents:,} documents of {names} are not packed yet, too many to plan while the ranks "
+            "of a run wait",
+            f"plan them ahead: {'; '.join(request.command() for request in missing)}",
         )
-    return make_plan(cache / PLANS, request, 1, progress)
 
 
 def find_plan(folder: Path, request: Request) -> Plan | None:

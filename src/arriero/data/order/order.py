@@ -72,6 +72,7 @@ class _Cut:
         for source in self.sources:
             _check(source, self.sources[0])
         _check_overlap(self.sources)
+        packing.refuse_long_planning(self.sources, seq_len)
 
     def _set_cuts(self, cuts: Sequence[Windows | PlannedRows]) -> None:
         self.cuts = tuple(cuts)

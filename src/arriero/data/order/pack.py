@@ -9,13 +9,14 @@ predicted exactly once, except its first and the `unused` ones at its end that d
 its batch. In both a document longer than a row is split, truncated or dropped; what that costs is counted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from arriero.data.order.bestfit import Plan, Request, open_plan
+from arriero.data.order.bestfit import Plan, Request, open_plan, refuse_long_planning
 from arriero.data.order.permutation import joined
 from arriero.data.progress import Progress, silent
 from arriero.data.store.store import TokenStore
@@ -159,6 +160,10 @@ class Packing:
             return Windows(source, seq_len)
         plan = open_plan(self.cache, self.request(source, seq_len), self.progress)
         return PlannedRows(source, seq_len, plan, self)
+
+    def refuse_long_planning(self, sources: Sequence[Source], seq_len: int) -> None:
+        if self.kind != "concat":
+            refuse_long_planning(self.cache, [self.request(source, seq_len) for source in sources])
 
     def request(self, source: Source, seq_len: int) -> Request:
         """What a plan of this packing is asked for."""
