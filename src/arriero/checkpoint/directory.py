@@ -61,7 +61,7 @@ def aside_in(run_dir: Path) -> list[tuple[int, Path]]:
 def _entries(run_dir: Path) -> list[Path]:
     folder = run_dir / CHECKPOINTS
     try:
-        return list(folder.iterdir())
+        return sorted(folder.iterdir())
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -89,7 +89,7 @@ def _look(path: Path, step: int) -> Saved | None:
 def tidy(run_dir: Path) -> list[str]:
     """Remove what was never published. Returns remarks; a leftover that cannot be removed is only one."""
     remarks = []
-    for path in sorted(_entries(run_dir)):
+    for path in _entries(run_dir):
         if path.name.startswith("step-") and path.name.endswith(UNFINISHED):
             problem = remove(path)
             done = "removed" if problem is None else f"it cannot be removed ({problem})"

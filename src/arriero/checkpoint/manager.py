@@ -41,7 +41,7 @@ from arriero.checkpoint.state import listed
 from arriero.errors import UserError
 from arriero.units import counted
 
-START_OVER = "--set checkpoint.start_over=true moves what is left aside and starts at step 0"
+START_OVER = "--set checkpoint.start_over=true moves old checkpoints aside and starts at step 0"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from arriero.config.timeline import total_steps
 from arriero.data.tokens.separators import Separators
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition
 from arriero.errors import UserError
+from arriero.events import EVENTS, START_OVER, events_since
 from arriero.model.build import build_model
 from arriero.model.formats.hf import hf_from_own
 from arriero.model.formats.recipe import own_tensors
@@ -231,19 +232,30 @@ def _dtype(config: RunConfig) -> torch.dtype:
 
 
 def ended_already(config: RunConfig) -> Outcome | None:
-    """What a run reached that is at its end and has its model; answered without building anything."""
+    """The result of a run that is at its end and has its model; answered without building anything.
+
+    A run that was never saved is known by its last event.
+    """
     run_dir = run_directory(config)
-    usable = [saved for saved in saved_in(run_dir) if saved.problem is None]
-    if starts_over(config) or not usable or not (run_dir / MODEL / "config.json").is_file():
+    if starts_over(config) or not (run_dir / MODEL / "config.json").is_file():
         return None
+    usable = [saved for saved in saved_in(run_dir) if saved.problem is None]
     try:
-        outcome = Outcome.recalled(read_state(usable[-1].directory))
+        outcome = Outcome.recalled(read_state(usable[-1].directory)) if usable else _ended_unsaved(run_dir)
     except (OSError, ValueError, KeyError):
+        return None
+    if outcome is None:
         return None
     steps = total_steps(config)
     if steps is None:
         return outcome if outcome.seconds >= config.train.horizon.amount else None
     return outcome if outcome.steps >= steps else None
+
+
+def _ended_unsaved(run_dir: Path) -> Outcome | None:
+    history = events_since(run_dir / EVENTS, START_OVER)
+    kinds = [event["event"] for event in history]
+    return Outcome.recalled(history[-1]) if kinds[-1:] == ["end"] and "save" not in kinds else None
 
 
 def sample(session: Session, directory: Path | None) -> str | None:

@@ -1,6 +1,5 @@
 """Where a run starts: at its own newest checkpoint, at another run's, from weights alone, or from scratch."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from arriero import events
 from arriero.checkpoint.convert import open_source
 from arriero.checkpoint.directory import CHECKPOINTS, Saved, checkpoint_at
 from arriero.checkpoint.formats.source import Source
@@ -162,9 +162,12 @@ def refuse_lost_progress(run_dir: Path, start_over: bool) -> list[str]:
     """
     if start_over:
         if run_dir.exists():
-            EventLog(run_dir / EVENTS).write("start over")
+            EventLog(run_dir / EVENTS).write(events.START_OVER)
         return []
-    history = _events_since_start_over(run_dir)
+    try:
+        history = events.events_since(run_dir / EVENTS, events.START_OVER)
+    except OSError as error:
+        raise unreadable(run_dir / EVENTS, error) from None
     saves = [event.get("step") for event in history if event["event"] == "save"]
     if saves:
         raise UserError(
@@ -180,26 +183,6 @@ def refuse_lost_progress(run_dir: Path, start_over: bool) -> list[str]:
     if not consumed:
         return []
     return [f"was never saved in {run_dir}: {counted(consumed, 'consumed sample')} will be read again"]
-
-
-def _events_since_start_over(run_dir: Path) -> list[dict[str, Any]]:
-    try:
-        lines = (run_dir / EVENTS).read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise unreadable(run_dir / EVENTS, error) from None
-    history: list[dict[str, Any]] = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # a kill can leave half a line
-        if isinstance(event, dict) and event.get("event") == "start over":
-            history.clear()
-        elif isinstance(event, dict) and "event" in event:
-            history.append(event)
-    return history
 
 
 def refuse_other_tokenizer(directory: Path, manifest: Manifest, tokenizer: Tokenizer) -> None:
