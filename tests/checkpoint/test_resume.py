@@ -139,7 +139,7 @@ def test_ranks_share_the_hashing_of_a_named_checkpoint(checkpoints, tmp_path):
         with pytest.MonkeyPatch.context() as patch, joined(world_from(), torch.device("cpu")):
             patch.setattr(manifest, "sha256_of_file", recorded)
             ranks = Ranks(world_from().rank, 2)
-            restorer = Restorer(CheckpointSection(), ranks, dict, cast(Any, None))
+            restorer = Restorer(CheckpointSection(), ranks, dict, cast(Any, None), cast(Any, None))
             restorer._given(str(tmp_path), "checkpoint.resume_from")
             return ranks.together(lambda: hashed)
 

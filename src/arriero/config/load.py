@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -17,8 +17,10 @@ from arriero.config.walk import field_at, section_of, without_unset
 from arriero.errors import UserError
 
 Table = dict[str, Any]
-# Fills the [model] table with the preset's dimensions; handed in because presets live above this package.
-ExpandModel = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+# Completes the [model] table, given the other sections and the names that only the embedded default gives;
+# a parameter because presets and model directories are read above this package.
+ExpandModel = Callable[[Mapping[str, Any], Mapping[str, Any], Collection[str]], Mapping[str, Any]]
+_EMBEDDED = "embedded default"
 
 
 @dataclass(frozen=True)
@@ -31,21 +33,21 @@ class LoadedRun:
 
 
 def load_run(path: Path | None, sets: Iterable[str], expand_model: ExpandModel) -> LoadedRun:
-    """Layers, lowest first: schema defaults, the preset, `extends` files, the file, --set."""
+    """Layers, lowest first: schema defaults, preset or model to start from, `extends`, the file, --set."""
     tree: Table = {}
     origins: dict[str, str] = {}
     if path is None:
         default = files("arriero.config").joinpath("default.toml").read_text(encoding="utf-8")
-        _overlay(tree, tomllib.loads(default), "embedded default", origins)
+        _overlay(tree, tomllib.loads(default), _EMBEDDED, origins)
     else:
         _overlay_file(tree, origins, path, seen=())
     _overlay_sets(tree, origins, sets)
-    return _validate(tree, origins, expand_model, str(path or "embedded default"))
+    return _validate(tree, origins, expand_model, str(path or _EMBEDDED))
 
 
 def config_from_toml(path: Path) -> RunConfig:
     """Read back a resolved run.toml, which holds every value itself."""
-    return _validate(_read_toml(path), {}, dict, str(path)).config
+    return _validate(_read_toml(path), {}, lambda table, *_: table, str(path)).config
 
 
 def _overlay_file(tree: Table, origins: dict[str, str], path: Path, seen: tuple[Path, ...]) -> None:
@@ -148,15 +150,30 @@ def _expanded_model(
 ) -> Mapping[str, ModelSection]:
     """The model section with every dimension; of a faulty section only the preset's name is checked."""
     preset = _preset_of(tree)
-    base = expand_model({"preset": preset}) if preset else {}
+    base = expand_model({"preset": preset}, {}, ()) if preset else {}
     if "model" not in sections:
         return {}
     given = sections["model"].model_dump(exclude_unset=True, exclude_none=True)
-    full = {**given, **expand_model(given)}
+    embedded = {name for name in given if _origin_of(f"model.{name}", origins, "") == _EMBEDDED}
+    fields = expand_model(given, sections, embedded)
+    if "preset" in embedded and fields.get("dim") != base.get("dim"):
+        del given["preset"]
+    full = {**given, **fields}
     for name in full.keys() - given.keys():
-        derived = "derived" if preset else "default"
-        origins[f"model.{name}"] = f"preset {preset}" if base.get(name) == full[name] else derived
+        origins[f"model.{name}"] = _origin_of_dimension(name, full, base, preset, sections)
     return {"model": ModelSection.model_validate(full)}
+
+
+def _origin_of_dimension(
+    name: str, full: Mapping[str, Any], base: Mapping[str, Any], preset: str | None, sections: Table
+) -> str:
+    """Where a dimension came from that the run file does not give."""
+    start = sections.get("checkpoint")
+    if start is not None and (start.start_from or start.resume_from):
+        return "checkpoint.start_from" if start.start_from else "checkpoint.resume_from"
+    if preset:
+        return f"preset {preset}" if base.get(name) == full[name] else "derived"
+    return "data.seq_len" if name == "max_seq_len" else "default"
 
 
 def _validate_sections(tree: Table) -> tuple[Table, list[Problem]]:

@@ -72,7 +72,9 @@ class ModelSection(Section):
     )
     head_dim: Positive | None = Field(None, description="Width of one head; dim / heads unless given.")
     ffn: Positive | None = Field(None, description="Hidden width of the feed-forward layer.")
-    max_seq_len: Positive | None = Field(None, description="Longest sequence the model accepts.")
+    max_seq_len: Positive | None = Field(
+        None, description="Longest sequence the model accepts; data.seq_len unless given."
+    )
     norm_eps: Annotated[float, Field(gt=0)] | None = Field(None, description="Epsilon inside the norms.")
     rope_theta: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Base of the rotary frequencies."
@@ -371,6 +373,15 @@ class LoadSection(Section):
     )
     allow_unexpected: tuple[str, ...] = Field(
         (), description="Tensors of a checkpoint to ignore, by name pattern: 'optim.*'."
+    )
+    allow_model_changes: tuple[str, ...] = Field(
+        (),
+        description="Keys of [model] that may differ from the model the run starts from, by name pattern: "
+        "'rope_theta', 'max_seq_len'.",
+    )
+    allow_other_tokenizer: bool = Field(
+        False,
+        description="Start from weights that were trained with another tokenizer than the data's.",
     )
 
 

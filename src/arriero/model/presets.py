@@ -3,7 +3,7 @@
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,32 @@ def resolve(preset: str | None, overrides: Mapping[str, object]) -> ModelSpec:
     return ModelSpec.from_dict(_overlay(_fields(preset) if preset else {}, own))
 
 
-def expand(table: Mapping[str, Any]) -> dict[str, object]:
-    """The [model] table of a run file with every dimension filled in."""
-    own = {name: value for name, value in table.items() if name != "preset"}
-    fields = resolve(table.get("preset"), own).to_dict()
+def expand(
+    table: Mapping[str, Any], sections: Mapping[str, Any] | None = None, embedded: Collection[str] = ()
+) -> dict[str, object]:
+    """The [model] table of a run file with every dimension: from a preset, or from the model to start from.
+
+    `sections` are the others of the run file; the keys in `embedded` give way to a model to start from.
+    """
+    sections = sections or {}
+    start = sections.get("checkpoint")
+    if start is not None and (start.start_from or start.resume_from):
+        from arriero.model.formats.description import expand_from
+
+        spec = expand_from(table, sections, embedded)
+    else:
+        spec = completed(table, sections)
+    fields = spec.to_dict()
     fields.pop("nominal_params", None)
     return fields
+
+
+def completed(table: Mapping[str, Any], sections: Mapping[str, Any]) -> ModelSpec:
+    """Without a preset, `max_seq_len` may be left to data.seq_len."""
+    own = {name: value for name, value in table.items() if name != "preset"}
+    if "preset" not in table and own and "data" in sections:
+        own.setdefault("max_seq_len", sections["data"].seq_len)
+    return resolve(table.get("preset"), own)
 
 
 def _overlay(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, object]:

@@ -125,7 +125,7 @@ def _typed(values: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, str]
         if name not in names:
             near = nearest(name, names)
             problems[name] = f"{name} is not a model field" + (f" (did you mean {near}?)" if near else "")
-        elif value is None:
+        elif value is None or (name == "rope_scaling" and value is False):
             continue
         elif name == "rope_scaling":
             _take_scaling(value, good, problems)

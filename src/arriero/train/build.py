@@ -72,7 +72,8 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     optimizer = _optimizer(plan, parts, mesh)
     tensors = everywhere(mesh, dict(described(pieces_of(flat(optimizer.weights(), optimizer.state())))))
     checkpoints = _checkpoints(plan, mesh, bytes_of(tensors))
-    restorer = Restorer(config.checkpoint, _ranks(plan, mesh), partial(everywhere, mesh), optimizer)
+    joined = partial(everywhere, mesh)
+    restorer = Restorer(config.checkpoint, _ranks(plan, mesh), joined, optimizer, plan.spec)
     beginning = restorer.begin(checkpoints, streams.train, tokenizer, starts_over(config))
     _refuse_other_steps(beginning, streams.timeline)
     decisions = [

@@ -19,9 +19,11 @@ from arriero.checkpoint.state import MODEL, OPTIM, Tolerated, flat, flat_weights
 from arriero.config.schema import CheckpointSection
 from arriero.data.order.ledger import LEDGER, read_ledger, refuse_other_order
 from arriero.data.order.order import Stream
-from arriero.data.tokens.tokenizer import Tokenizer
+from arriero.data.tokens.tokenizer import Tokenizer, read_definition, same_ids
 from arriero.errors import UserError
 from arriero.events import EVENTS, EventLog
+from arriero.model.formats.description import described, refuse_model_changes
+from arriero.model.spec import ModelSpec
 from arriero.train.optim import Optimizer
 from arriero.train.outcome import Outcome
 from arriero.train.saving import read_state
@@ -48,6 +50,7 @@ class Restorer:
     ranks: Ranks
     everywhere: Callable[[dict[str, Any]], dict[str, Any]]
     optimizer: Optimizer
+    spec: ModelSpec
 
     def begin(
         self, checkpoints: Checkpoints, stream: Stream, tokenizer: Tokenizer, start_over: bool = False
@@ -65,13 +68,16 @@ class Restorer:
             )
         if self.section.resume_from is not None:
             saved = self._given(self.section.resume_from, "checkpoint.resume_from")
+            self._refuse_changes(saved.directory, described(saved.directory).spec)
             return self._resume(
                 saved.directory, saved.manifest, stream, tokenizer, "checkpoint.resume_from", remarks
             )
         outcome = Outcome()
         if self.section.start_from is not None:
-            source = self._weights_alone(Path(self.section.start_from))
-            why = "weights alone; step, optimizer and data begin anew"
+            path = Path(self.section.start_from)
+            compared = self.ranks.by_leader(lambda: self._compare_tokenizers(path, tokenizer))
+            source = self._weights_alone(path)
+            why = f"weights alone; optimizer, step and data position start from scratch{compared}"
             return Beginning(outcome, 0, None, Decision("start from", source, why), remarks)
         return Beginning(outcome, 0, None, Decision("start", "new weights", "no checkpoint yet"), remarks)
 
@@ -109,6 +115,7 @@ class Restorer:
         else:
             saved = self._given(str(path), "checkpoint.start_from")
             assert saved.manifest is not None
+            self._refuse_changes(saved.directory, described(saved.directory).spec)
             self._load(saved.directory, saved.manifest, flat_weights(weights), prefix=MODEL)
             path = saved.directory
         return str(path)
@@ -116,6 +123,7 @@ class Restorer:
     @torch.no_grad()
     def _fill_from(self, source: Source, weights: Mapping[str, torch.Tensor]) -> None:
         """From a model of any format, tensor by tensor; each rank reads its own part."""
+        self._refuse_changes(Path(source.where), source.spec)
         for name, weight in weights.items():
             piece = pieces_of({name: weight})[name]
             told = source.tensors.get(name)
@@ -128,6 +136,31 @@ class Restorer:
             cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True))
             piece.local.copy_(source.part(name, cut))
             self.optimizer.load_weight(name, weight)
+
+    def _refuse_changes(self, where: Path, found: ModelSpec) -> None:
+        refuse_model_changes(str(where), found, self.spec, self.section.load.allow_model_changes)
+
+    def _compare_tokenizers(self, source: Path, tokenizer: Tokenizer) -> str:
+        """Refuse weights trained with another tokenizer than the data's; returns what to remark."""
+        directory = checkpoint_at(source) if source.is_dir() else source.parent
+        names = ("tokenizer.json", "tokenizer.model")
+        file = next((directory / name for name in names if (directory / name).is_file()), None)
+        if self.section.load.allow_other_tokenizer:
+            return ""
+        if file is None:
+            return "; it has no tokenizer to compare with the data's"
+        allow = "set checkpoint.load.allow_other_tokenizer = true"
+        try:
+            same = same_ids(read_definition(file), read_definition(tokenizer.path))
+        except UserError as error:
+            raise UserError(error.what, f"{error.todo}; or {allow}") from None
+        if not same:
+            raise UserError(
+                f"checkpoint.start_from: {source} was trained with another tokenizer ({file}) than the data "
+                f"({tokenizer.path})",
+                f"prepare the data with {file}, or {allow}",
+            )
+        return ""
 
     def _load(
         self, directory: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor], prefix: str = ""

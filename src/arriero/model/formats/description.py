@@ -2,14 +2,15 @@
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from arriero.config.toml import toml_value
 from arriero.errors import UserError
-from arriero.model.presets import resolve
+from arriero.model.presets import completed, resolve
 from arriero.model.spec import ModelSpec
 
 NAME = "model.toml"
@@ -58,6 +59,96 @@ def read_description(directory: Path) -> Description | None:
         older = f"{directory} does not record its token ids, being from an older version"
         return Description(spec, remarks=(f"{older}: BOS and EOS are guessed from names in its tokenizer",))
     return Description(spec, tokens)
+
+
+def model_at(path: Path, own: Mapping[str, Any]) -> ModelSpec:
+    """The model of a directory in any format, of a checkpoint or of a run, without reading weights.
+
+    Meta's params.json leaves open whether the head is tied, and Llama 2's the vocabulary: `own` says it.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist", "give a model directory, a checkpoint or a run")
+    directory = path if path.is_dir() else path.parent
+    saved = sorted(directory.glob("checkpoints/step-*/run.toml"))
+    if (found := read_description(saved[-1].parent if saved else directory)) is not None:
+        return found.spec
+    if (directory / "config.json").is_file():
+        from arriero.model.formats.hf import spec_from_hf
+
+        return spec_from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
+    if (directory / "params.json").is_file():
+        from arriero.model.formats.meta import spec_from_params
+
+        params = read_json(directory / "params.json")
+        vocab_size = own.get("vocab_size", params.get("vocab_size", -1))
+        if vocab_size == -1:
+            raise UserError(f"{directory / 'params.json'} has no vocab_size", "set model.vocab_size")
+        return spec_from_params(params, vocab_size, own.get("tied", False))
+    raise UserError(f"{path} holds no model", "give a model directory, a checkpoint or a run")
+
+
+def expand_from(
+    table: Mapping[str, Any], sections: Mapping[str, Any], embedded: Collection[str]
+) -> ModelSpec:
+    """The model of checkpoint.start_from or resume_from; keys of [model] that contradict it are refused.
+
+    Where the directory cannot be read, a complete [model] is used, or the run's own record of it: a run that
+    has checkpoints of its own does not need the directory any more.
+    """
+    section = sections["checkpoint"]
+    key = "start_from" if section.start_from else "resume_from"
+    path = Path(section.start_from or section.resume_from)
+    given = {name: value for name, value in table.items() if name not in embedded}
+    preset, own = given.get("preset"), {name: value for name, value in given.items() if name != "preset"}
+    named = resolve(preset, own).to_dict() if preset else own
+    try:
+        found = model_at(path, named)
+    except UserError as error:
+        try:
+            return _recorded(sections, key, str(path)) or completed(table, sections)
+        except UserError:
+            raise UserError(f"checkpoint.{key}: {error.what}", error.todo) from None
+    wanted = resolve(preset, own) if preset else _laid_over(found, own)
+    refuse_model_changes(f"checkpoint.{key}: {path}", found, wanted, section.load.allow_model_changes)
+    return wanted
+
+
+def _recorded(sections: Mapping[str, Any], key: str, path: str) -> ModelSpec | None:
+    """The model of a run that began there earlier, from its run.toml."""
+    run = sections.get("run")
+    file = Path(run.dir) / run.name / "run.toml" if run is not None else None
+    if file is None or not file.is_file():
+        return None
+    found = read_description(file.parent)
+    began = tomllib.loads(file.read_text(encoding="utf-8")).get("checkpoint", {}).get(key)
+    return found.spec if found is not None and began == path else None
+
+
+def _laid_over(found: ModelSpec, own: Mapping[str, Any]) -> ModelSpec:
+    fields = found.to_dict()
+    scaling = own.get("rope_scaling")
+    if isinstance(scaling, Mapping):
+        own = {**own, "rope_scaling": {**fields.get("rope_scaling", {}), **scaling}}
+    merged = {**fields, **own}
+    if scaling is False:
+        del merged["rope_scaling"]
+    return ModelSpec.from_dict(merged)
+
+
+def refuse_model_changes(
+    where: str, found: ModelSpec, wanted: ModelSpec, allowed: Collection[str] = ()
+) -> None:
+    """`allowed` are patterns of keys of [model] that may differ."""
+    old, new = ({**spec.to_dict(), "nominal_params": None} for spec in (found, wanted))
+    odd = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    odd = [name for name in odd if not any(fnmatchcase(name, pattern) for pattern in allowed)]
+    if odd:
+        told = ", ".join(f"{n} = {toml_value(old.get(n))} (the run: {toml_value(new.get(n))})" for n in odd)
+        raise UserError(
+            f"{where} is another model: it has {told}",
+            f"remove {', '.join(f'model.{name}' for name in odd)}, or allow the change: "
+            f"checkpoint.load.allow_model_changes = {toml_value(odd)}",
+        )
 
 
 def described(directory: Path) -> Description:
