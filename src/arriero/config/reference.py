@@ -182,10 +182,17 @@ def _schema() -> dict[str, Any]:
 
 def _reference(node: dict[str, Any]) -> str:
     """The definition a schema node points to: plain, optional, or the item of a list."""
-    for candidate in (node, node.get("items", {}), *node.get("anyOf", [])):
-        if "$ref" in candidate:
-            return candidate["$ref"].rpartition("/")[2]
+    if found := _reference_within(node):
+        return found
     raise KeyError(node)
+
+
+def _reference_within(node: dict[str, Any]) -> str | None:
+    if "$ref" in node:
+        return node["$ref"].rpartition("/")[2]
+    inside = [*([node["items"]] if "items" in node else []), *node.get("anyOf", [])]
+    inner = (_reference_within(each) for each in inside)
+    return next((found for found in inner if found), None)
 
 
 def _normal(name: str) -> str:

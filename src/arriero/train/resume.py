@@ -19,6 +19,7 @@ from arriero.checkpoint.state import MODEL, OPTIM, Tolerated, flat, flat_weights
 from arriero.config.schema import CheckpointSection
 from arriero.data.order.ledger import LEDGER, read_ledger, refuse_other_order
 from arriero.data.order.order import Stream
+from arriero.data.text.hub import local_model
 from arriero.data.tokens.tokenizer import Tokenizer
 from arriero.errors import UserError
 from arriero.events import EVENTS, EventLog
@@ -70,7 +71,7 @@ class Restorer:
             )
         outcome = Outcome()
         if self.section.start_from is not None:
-            source = self._weights_alone(Path(self.section.start_from))
+            source = self._weights_alone(local_model(self.section.start_from))
             why = "weights alone; step, optimizer and data begin anew"
             return Beginning(outcome, 0, None, Decision("start from", source, why), remarks)
         return Beginning(outcome, 0, None, Decision("start", "new weights", "no checkpoint yet"), remarks)
