@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from arriero.config.toml import toml_value
+from arriero.data.text.hub import local_model
 from arriero.errors import UserError
 from arriero.model.presets import completed, resolve
 from arriero.model.spec import ModelSpec
@@ -97,15 +98,15 @@ def expand_from(
     """
     section = sections["checkpoint"]
     key = "start_from" if section.start_from else "resume_from"
-    path = Path(section.start_from or section.resume_from)
+    path = section.start_from or section.resume_from
     given = {name: value for name, value in table.items() if name not in embedded}
     preset, own = given.get("preset"), {name: value for name, value in given.items() if name != "preset"}
     named = resolve(preset, own).to_dict() if preset else own
     try:
-        found = model_at(path, named)
+        found = model_at(local_model(path, weights=False), named)
     except UserError as error:
         try:
-            return _recorded(sections, key, str(path)) or completed(table, sections)
+            return _recorded(sections, key, path) or completed(table, sections)
         except UserError:
             raise UserError(f"checkpoint.{key}: {error.what}", error.todo) from None
     wanted = resolve(preset, own) if preset else _laid_over(found, own)
