@@ -77,7 +77,7 @@ class Extremes:
     def add(self, name: str, tensor: Tensor) -> None:
         if not tensor.is_floating_point() or tensor.numel() == 0:
             return
-        wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()
+        wide = tensor.detach() if tensor.dtype.itemsize > 1 else tensor.detach().float()
         self._found.setdefault((wide.device, wide.dtype), {})[name] = tuple(torch.aminmax(wide))
 
     def non_finite(self) -> list[str]:

@@ -90,30 +90,14 @@ class World:
         self._chosen = self._choose(most)
 
     def _choose(self, most: int) -> Ints:
-        """Rows that are written, by tensor and offset. Of a piece that several ranks hold, one is chosen so
-        that ranks that hold the same pieces write about as many bytes each."""
-        offsets, sizes = self._rows[:, :most], self._rows[:, most:]
-        amount = sizes.prod(axis=1)
+        """Rows that are written, by tensor and offset: one of each piece, however many ranks hold it."""
+        amount = self._rows[:, most:].prod(axis=1)
         held = np.flatnonzero(amount)
-        keys = [self._tensor[held], *(offsets[held, axis] for axis in range(most))]
-        order = held[np.lexsort(keys[::-1])]
-        keys = np.stack([self._tensor[order], *(offsets[order, axis] for axis in range(most))])
-        new = np.ones(len(order), bool)
-        new[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
-        first = np.flatnonzero(new)
-        copies = np.diff(first, append=len(order))
-        shared = np.flatnonzero(copies > 1)
-        taker = np.zeros(len(first), int)
-        # among pieces of the same holders, the largest first, there and back again
-        holders = self._rank[order[first[shared]]]
-        sorted_ = shared[np.lexsort((-amount[order[first[shared]]], copies[shared], holders))]
-        alike = np.stack([self._rank[order[first[sorted_]]], copies[sorted_]])
-        starts = np.ones(len(sorted_), bool)
-        starts[1:] = (alike[:, 1:] != alike[:, :-1]).any(axis=0)
-        turn = np.arange(len(sorted_)) - np.maximum.accumulate(np.where(starts, np.arange(len(sorted_)), 0))
-        lap, place = np.divmod(turn, copies[sorted_])
-        taker[sorted_] = np.where(lap % 2 == 0, place, copies[sorted_] - 1 - place)
-        return order[first + taker]
+        keys = np.stack([self._tensor[held], *self._rows[held, :most].T])
+        order = np.lexsort(keys[::-1])
+        first = _starts(keys[:, order])
+        copies, rows = np.diff(first, append=len(order)), held[order]
+        return rows[first + _takers(self._rank[rows[first]], copies, amount[rows[first]])]
 
     def masks(self) -> list[bytes]:
         """For each rank, one bit per piece: whether it writes it."""
@@ -139,6 +123,29 @@ class World:
             length[chosen],
         )
         return metadata_bytes(self.tensors, chunks, [file_of(rank) for rank in writers.tolist()])
+
+
+def _starts(keys: Ints) -> Ints:
+    """The columns that differ from the one before."""
+    new = np.ones(keys.shape[1], bool)
+    new[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
+    return np.flatnonzero(new)
+
+
+def _takers(first_rank: Ints, copies: Ints, amount: Ints) -> Ints:
+    """Which of its holders writes each piece.
+
+    Ranks that hold the same pieces take turns, largest piece first and in alternating direction, so that they
+    write about as many bytes each.
+    """
+    taker = np.zeros(len(copies), int)
+    shared = np.flatnonzero(copies > 1)
+    shared = shared[np.lexsort((-amount[shared], copies[shared], first_rank[shared]))]
+    starts = _starts(np.stack([first_rank[shared], copies[shared]]))
+    turn = np.arange(len(shared)) - np.repeat(starts, np.diff(starts, append=len(shared)))
+    lap, place = np.divmod(turn, copies[shared])
+    taker[shared] = np.where(lap % 2 == 0, place, copies[shared] - 1 - place)
+    return taker
 
 
 def file_of(rank: int) -> str:
