@@ -98,7 +98,8 @@ def test_what_would_not_fit_at_once_is_read_a_tensor_at_a_time(runs, monkeypatch
 
 def test_a_checkpoint_of_other_shape_is_refused_by_name(runs):
     runs.train("first", HALF)
-    other = ["model.layers=3", f"checkpoint.resume_from={runs.folder / 'first'}"]
+    allowed = "checkpoint.load.allow_model_changes=['layers']"
+    other = ["model.layers=3", allowed, f"checkpoint.resume_from={runs.folder / 'first'}"]
     with pytest.raises(UserError, match=r"lacks model\.blocks\.2\..*allow_missing"):
         runs.train("second", *other)
     assert not (runs.folder / "second").exists()
