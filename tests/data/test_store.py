@@ -166,6 +166,18 @@ def test_a_process_out_of_files_keeps_fewer_open(make_store, keep_open):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_the_files_of_a_store_that_is_gone_are_closed(make_store, keep_open):
+    keep_open(1000)
+    store, other = (make_store([[[i]] for i in range(40)]) for _ in range(2))
+    other.read(0, 1)
+    before = open_files()
+    store.read(0, 40)
+    assert open_files() == before + 40
+    del store
+    other.read(0, 1)
+    assert open_files() <= before
+
+
 def test_threads_share_a_store_whose_files_come_and_go(make_store, keep_open):
     keep_open(1)
     store = make_store([[[i] * 50] for i in range(8)])

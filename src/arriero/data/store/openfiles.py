@@ -3,7 +3,7 @@
 import errno
 import resource
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -23,6 +23,7 @@ class Cache:
         self._make_capacity, self._weigh = capacity, weigh
         self._capacity: int | None = None
         self._held = 0
+        self._gone: deque[int] = deque()
 
     def limit(self, capacity: int | None) -> None:
         """None derives it again."""
@@ -34,6 +35,8 @@ class Cache:
         """The item of an owner, made now if it is not held. Where the system has no more files to give, fewer
         are kept from then on."""
         with self._lock:
+            while self._gone:
+                self._drop(self._gone.popleft())
             if (owner, key) in self._items:
                 self._items.move_to_end((owner, key))
                 return self._items[owner, key]
@@ -56,8 +59,15 @@ class Cache:
 
     def forget(self, owner: int) -> None:
         with self._lock:
-            for key in [key for key in self._items if key[0] == owner]:
-                self._held -= self._weigh(self._items.pop(key))
+            self._drop(owner)
+
+    def forget_later(self, owner: int) -> None:
+        """For finalizers, which may run at any moment, also while this thread holds the lock."""
+        self._gone.append(owner)
+
+    def _drop(self, owner: int) -> None:
+        for key in [key for key in self._items if key[0] == owner]:
+            self._held -= self._weigh(self._items.pop(key))
 
     def _shrink(self) -> None:
         if self._capacity is None:

@@ -98,7 +98,8 @@ class TokenStore:
         self.text_bytes = columns.text_bytes
         self.fingerprint = _fingerprint(manifest, tokens)
         self._owner = next(_OWNERS)
-        weakref.finalize(self, _forget, self._owner)
+        for cache in (FILES, INDEXES):
+            weakref.finalize(self, cache.forget_later, self._owner)
 
     @classmethod
     def open(cls, directory: Path) -> "TokenStore":
@@ -204,7 +205,8 @@ class TokenStore:
                 yield f"{path} has {size} bytes, the manifest says {expected}"
 
     def close(self) -> None:
-        _forget(self._owner)
+        for cache in (FILES, INDEXES):
+            cache.forget(self._owner)
 
     def open_file(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """A file of this dataset, kept open with those that were used last."""
@@ -245,11 +247,6 @@ def _fingerprint(manifest: dict[str, Any], tokens: np.ndarray) -> str:
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
     digest.update(tokens.astype("<i8", copy=False).data)
     return digest.hexdigest()
-
-
-def _forget(owner: int) -> None:
-    FILES.forget(owner)
-    INDEXES.forget(owner)
 
 
 class _OpenShard:
