@@ -43,7 +43,12 @@ class ManyNumbers(TyperCommand):
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A model or checkpoint in any format.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC", help="A model or checkpoint in any format, or hf://OWNER/MODEL[@REVISION]."
+        ),
+    ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to make.")],
     to: Annotated[Format, typer.Option(help="The format to write.")],
     dtype: Dtype = None,
@@ -58,8 +63,9 @@ def convert(
     Example: arriero ckpt convert runs/demo/checkpoints/step-00001000 exported --to hf --dtype bf16
     """
     from arriero.checkpoint.convert import open_source
+    from arriero.data.text.hub import local_model
 
-    found = open_source(source)
+    found = open_source(local_model(source))
     _write(found, target, to, _writing(dtype, shard_size, model_parallel, meta_rule))
 
 

@@ -407,8 +407,8 @@ class CheckpointSection(Section):
     start_from: str | None = Field(
         None,
         description="Warm start: initialise the weights of a new run from a checkpoint, a run directory "
-        "or a model in any format `arriero ckpt convert` reads. Step, optimizer and data "
-        "start from scratch.",
+        "or a model in any format `arriero ckpt convert` reads, hf://OWNER/MODEL included. Step, optimizer "
+        "and data start from scratch.",
     )
     resume_from: str | None = Field(
         None,

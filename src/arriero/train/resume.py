@@ -19,6 +19,7 @@ from arriero.checkpoint.state import MODEL, OPTIM, Tolerated, flat, flat_weights
 from arriero.config.schema import CheckpointSection
 from arriero.data.order.ledger import LEDGER, read_ledger, refuse_other_order
 from arriero.data.order.order import Stream
+from arriero.data.text.hub import local_model
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition, same_ids
 from arriero.errors import UserError
 from arriero.events import EVENTS, EventLog
@@ -74,7 +75,7 @@ class Restorer:
             )
         outcome = Outcome()
         if self.section.start_from is not None:
-            path = Path(self.section.start_from)
+            path = local_model(self.section.start_from)
             compared = self.ranks.by_leader(lambda: self._compare_tokenizers(path, tokenizer))
             source = self._weights_alone(path)
             why = f"weights alone; optimizer, step and data position start from scratch{compared}"

@@ -67,7 +67,11 @@ def prepare(
     sources: Sources,
     directory: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="The dataset to write.")],
     tokenizer: Annotated[
-        Path, typer.Option("--tokenizer", help="tokenizer.json, a Llama tokenizer.model, or their folder.")
+        str,
+        typer.Option(
+            "--tokenizer",
+            help="tokenizer.json, a Llama tokenizer.model, their folder, or hf://OWNER/MODEL[@REVISION].",
+        ),
     ],
     column: Columns = [],
     include: Include = [],
@@ -103,14 +107,15 @@ def prepare(
     """
     from arriero.data.prepare.preparation import Request
     from arriero.data.prepare.slurm import Cluster
+    from arriero.data.text.hub import local_model
 
-    _stay_offline_unless_asked(sources)
+    _stay_offline_unless_asked([*sources, tokenizer])
     shard_bytes = _size("--shard-size", shard_size)
     text = _text_sources(sources, column, include, exclude, read_as, skip_bad or max_bad is not None)
     request = Request(
         text.names,
         directory,
-        tokenizer,
+        local_model(tokenizer),
         text.column,
         bos,
         eos,

@@ -15,6 +15,7 @@ from arriero.data.prepare.preparation import Preparation, Request, identity_of
 from arriero.data.prepare.prepare import Watcher, alone, prepare
 from arriero.data.progress import Progress, silent
 from arriero.data.store.store import MANIFEST, TokenStore
+from arriero.data.text.hub import local_model
 from arriero.data.text.sources import HUB, STDLIB, SYNTHETIC, stdlib_documents
 from arriero.data.text.synthetic import DEFAULT_BYTES, markov_text
 from arriero.data.tokens.training import train_tokenizer
@@ -61,7 +62,7 @@ def dataset_of(
 def _prepare_text(path: str, tokenizer: str, column: str | None, cache: Path, progress: Progress) -> Path:
     """Other text, or another tokenizer, goes into another directory, so that changed files are noticed."""
     progress("looking at the text", 0, 1)
-    request = Request((path,), cache, Path(tokenizer), column)
+    request = Request((path,), cache, local_model(tokenizer), column)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", path.removeprefix("builtin:")).strip("-.")[-40:] or TEXT
     target = cache / TEXT / f"{name}-{identity_of(request)[:16]}"
     progress("looking at the text", 1, 1)

@@ -1,12 +1,17 @@
-"""Datasets of the Hugging Face hub, only when the user writes `hf://NAME`."""
+"""Datasets and models of the Hugging Face hub, only when the user writes `hf://NAME`."""
 
 import os
 import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
+from arriero.data.text.sources import HUB
 from arriero.errors import UserError
+
+# pytorch_model.bin and other copies of the same weights are left out
+MODEL_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 
 
 class Recipe(NamedTuple):
@@ -15,16 +20,13 @@ class Recipe(NamedTuple):
     split: str
     column: str
     revision: str | None = None
+    files: str | None = None
 
 
 def recipes() -> dict[str, Recipe]:
     raw = tomllib.loads(resources.files("arriero.data.text").joinpath("recipes.toml").read_text("utf-8"))
-    return {
-        name: Recipe(
-            about["dataset"], about.get("config"), about["split"], about["column"], about.get("revision")
-        )
-        for name, about in raw.items()
-    }
+    fields = Recipe._fields
+    return {name: Recipe(*(about.get(field) for field in fields)) for name, about in raw.items()}
 
 
 def recipe_for(name: str) -> Recipe:
@@ -59,17 +61,43 @@ def download(name: str) -> list[Path]:
     except ImportError:
         raise UserError(f"hf://{name} needs the 'datasets' package", "pip install 'arriero[hub]'") from None
     try:
-        loaded = datasets.load_dataset(
-            recipe.dataset, recipe.config, split=recipe.split, revision=recipe.revision
-        )
+        if recipe.files:
+            reader = "parquet" if recipe.files.endswith(".parquet") else "json"
+            revision = quote(recipe.revision or "main", safe="")
+            where = f"{HUB}datasets/{recipe.dataset}@{revision}/{recipe.files}"
+            loaded = datasets.load_dataset(reader, data_files=where, split=recipe.split)
+        else:
+            loaded = datasets.load_dataset(
+                recipe.dataset, recipe.config, split=recipe.split, revision=recipe.revision
+            )
     except Exception as error:  # the library raises many kinds for a missing network, name or account
-        raise UserError(
-            f"cannot load hf://{name} ({type(error).__name__}: {str(error).splitlines()[0]})",
-            "check the name, the network and your Hugging Face account",
-        ) from None
+        raise _unavailable(name, error) from None
     files = [Path(file["filename"]) for file in loaded.cache_files]
     if not files:
         raise UserError(
             f"hf://{name} has no files in the cache", "save it with save_to_disk and give that directory"
         )
     return files
+
+
+def local_model(path: str) -> Path:
+    """A path as it is; for `hf://OWNER/MODEL[@REVISION]` the directory of the download in the hub's cache."""
+    if not path.startswith(HUB):
+        return Path(path)
+    name, _, revision = path.removeprefix(HUB).partition("@")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(f"{path} needs the 'huggingface_hub' package", "pip install 'arriero[hub]'") from None
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=MODEL_FILES))
+    except Exception as error:  # the library raises many kinds for a missing network, name or account
+        raise _unavailable(path.removeprefix(HUB), error) from None
+
+
+def _unavailable(name: str, error: Exception) -> UserError:
+    reason = (str(error).strip() or "no reason given").splitlines()[0]
+    return UserError(
+        f"cannot load hf://{name} ({type(error).__name__}: {reason})",
+        "check the name, the network and your Hugging Face account",
+    )

@@ -1,0 +1,72 @@
+"""Downloads through the real `datasets` and `huggingface_hub`, from a local server of the hub's API."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hub_server import hub_of
+
+from arriero.data.store.store import TokenStore
+
+SOURCE = Path(__file__).parents[2] / "src"
+TEXTS = [f"document {i}" for i in range(7)]
+
+
+def put(path, write):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path)
+
+
+def parquet(path):
+    pq.write_table(pa.table({"text": TEXTS}), path)
+
+
+def packed(path):
+    path.write_bytes(gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in TEXTS).encode()))
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory, tokenizer_file):
+    folder = tmp_path_factory.mktemp("hub")
+    sets = folder / "datasets"
+    put(sets / "owner" / "set" / "main" / "data" / "train-00000-of-00001.parquet", parquet)
+    books = sets / "bookcorpus" / "bookcorpus" / "refs%2Fconvert%2Fparquet"
+    put(books / "plain_text" / "train" / "0000.parquet", parquet)
+    italian = sets / "gsarti" / "clean_mc4_it" / "main"
+    put(italian / "clean_mc4_it.py", lambda path: path.write_text("raise SystemExit('a script was run')"))
+    put(italian / "clean-mc4-it" / "c4-it.tfrecord-00000-of-01024.json.gz", packed)
+    put(italian / "clean-mc4-it" / "c4-it-validation.tfrecord-00000-of-00008.json.gz", packed)
+    model = folder / "models" / "owner" / "model" / "main"
+    put(model / "tokenizer.json", lambda path: path.write_bytes(tokenizer_file.read_bytes()))
+    put(model / "pytorch_model.bin", lambda path: path.write_bytes(b"not fetched"))
+    with hub_of(folder) as environment:
+        yield {**os.environ, **environment, "PYTHONPATH": str(SOURCE), "COLUMNS": "200"}
+
+
+def prepare(hub, directory, *arguments):
+    command = [sys.executable, "-m", "arriero", "data", "prepare", *arguments, "-o", str(directory)]
+    return subprocess.run(command, env=hub, capture_output=True, text=True)
+
+
+def test_corpora_and_a_tokenizer_of_the_hub_are_downloaded_and_prepared(hub, tmp_path):
+    sources = ["hf://owner/set", "hf://bookcorpus", "hf://clean-mc4-it"]
+    done = prepare(hub, tmp_path / "set", *sources, "--tokenizer", "hf://owner/model")
+    assert done.returncode == 0, done.stderr
+    store = TokenStore.open(tmp_path / "set")
+    assert [each["documents"] for each in store.about["per_source"]] == [len(TEXTS)] * 3
+    fetched = {path.name for path in Path(hub["HF_HOME"]).rglob("*")}
+    assert "tokenizer.json" in fetched
+    assert "pytorch_model.bin" not in fetched
+
+
+def test_a_name_the_hub_does_not_know_is_refused_in_a_sentence(hub, tmp_path):
+    done = prepare(hub, tmp_path / "set", "builtin:synthetic:1MB", "--tokenizer", "hf://owner/absent")
+    assert done.returncode == 2
+    assert "cannot load hf://owner/absent" in done.stderr
+    assert "Traceback" not in done.stderr
