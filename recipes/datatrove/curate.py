@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 NEEDED = {"datatrove": "datatrove", "xxhash": "xxhash<4", "spacy": "spacy", "orjson": "orjson"}
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 FILTERS = ("gopher-repetition", "gopher-quality", "c4", "fineweb")
 
 
@@ -72,15 +73,20 @@ def _installed(name: str) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    return [p for p in folder.rglob("*") if p.suffix == ".parquet" or ".jsonl" in p.suffixes]
+    return [path for path in folder.rglob("*") if path.name.endswith(SUFFIXES)]
 
 
-def reader(folder: Path, text_key: str):
+def readers(folder: Path, text_key: str) -> list:
+    """One per kind of file that is there; each passes on what the one before it read."""
     from datatrove.pipeline.readers import JsonlReader, ParquetReader
 
-    if any(path.suffix == ".parquet" for path in _files(folder)):
-        return ParquetReader(str(folder), text_key=text_key, glob_pattern="**/*.parquet")
-    return JsonlReader(str(folder), text_key=text_key, glob_pattern="**/*.jsonl*")
+    return [
+        (ParquetReader if suffix == ".parquet" else JsonlReader)(
+            str(folder), text_key=text_key, glob_pattern=f"**/*{suffix}"
+        )
+        for suffix in SUFFIXES
+        if any(folder.rglob(f"*{suffix}"))
+    ]
 
 
 def writer(folder: Path, parquet: bool):
@@ -157,7 +163,7 @@ def stages(chosen: argparse.Namespace) -> list[tuple[str, list, int]]:
     out = chosen.output
     filtered = out / ("curated" if chosen.no_dedup else "filtered")
     first = [
-        reader(chosen.input, chosen.text_key),
+        *readers(chosen.input, chosen.text_key),
         *filters(chosen),
         writer(filtered, chosen.no_dedup and chosen.parquet),
     ]

@@ -9,6 +9,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from peer_python import ask_peer, peer_python
 
@@ -55,10 +57,42 @@ def write_corpus(folder: Path) -> dict[str, str]:
     texts |= {"italian": italian(choose)}
     folder.mkdir()
     rows = [json.dumps({"body": text, "id": name}) for name, text in texts.items()]
-    for part in range(2):
-        with gzip.open(folder / f"{part}.jsonl.gz", "wt") as file:
-            file.writelines(row + "\n" for row in rows[part::2])
+    with gzip.open(folder / "0.jsonl.gz", "wt") as file:
+        file.writelines(row + "\n" for row in rows[::3])
+    (folder / "1.jsonl").write_text("".join(row + "\n" for row in rows[1::3]))
+    columns = {"body": list(texts.values())[2::3], "id": list(texts)[2::3]}
+    pq.write_table(pa.table(columns), folder / "2.parquet")
     return texts
+
+
+STAND_IN = """
+import sys, types
+for name in ("datatrove", "datatrove.pipeline", "datatrove.pipeline.readers"):
+    sys.modules[name] = types.ModuleType(name)
+readers = sys.modules["datatrove.pipeline.readers"]
+for name in ("JsonlReader", "ParquetReader"):
+    setattr(readers, name, lambda folder, text_key, glob_pattern, name=name: (name, glob_pattern))
+sys.path.insert(0, sys.argv[1])
+import json, pathlib, curate
+print(json.dumps(curate.readers(pathlib.Path(sys.argv[2]), "text")))
+"""
+
+
+def test_every_kind_of_file_that_is_there_gets_a_reader(tmp_path):
+    """With datatrove's readers replaced, since it lives in an environment of its own."""
+    write_corpus(tmp_path / "raw")
+    (tmp_path / "raw" / "3.jsonl.tmp").write_text("unfinished")
+    done = subprocess.run(
+        [sys.executable, "-c", STAND_IN, str(RECIPE.parent), str(tmp_path / "raw")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        ["ParquetReader", "**/*.parquet"],
+        ["JsonlReader", "**/*.jsonl"],
+        ["JsonlReader", "**/*.jsonl.gz"],
+    ]
 
 
 def curate(python: str, *arguments: object) -> subprocess.CompletedProcess:

@@ -52,6 +52,7 @@ def pack(
     Example: arriero data pack data/web --seq-len 8192 --heldout '10M tok' --workers 32
     """
     from arriero.data.order.bestfit import PLANS, find_plan, make_plan
+    from arriero.data.order.heldout import heldout_last
     from arriero.data.order.order import split_heldout
     from arriero.data.order.pack import Packing, Source
     from arriero.data.store.store import TokenStore
@@ -67,7 +68,7 @@ def pack(
         raise UserError(f"--heldout: {error}", "write it like '10M tok'") from None
     if span.unit != "tok":
         raise UserError(f"--heldout {heldout} is not a number of tokens", "write it like '10M tok'")
-    store = TokenStore.open(dataset)
+    store = heldout_last(TokenStore.open(dataset), span.amount)
     ids = tuple(tokenizer_of(store).encode(prompt)) if prompt else ()
     folder = (cache or store.directory) / PLANS
     for part, tokens in zip(("training", "held-out"), split_heldout(store, span.amount), strict=True):

@@ -11,6 +11,7 @@ import numpy as np
 from arriero.data.exchange import columns, raw
 from arriero.data.exchange.columns import EOS_KEPT, EOS_STRIPPED, ColumnFile
 from arriero.data.exchange.raw import RawFile, find_files, read_raw
+from arriero.data.order.heldout import HELDOUT_SEED
 from arriero.data.store.links import Link, place
 from arriero.data.store.scan import Advance, Scan, scan_tokens, unseen
 from arriero.data.store.shards import (
@@ -179,6 +180,7 @@ class Import:
                 "placed": dict(made.placed),
                 "eos": self._tokenizer.eos,
                 "documents_without_eos": made.without_eos,
+                HELDOUT_SEED: 1,
             },
         )
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from arriero.data.order.heldout import heldout_last, heldout_tokens_of
 from arriero.data.progress import Progress
 from arriero.data.store.shards import write_durably
 from arriero.data.store.store import TokenStore
@@ -200,7 +201,7 @@ def _by_processes(
         yield from ((number, do(request, work, number)) for number in numbers)
         return
     context = multiprocessing.get_context("spawn")
-    sent = request.store.directory, request[1:], work
+    sent = (request.store.directory, heldout_tokens_of(request.store)), request[1:], work
     with ProcessPoolExecutor(min(workers, len(numbers)), context) as pool:
         todo = {pool.submit(_in_worker, do, *sent, number): number for number in numbers}
         try:
@@ -214,11 +215,15 @@ def _by_processes(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _in_worker(do: Callable[..., Any], directory: Path, request: tuple, work: Path, number: int) -> Any:
-    return do(Request(_opened(directory), *request), work, number)
+def _in_worker(
+    do: Callable[..., Any], dataset: tuple[Path, int], request: tuple, work: Path, number: int
+) -> Any:
+    return do(Request(_opened(*dataset), *request), work, number)
 
 
-_opened = lru_cache(maxsize=1)(TokenStore.open)
+@lru_cache(maxsize=1)
+def _opened(directory: Path, heldout: int) -> TokenStore:
+    return heldout_last(TokenStore.open(directory), heldout)
 
 
 def _units(store: TokenStore, span: range) -> Iterator[tuple[int, int, int]]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from arriero.config.schema import RunConfig, SourceSection
 from arriero.config.timeline import Timeline
+from arriero.data.order.heldout import heldout_last
 from arriero.data.order.mixture import BLOCK
 from arriero.data.order.order import ORDER_VERSION, Change, EvalStream, Stream, split_heldout
 from arriero.data.order.pack import Packing, Source
@@ -45,8 +46,9 @@ def build_streams(config: RunConfig, progress: Progress, version: int = ORDER_VE
     data, timeline = config.data, Timeline.of(config)
     sections = [*data.sources, *(source for phase in data.phases for source in phase.sources or ())]
     FILES.limit(data.open_shards)
-    opened = _open(sections, Path(data.cache), progress)
     heldout = config.eval.heldout.amount if config.eval.heldout else 0
+    found = _open(sections, Path(data.cache), progress)
+    opened = {path: heldout_last(store, heldout) for path, store in found.items()}
     spans = {path: split_heldout(store, heldout) for path, store in opened.items()}
     packing = Packing(data.packing, data.long_docs, Path(data.cache), progress)
 

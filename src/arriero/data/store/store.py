@@ -14,7 +14,7 @@ import os
 import struct
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ CHECKSUMS = "checksums.sha256"
 VERSION = 1
 SMALL_INDEX = 2**22
 
-_POINTER = struct.Struct("<q")
 _OWNERS = itertools.count()
+_LENGTH, _POINTER = struct.Struct("<i"), struct.Struct("<q")
 _REMAKE = "prepare the dataset again, or restore the file from a copy"
 
 
@@ -182,6 +182,17 @@ class TokenStore:
         it begin, up to `first + count`."""
         return self._index(shard).touching(first, count)
 
+    def document_span(self, number: int) -> tuple[int, int]:
+        """Where document `number`, counted over the whole dataset, begins, and how many tokens it has."""
+        shard = int(self._document_ends.searchsorted(number, side="right"))
+        inside = number - int(self._document_ends[shard]) + self.shard_documents(shard)
+        first, length = self._index(shard).document_span(inside)
+        return int(self._ends[shard]) - self.shard_tokens(shard) + first, length
+
+    @cached_property
+    def _document_ends(self) -> np.ndarray:
+        return np.cumsum(self._documents)
+
     def shard_tokens(self, shard: int) -> int:
         return int(self._ends[shard] - (self._ends[shard - 1] if shard else 0))
 
@@ -294,6 +305,10 @@ class _Index:
     def touching(self, first: int, count: int) -> tuple[int, np.ndarray]:
         lo = self._search(first + 1) - 1
         return lo, self._starts_from(lo, first + count)
+
+    def document_span(self, document: int) -> tuple[int, int]:
+        (length,) = _LENGTH.unpack_from(self._content, IDX_HEADER.size + 4 * document)
+        return self.starts(document, document + 1)[0].item(), length
 
     def _starts_from(self, document: int, end: int) -> np.ndarray:
         """Where this document and those after it begin, before token `end`; read in growing pieces."""
