@@ -170,7 +170,7 @@ def _schema_node(key: str) -> dict[str, Any]:
     node = document
     for part in key.split("."):
         while "properties" not in node:
-            node = document["$defs"][_reference(node)]
+            node = document["$defs"][str(_reference(node))]
         node = node["properties"][part]
     return node
 
@@ -180,15 +180,12 @@ def _schema() -> dict[str, Any]:
     return RunConfig.model_json_schema()
 
 
-def _reference(node: dict[str, Any]) -> str:
-    """The definition a schema node points to: plain, optional, or the item of a list, at any depth."""
-    waiting = [node]
-    while waiting:
-        candidate = waiting.pop(0)
-        if "$ref" in candidate:
-            return candidate["$ref"].rpartition("/")[2]
-        waiting += [candidate.get("items", {}), *candidate.get("anyOf", [])]
-    raise KeyError(node)
+def _reference(node: dict[str, Any]) -> str | None:
+    """The definition a schema node points to: plain, as one of several types, or as the item of a list."""
+    if "$ref" in node:
+        return node["$ref"].rpartition("/")[2]
+    inner = [*node.get("anyOf", []), *([node["items"]] if "items" in node else [])]
+    return next((found for each in inner if (found := _reference(each))), None)
 
 
 def _normal(name: str) -> str:
