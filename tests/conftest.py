@@ -121,3 +121,15 @@ def command(capsys, monkeypatch):
         return SimpleNamespace(returncode=stop.value.code or 0, stdout=printed.out, stderr=printed.err)
 
     return run
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of one MiB, and functions that fill it and empty it again."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)

@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "arriero"
 
 # A room may import from its own floor and from those below it.
 FLOORS = [
-    {"units", "errors", "events", "ui", "__version__"},
+    {"units", "errors", "events", "interrupt", "ui", "__version__"},
     {"config", "kernels"},
     {"model", "data", "plan"},
     {"parallel", "checkpoint"},

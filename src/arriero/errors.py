@@ -12,6 +12,9 @@ class UserError(Exception):
         self.todo = todo
         super().__init__(f"{what}; {todo}" if todo else what)
 
+    def __reduce__(self) -> tuple[type["UserError"], tuple[str, str]]:
+        return UserError, (self.what, self.todo)
+
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The choice a mistyped word most likely means."""

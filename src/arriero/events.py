@@ -1,9 +1,18 @@
-"""The one log of what happened to a run: one JSON object per line."""
+"""Files that grow while a run trains, the log of events among them."""
 
+import errno
 import json
+import math
+import os
+import sys
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+_KEPT_RECORDS = 20_000
 
 EVENTS = "events.jsonl"
 START_OVER = "start over"
@@ -25,11 +34,122 @@ def events_since(path: Path, kind: str) -> list[dict[str, Any]]:
     return found
 
 
-class EventLog:
+def warn(text: str) -> None:
+    """To stderr, which may lie on the full disk itself."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"warning: {text}\n")
+        sys.stderr.flush()
+
+
+class Output:
+    """A stream that may lie on a full disk: what cannot be written stays in its buffer, or is lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _despite_full_disk():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _despite_full_disk():
+            self._stream.flush()
+
+    def give_up(self) -> None:
+        """Called last: what is left unwritten must not change the exit code."""
+        try:
+            self._stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+@contextmanager
+def _despite_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+
+
+class Tolerant:
+    """Attempts to write something that training can do without.
+
+    Reports the first failure and the first success after it, and nothing in between.
+    """
+
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._failing = False
+
+    def attempt(self, work: Callable[[], object], kept: str) -> bool:
+        """Whether it succeeded; `kept` says what becomes of the data meanwhile."""
+        try:
+            work()
+        except OSError as error:
+            if not self._failing:
+                warn(f"{self.path} cannot be written ({error.strerror or error}); training continues, {kept}")
+            self._failing = True
+            return False
+        if self._failing:
+            warn(f"{self.path} is written again")
+        self._failing = False
+        return True
+
+
+class GrowingFile:
+    """Appends records. Those that cannot be written wait in memory, the newest 20,000 of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._tolerant = path, Tolerant(path)
+        self._waiting: deque[bytes] = deque(maxlen=_KEPT_RECORDS)
+
+    def append(self, record: bytes) -> None:
+        self._waiting.append(record)
+        self._tolerant.attempt(self._write, f"and its newest {_KEPT_RECORDS:,} records are kept in memory")
+
+    def close(self) -> None:
+        """Report the records that will be lost with the process."""
+        if self._waiting and not self._tolerant.attempt(self._write, ""):
+            warn(f"{len(self._waiting):,} records of {self._path} are lost: it could not be written")
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            while self._waiting:
+                end, record = os.fstat(descriptor).st_size, self._waiting[0]
+                if os.write(descriptor, record) < len(record):
+                    # part of a record would spoil the next one
+                    os.ftruncate(descriptor, end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._waiting.popleft()
+        finally:
+            os.close(descriptor)
+
+
+class LineFile(GrowingFile):
+    """One JSON object per line; numbers that are not finite become null, because JSON has none."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        # a killed process may have left half a line
+        with suppress(OSError), path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                self.append(b"\n")
+
+    def line(self, fields: dict[str, Any]) -> None:
+        finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in fields.items()}
+        self.append(json.dumps(finite).encode() + b"\n")
+
+
+class EventLog(LineFile):
+    """What happened to a run, and when."""
 
     def write(self, kind: str, **fields: Any) -> None:
-        line = json.dumps({"time": round(time.time(), 3), "event": kind, **fields})
-        with self.path.open("a") as file:
-            file.write(line + "\n")
+        self.line({"time": round(time.time(), 3), "event": kind, **fields})

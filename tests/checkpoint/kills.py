@@ -28,10 +28,10 @@ from arriero.data.order.audit import Audit
 from arriero.data.order.ledger import read_ledger
 from arriero.data.order.streams import build_streams
 from arriero.data.progress import silent
+from arriero.interrupt import Interrupted
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
 from arriero.train.commands import train_as_rank
-from arriero.train.interrupt import Interrupted
 from checkpoint.running import BASE
 
 STEPS = 30

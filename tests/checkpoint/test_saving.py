@@ -21,8 +21,8 @@ from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.retention import Mark, to_delete
 from arriero.checkpoint.state import described
 from arriero.errors import UserError
+from arriero.interrupt import Interrupted
 from arriero.train.hooks import Hook
-from arriero.train.interrupt import Interrupted
 
 
 def unit(step, value=0.0):

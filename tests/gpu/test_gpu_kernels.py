@@ -49,15 +49,15 @@ def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halv
         low = low if halves else []
         decays = torch.tensor([0.1, 0.0, 0.1, 0.3], device=DEVICE)
         keys = torch.stack([noise.key(str(n), 0) for n in SIZES])
-        factor = torch.tensor(0.7, device=DEVICE)
         twins = [[t.clone() for t in each] for each in (w, low, m, v)]
-        for step in (1, 2, 3):
+        for step in (1, 2, 3, 4):
             unbiased = (0.01 / (1 - 0.9**step), (1 - 0.95**step) ** -0.5)
-            rates = Rates(0.01, *unbiased, 0.9, 1 - 0.9, 0.95, 1 - 0.95, 1e-8)
+            rates = Rates(0.01, 0.9, 1 - 0.9, 0.95, 1 - 0.95, 1e-8)
             step_key = noise.step_key(step)
-            step_in_place(Parameters(w, low, g, m, v, decays, keys), rates, factor, step_key)
+            # the fourth step is not accepted, and must change nothing
+            scalars = torch.tensor([0.7, *unbiased, float(step < 4)], device=DEVICE)
+            step_in_place(Parameters(w, low, g, m, v, decays, keys), rates, scalars, step_key)
             for i in range(len(SIZES)):
-                numbers = (1 - 0.01 * decays[i].item(), rates.rate, rates.unbias)
                 in_place(
                     twins[0][i],
                     twins[1][i] if halves else None,
@@ -68,7 +68,8 @@ def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halv
                     Plain(moments),
                     keys[i],
                     torch.tensor(step_key, dtype=torch.int32, device=DEVICE),
-                    [*(torch.tensor(number, device=DEVICE) for number in numbers), factor],
+                    1 - 0.01 * decays[i],
+                    scalars,
                     0.9,
                     0.95,
                     1e-8,

@@ -88,3 +88,23 @@ def test_every_launchers_variables_mean_the_same():
         world_from({"RANK": "x", "WORLD_SIZE": "2"})
     with pytest.raises(UserError, match="where they meet"):
         world_from({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "complaint"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "1"}, "RANK is 3 and WORLD_SIZE is 1"),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK is 8 and WORLD_SIZE is 8"),
+        ({"RANK": "0"}, "sets RANK without WORLD_SIZE"),
+        ({"WORLD_SIZE": "4"}, "sets WORLD_SIZE without RANK"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "without RANK and WORLD_SIZE"),
+    ],
+)
+def test_variables_of_a_launcher_that_contradict_or_are_half_set_are_refused(variables, complaint):
+    with pytest.raises(UserError, match=complaint):
+        world_from(variables)
+
+
+def test_variables_exported_beside_slurms_own_do_no_harm():
+    assert world_from(SLURM | {"WORLD_SIZE": "8"}) == world_from(SLURM)
+    assert world_from({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == World()

@@ -14,13 +14,13 @@ from arriero.checkpoint.manager import Report
 from arriero.config.schema import RunConfig
 from arriero.data.order.loader import IGNORED
 from arriero.data.progress import silent
+from arriero.interrupt import interruptible
 from arriero.model.spec import flops_per_token
 from arriero.parallel.world import World
 from arriero.train.arrange import arrange
 from arriero.train.build import build
 from arriero.train.console import ConsoleProgress
 from arriero.train.hooks import Hook
-from arriero.train.interrupt import interruptible
 from arriero.train.loop import train
 from arriero.train.metrics import StepMetrics
 from arriero.train.session import Session

@@ -38,7 +38,7 @@ def costs(only: Only = "", json: Json = None, cache: Cache = Path("data"), devic
     names = chosen("--only", only, NAMES)
     refuse_unwritable("--json", json)
     from arriero.bench.costs import measure_costs
-    from arriero.train.interrupt import Interrupted
+    from arriero.interrupt import Interrupted
 
     console = make_console()
     try:

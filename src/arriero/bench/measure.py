@@ -18,12 +18,12 @@ from arriero.bench.result import Breakdown, Code, Losses, Machine
 from arriero.bench.trace import broken_down
 from arriero.config.schema import RunConfig
 from arriero.data.progress import silent
+from arriero.interrupt import interruptible
 from arriero.parallel.world import joined, world_from
 from arriero.train.arrange import arrange
 from arriero.train.build import build
 from arriero.train.device import Device, uuid_of
 from arriero.train.hooks import Hook
-from arriero.train.interrupt import interruptible
 from arriero.train.loop import train
 from arriero.train.metrics import StepMetrics
 from arriero.train.session import Session

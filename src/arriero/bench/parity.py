@@ -20,6 +20,7 @@ from arriero.config.load import load_run
 from arriero.config.toml import toml_value
 from arriero.data.progress import silent
 from arriero.errors import UserError
+from arriero.interrupt import interruptible
 from arriero.model.presets import expand
 from arriero.parallel.spawn import RankFailed, run_ranks
 from arriero.parallel.world import joined, world_from
@@ -27,7 +28,6 @@ from arriero.train.arrange import arrange
 from arriero.train.build import build
 from arriero.train.device import choose_device
 from arriero.train.hooks import Hook
-from arriero.train.interrupt import interruptible
 from arriero.train.loop import train
 from arriero.train.metrics import StepMetrics
 

@@ -58,7 +58,7 @@ def parity(
     refuse_unwritable("--write", write)
     from arriero.bench.parity import refuse_absent
     from arriero.bench.parity_page import page
-    from arriero.train.interrupt import Interrupted
+    from arriero.interrupt import Interrupted
 
     refuse_absent(device)
     console = make_console()

@@ -88,7 +88,7 @@ def step(
     from arriero.bench.machine import process_started
     from arriero.bench.measure import Plan
     from arriero.bench.step import DocumentLengths, benchmark
-    from arriero.train.interrupt import Interrupted
+    from arriero.interrupt import Interrupted
 
     lengths = DocumentLengths.parse(documents) if documents is not None else None
     plan = Plan(warmup, steps, PROFILED_STEPS if profile else 0, process_started())

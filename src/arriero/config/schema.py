@@ -222,6 +222,11 @@ class OptimSection(Section):
     clip: Annotated[float, Field(gt=0)] | Literal[False] = Field(
         1.0, description="Largest global gradient norm; false does not clip."
     )
+    max_skips: Annotated[int, Field(ge=0)] = Field(
+        20,
+        description="Updates in a row that may be skipped because the gradient norm or the loss is not "
+        "finite; after more, the run stops at the next logged step.",
+    )
 
 
 class ScheduleSection(Section):

@@ -14,12 +14,9 @@ from arriero.kernels.many import BLOCK, WARPS, addresses, blocks_of, place_of_bl
 
 
 class Rates(NamedTuple):
-    """`rate` is the learning rate over the bias of the first moment, `unbias` one over the root of the
-    second's; the rests are what is left of one."""
+    """The rests are what is left of one."""
 
     lr: float
-    rate: float
-    unbias: float
     beta1: float
     rest1: float
     beta2: float
@@ -40,8 +37,9 @@ class Parameters(NamedTuple):
     keys: Tensor
 
 
-def step_in_place(parameters: Parameters, rates: Rates, factor: Tensor, step_key: int) -> None:
-    """`factor` is what gradients are multiplied by."""
+def step_in_place(parameters: Parameters, rates: Rates, scalars: Tensor, step_key: int) -> None:
+    """`scalars` are four fp32 numbers on the device: what gradients are multiplied by, the learning rate over
+    the bias of the first moment, one over the root of the second's, and 1, or 0 to change nothing."""
     weights, lows = parameters.weights, parameters.lows
     blocks = blocks_of(tuple(weight.numel() for weight in weights), weights[0].device)
     # without lower halves the kernel reads none
@@ -53,7 +51,7 @@ def step_in_place(parameters: Parameters, rates: Rates, factor: Tensor, step_key
         *rows,
         parameters.decays,
         parameters.keys,
-        factor,
+        scalars,
         step_key,
         *rates,
         WEIGHT=triton_type(weights[0]),
@@ -144,8 +142,8 @@ def _update(
 
 @triton.jit(do_not_specialize=["step"])
 def _adamw(
-    owners, sizes, first_blocks, weights, lows, gradients, firsts, seconds, decays, keys, factors, step,
-    lr, rate, unbias, beta1, rest1, beta2, rest2, eps,
+    owners, sizes, first_blocks, weights, lows, gradients, firsts, seconds, decays, keys, scalars, step,
+    lr, beta1, rest1, beta2, rest2, eps,
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, MOMENT: tl.constexpr, SPLIT: tl.constexpr,
     IN_LINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -155,18 +153,20 @@ def _adamw(
     gradient = pointer_to(gradients, owner, start, GRADIENT, IN_LINE)
     first = pointer_to(firsts, owner, start, MOMENT, IN_LINE)
     second = pointer_to(seconds, owner, start, MOMENT, IN_LINE)
-    decay, factor = tl.load(decays + owner), tl.load(factors)
+    decay, factor = tl.load(decays + owner), tl.load(scalars)
+    rate, unbias, accepted = tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3)
     key = tl.load(keys + 2 * owner).to(tl.uint32, bitcast=True)
     other = tl.load(keys + 2 * owner + 1).to(tl.uint32, bitcast=True)
     stepped = step.to(tl.uint32)
-    # a mask would forbid wide loads, and almost all blocks are whole
-    if left >= BLOCK:
-        _update(
-            weight, low, gradient, first, second, start, left, decay, key, other, stepped, factor,
-            lr, rate, unbias, beta1, rest1, beta2, rest2, eps, SPLIT, False, BLOCK,
-        )  # fmt: skip
-    else:
-        _update(
-            weight, low, gradient, first, second, start, left, decay, key, other, stepped, factor,
-            lr, rate, unbias, beta1, rest1, beta2, rest2, eps, SPLIT, True, BLOCK,
-        )  # fmt: skip
+    if accepted > 0:
+        # a mask would forbid wide loads, and almost all blocks are whole
+        if left >= BLOCK:
+            _update(
+                weight, low, gradient, first, second, start, left, decay, key, other, stepped, factor,
+                lr, rate, unbias, beta1, rest1, beta2, rest2, eps, SPLIT, False, BLOCK,
+            )  # fmt: skip
+        else:
+            _update(
+                weight, low, gradient, first, second, start, left, decay, key, other, stepped, factor,
+                lr, rate, unbias, beta1, rest1, beta2, rest2, eps, SPLIT, True, BLOCK,
+            )  # fmt: skip

@@ -41,6 +41,11 @@ class Mesh:
         return self.coordinate("cp") == 0
 
     @property
+    def counts_batch(self) -> bool:
+        """True for one of the ranks of the whole run that read the same sequences."""
+        return all(self.coordinate(axis) == 0 for axis in ("cp", "tp", "pp"))
+
+    @property
     def ring(self) -> int:
         return self.layout.cp // self.ulysses
 
@@ -67,16 +72,27 @@ class Mesh:
                 dist.all_reduce(value, group=group)
         return value
 
+    def total_of_run(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place."""
+        if self.world.size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def gathered(self, values: torch.Tensor) -> torch.Tensor:
+        """The vectors of all ranks as rows, by one collective on the tensor's device."""
+        if self.world.size == 1:
+            return values[None]
+        # gloo takes no output with a dimension more than the input
+        rows = torch.empty(self.world.size * len(values), dtype=values.dtype, device=values.device)
+        dist.all_gather_into_tensor(rows, values)
+        return rows.view(self.world.size, len(values))
+
     def least(self, value: int) -> int:
         """The smallest over all ranks."""
-        return -round(self.largest(-value))
+        return int(self.gathered(torch.tensor([value])).min())
 
     def largest(self, value: float) -> float:
-        if self.world.size == 1:
-            return value
-        shared = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        return shared.item()
+        return self.gathered(torch.tensor([value], dtype=torch.float64)).max().item()
 
     def agreed(self, value: float) -> float:
         """What rank 0 measured: clocks differ, and ranks must decide alike."""

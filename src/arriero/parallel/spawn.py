@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from arriero.errors import UserError
+from arriero.interrupt import HEARD, STOPPING, Interrupted
 from arriero.parallel.world import RENDEZVOUS
 
 Result = TypeVar("Result")
@@ -21,6 +22,8 @@ Result = TypeVar("Result")
 _FAILED = 1
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 30.0
+# after a second signal, for ranks that do not answer even that
+_LAST_SECONDS = 4.0
 _REAPED_LATE = 0.5
 
 
@@ -38,19 +41,24 @@ def run_ranks(work: Callable[[], Result], ranks: int, leader_prints: bool = True
     with tempfile.TemporaryDirectory(prefix="arriero-ranks-") as name:
         folder = Path(name)
         children: dict[int, int] = {}
-        for rank in range(ranks):
-            if (pid := os.fork()) == 0:
-                _be_rank(work, rank, ranks, folder, leader_prints)
-            children[pid] = rank
-        with _passing_signals_on(children) as passed:
-            killed = _wait(children, passed)
-        _raise_first_failure(folder, killed)
+        with _passing_signals_on(children) as passing:
+            for rank in range(ranks):
+                if (pid := os.fork()) == 0:
+                    _be_rank(work, rank, ranks, folder, leader_prints)
+                children[pid] = rank
+            passing.begin()
+            killed, failed = _wait(children, passing.passed)
+        stops = [number for number in passing.passed if number in STOPPING]
+        if failed:
+            _raise_first_failure(folder, killed, stops[0] if stops else 0)
         return pickle.loads((folder / "result").read_bytes())
 
 
 def _be_rank(work: Callable[[], Any], rank: int, ranks: int, folder: Path, leader_prints: bool) -> None:
     code = _FAILED
     try:
+        for number, action in _IN_A_NEW_RANK.items():
+            signal.signal(number, action)
         _die_with_parent()
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
@@ -101,22 +109,23 @@ def _leave_word(folder: Path, rank: int, error: BaseException) -> None:
     (folder / f"word-{rank}.tmp").rename(folder / f"word-{rank}")
 
 
-def _wait(children: dict[int, int], passed: list[int]) -> dict[int, tuple[float, int]]:
-    """Returns the ranks that were killed, not by us: when, and by which signal.
+def _wait(children: dict[int, int], passed: list[int]) -> tuple[dict[int, tuple[float, int]], bool]:
+    """Returns the ranks that were killed, not by us, with time and signal; and whether any rank failed.
 
-    Ranks that were passed a signal end by themselves; to be told again would cut their farewell short.
+    Ranks that were passed a signal end by themselves; a second one would stop them before they have saved.
     """
-    left, killed, told, deadline = dict(children), {}, {signal.SIGTERM, *passed}, None
+    left, killed, told, deadline, failed = dict(children), {}, {signal.SIGTERM, *passed}, None, False
     try:
         while left:
             ended = [(pid, status) for pid, status in (os.waitpid(each, os.WNOHANG) for each in left) if pid]
             for pid, status in ended:
-                rank = left.pop(pid)
+                rank, failed = left.pop(pid), failed or status != 0
                 if os.WIFSIGNALED(status) and (deadline is None or os.WTERMSIG(status) not in told):
                     killed[rank] = (time.time(), os.WTERMSIG(status))
-            if deadline is None and any(status for _, status in ended):
-                deadline = time.monotonic() + _GRACE_SECONDS
-                if not passed:
+            stops = sum(number in STOPPING for number in passed)
+            if deadline is None and (failed or stops > 1):
+                deadline = time.monotonic() + (_GRACE_SECONDS if stops < 2 else _LAST_SECONDS)
+                if not stops:
                     _tell(left, signal.SIGTERM)
             elif deadline is not None and time.monotonic() > deadline:
                 told.add(signal.SIGKILL)
@@ -126,7 +135,7 @@ def _wait(children: dict[int, int], passed: list[int]) -> dict[int, tuple[float,
     except BaseException:
         _tell(left, signal.SIGKILL)
         raise
-    return killed
+    return killed, failed
 
 
 def _tell(children: Iterable[int], number: int) -> None:
@@ -135,12 +144,15 @@ def _tell(children: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _raise_first_failure(folder: Path, killed: dict[int, tuple[float, int]]) -> None:
-    """A killed rank's peers fail within moments, often before its end is seen here."""
+def _raise_first_failure(folder: Path, killed: dict[int, tuple[float, int]], stop: int) -> None:
+    """A killed rank's peers fail within moments, often before its end is seen here.
+
+    After the signal `stop` ranks may end in any way, and only an error for the user is reported as such.
+    """
     words = {int(path.name[5:]): pickle.loads(path.read_bytes()) for path in folder.glob("word-*[0-9]")}
     first_word = min((when for when, _, _ in words.values()), default=float("inf"))
     for rank, (when, number) in sorted(killed.items(), key=lambda item: item[1]):
-        if when - _REAPED_LATE > first_word:
+        if stop or when - _REAPED_LATE > first_word:
             continue
         todo = "the system does so when memory runs out" if number == signal.SIGKILL else ""
         name = signal.Signals(number).name
@@ -148,13 +160,15 @@ def _raise_first_failure(folder: Path, killed: dict[int, tuple[float, int]]) -> 
             f"rank {rank} was killed ({name}){_last_line(folder, rank)}; the others were stopped", todo
         )
     if not words:
-        return
+        raise Interrupted(stop) if stop else RankFailed("a rank ended without a word")
     rank = min(words, key=lambda r: words[r][0])
     _, carried, trace = words[rank]
     error = pickle.loads(carried) if carried else None
     mine = isinstance(error, UserError | BrokenPipeError)
     if error is not None and (mine or not isinstance(error, Exception | SystemExit)):
         raise error
+    if stop:
+        raise Interrupted(stop)
     raise RankFailed(f"rank {rank} failed first:\n{trace}")
 
 
@@ -166,22 +180,38 @@ def _last_line(folder: Path, rank: int) -> str:
     return f", its last line: {said[-1][:300]}" if said else ""
 
 
+_IN_A_NEW_RANK = dict.fromkeys(STOPPING, signal.SIG_DFL) | {signal.SIGUSR1: signal.SIG_IGN}
+
+
 class _passing_signals_on:
-    """What this process is told, its ranks are told; they end, and so does the wait for them."""
+    """Signals to this process go on to its ranks, which end by them; those that come before all ranks are
+    forked wait until `begin`."""
 
     def __init__(self, children: dict[int, int]) -> None:
         self._children = children
-        self._passed: list[int] = []
+        self._begun = False
+        self.passed: list[int] = []
 
-    def __enter__(self) -> list[int]:
-        def tell(number: int, _: object) -> None:
-            self._passed.append(number)
+    def begin(self) -> None:
+        self._begun = True
+        for number in list(self.passed):
             _tell(self._children, number)
 
-        wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        self._before = {each: signal.signal(each, tell) for each in wanted}
-        return self._passed
+    def _hear(self, number: int, _: object) -> None:
+        self.passed.append(number)
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"{signal.Signals(number).name}: passed on to the ranks\n")
+            sys.stderr.flush()
+        if self._begun:
+            _tell(self._children, number)
+
+    def __enter__(self) -> "_passing_signals_on":
+        # this process answers promptly by itself, and its thread for signals does not survive a fork
+        self._woken = signal.set_wakeup_fd(-1)
+        self._before = {each: signal.signal(each, self._hear) for each in HEARD}
+        return self
 
     def __exit__(self, *_: object) -> None:
         for each, handler in self._before.items():
             signal.signal(each, handler)
+        signal.set_wakeup_fd(self._woken)

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from arriero.errors import UserError
 
+if TYPE_CHECKING:
+    import torch
+
 RENDEZVOUS = "ARRIERO_RENDEZVOUS"
+_STARTERS = "--nproc, torchrun or srun"
 
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -43,16 +45,38 @@ class World:
 
 
 def world_from(environment: Mapping[str, str] = os.environ) -> World:
-    """As `arriero train --nproc`, torchrun, srun or mpirun set it; alone where none did."""
+    """As `arriero train --nproc`, torchrun, srun or mpirun set it; a single process where none did."""
+    complete = False
     for names in _LAUNCHERS:
         # a batch script's own process has Slurm's variables too, but no step
         told = names[0] != "SLURM_PROCID" or "SLURM_STEP_ID" in environment
-        if told and all(name in environment for name in names[:2]) and _number(environment, names[1]) > 1:
-            rank, size = (_number(environment, name) for name in names[:2])
+        if not told or not all(name in environment for name in names[:2]):
+            continue
+        complete = True
+        rank, size = (_number(environment, name) for name in names[:2])
+        if rank >= size:
+            raise UserError(
+                f"{names[0]} is {rank} and {names[1]} is {size}: ranks count from 0 to {names[1]} - 1",
+                f"unset both, or start the ranks by one launcher ({_STARTERS})",
+            )
+        if size > 1:
             local_rank, local_size = (_number(environment, name, 1) for name in names[2:])
             local_rank = local_rank if names[2] in environment else rank
             return World(rank, size, local_rank, local_size, _meeting(environment))
+    if not complete:
+        _refuse_half_told(environment)
     return World()
+
+
+def _refuse_half_told(environment: Mapping[str, str]) -> None:
+    names = _LAUNCHERS[0]
+    found = [name for name in names if name in environment]
+    missing = [name for name in names[:2] if name not in environment]
+    if found:
+        raise UserError(
+            f"the environment sets {' and '.join(found)} without {' and '.join(missing)}",
+            f"unset {' and '.join(found)}, or start the ranks by {_STARTERS}",
+        )
 
 
 def _number(environment: Mapping[str, str], name: str, absent: int | None = None) -> int:
@@ -99,6 +123,8 @@ def leader_first(world: World) -> Iterator[None]:
     if world.size == 1:
         yield
         return
+    import torch.distributed as dist
+
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     assert isinstance(group, dist.ProcessGroup)
     if not world.leads:
@@ -109,11 +135,23 @@ def leader_first(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def joined(world: World, device: torch.device, timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
-    """Inside, the processes of the run can talk: through the GPUs' own library where there are GPUs."""
+def joined(
+    world: World,
+    device: "torch.device",
+    timeout: timedelta = timedelta(minutes=30),
+    refusal: UserError | None = None,
+) -> Iterator[None]:
+    """Inside, the processes of the run can communicate: by the GPUs' own library where there are GPUs.
+
+    `refusal` is why rank 0 cannot take part. It joins to say so, because the others would wait for it.
+    """
     if world.size == 1:
+        if refusal is not None:
+            raise refusal
         yield
         return
+    import torch.distributed as dist
+
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -123,6 +161,10 @@ def joined(world: World, device: torch.device, timeout: timedelta = timedelta(mi
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    told = [refusal]
+    dist.broadcast_object_list(told, src=0)
+    if told[0] is not None:
+        raise told[0]
     yield
     # not after an error: the others are not there to say goodbye to
     dist.barrier()

@@ -76,6 +76,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     restorer = Restorer(config.checkpoint, _ranks(plan, mesh), joined, optimizer, plan.spec)
     beginning = restorer.begin(checkpoints, streams.train, tokenizer, starts_over(config))
     _refuse_other_steps(beginning, streams.timeline)
+    _refuse_nothing_left(config, beginning)
     decisions = [
         *plan.decisions,
         *_found(config, most_steps, float8, device.torch_device),
@@ -85,7 +86,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     ]
     if plan.world.leads:
         open_run_directory(config)
-    ledger = LedgerFile(beginning.checkpoint)
+    ledger = LedgerFile(run_directory(config), beginning.checkpoint)
     return Session(
         config=config,
         spec=plan.spec,
@@ -174,13 +175,31 @@ def _refuse_other_steps(beginning: Beginning, timeline: Timeline) -> None:
 def _found(
     config: RunConfig, most_steps: int | None, float8: Float8Layers, device: torch.device
 ) -> list[Decision]:
-    """What only the data and the model could tell."""
+    """Decisions that depend on the dataset or the model, and values that look like mistakes."""
     found = [] if most_steps is None else [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
+    rates, steps = Rates(config), total_steps(config)
+    if steps and config.schedule.warmup and rates.timeline.steps_of(config.schedule.warmup) > steps:
+        peak = rates.share(steps - 1)
+        why = f"longer than the run: the learning rate ends at {peak:.0%} of optim.lr"
+        found.append(Decision("warm-up", str(config.schedule.warmup), why))
     if config.precision.float8 != "off":
         head = "the head and " if config.precision.float8_head else ""
         emulated = "" if computes_float8(device) else ", emulated: this device has no float8"
         found.append(Decision("float8", config.precision.float8, head + float8.summary + emulated))
     return found
+
+
+def _refuse_nothing_left(config: RunConfig, beginning: Beginning) -> None:
+    """A finished run may be exported again; a new one that could take no step is a mistake."""
+    reached, steps = beginning.outcome, total_steps(config)
+    horizon = config.train.horizon
+    left = steps > reached.steps if steps is not None else horizon.amount > reached.seconds
+    own = beginning.checkpoint is None or run_directory(config) in beginning.checkpoint.parents
+    if not own and not left:
+        raise UserError(
+            f"{beginning.checkpoint} is at step {reached.steps}, and train.horizon is '{horizon}'",
+            "raise train.horizon, which counts from step 0; `arriero ckpt convert` exports a checkpoint",
+        )
 
 
 def _loader(plan: Arrangement, mesh: Mesh, streams: Streams, start_sample: int) -> Loader:
@@ -330,4 +349,4 @@ def _hooks(plan: Arrangement, ledger: LedgerFile, extra: Sequence[Hook]) -> Hook
         return Hooks([ledger])
     run_dir = run_directory(plan.config)
     boards = [TensorBoard(run_dir)] if plan.config.observe.tensorboard else []
-    return Hooks([MetricsFile(), ledger, EventsFile(run_dir), *boards, *extra])
+    return Hooks([MetricsFile(run_dir), ledger, EventsFile(run_dir), *boards, *extra])

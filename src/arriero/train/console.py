@@ -1,7 +1,9 @@
 """What a person sees of a run: what was decided, a progress line, the result."""
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -12,8 +14,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from arriero.checkpoint.manager import Report
+from arriero.interrupt import Interrupted
+from arriero.model.presets import expand
 from arriero.train.hooks import Hook
-from arriero.train.interrupt import Interrupted
 from arriero.train.metrics import StepMetrics
 from arriero.units import human_count, human_time
 
@@ -54,13 +57,15 @@ class ConsoleProgress(Hook):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._metrics: StepMetrics | None = None
+        self._step_s: deque[float] = deque(maxlen=100)
         self._tenth = 0
         self._printed = time.monotonic()
-        self._saved = 0
+        self._saved = self._skipped = 0
 
     def on_start(self, session: "Session") -> None:
         self._start = time.monotonic() - session.outcome.seconds
         self._saved = session.outcome.steps
+        self._skipped = session.optimizer.skipped
         for remark in session.remarks:
             self._console.print(f"checkpoint {remark}", style="yellow", markup=False, soft_wrap=True)
         self._console.print(_settings(session))
@@ -80,24 +85,31 @@ class ConsoleProgress(Hook):
         self._progress.start()
 
     def on_step(self, session: "Session", step: int, tokens: int) -> None:
+        if not self._console.is_terminal:
+            return
         share = self._share(session, tokens)
-        of = f"/{session.total_steps}" if session.total_steps else ""
-        left = self._seconds_left(session, step)
-        numbers = self._numbers() + (f"{human_time(left)} left" if left is not None else "")
-        self._progress.update(self._task, completed=share, step=f"{step}{of}", numbers=numbers)
+        numbers = self._numbers(session, step)
+        self._progress.update(self._task, completed=share, step=_of_all(session, step), numbers=numbers)
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
         self._metrics = metrics
+        self._step_s.append(metrics.step_s)
+        if (skipped := metrics.skipped - self._skipped) > 0:
+            which = f"{skipped} update{'s' if skipped > 1 else ''} skipped up to step {metrics.step}"
+            self._console.print(f"{which}: loss or gradient norm not finite", style="yellow")
+        self._skipped = metrics.skipped
         self.on_step(session, metrics.step, metrics.tokens)
         tenth = int(10 * self._share(session, metrics.tokens))
         late = time.monotonic() - self._printed > 60
         if not self._console.is_terminal and (tenth > self._tenth or late or metrics.step == 1):
             self._tenth, self._printed = tenth, time.monotonic()
-            self._console.print(f"step {metrics.step:>6}  {self._numbers()}")
+            numbers = self._numbers(session, metrics.step)
+            self._console.print(f"step {_of_all(session, metrics.step)}  {numbers}", soft_wrap=True)
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
         perplexity = math.exp(min(loss, 700))
-        self._console.print(f"step {step:>6}  held-out loss {loss:.3f}  perplexity {perplexity:.1f}")
+        text = f"held-out loss {loss:.3f}  perplexity {perplexity:.1f}"
+        self._console.print(f"step {_of_all(session, step)}  {text}")
 
     def on_save(self, session: "Session", report: Report) -> None:
         if report.error is not None:
@@ -117,43 +129,74 @@ class ConsoleProgress(Hook):
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
         self._progress.stop()
         if isinstance(error, Interrupted):
-            kept = f"step {self._saved} is saved" if self._saved else "nothing is saved"
-            self._console.print(
-                f"stopped by {error.name} at step {step}: {kept} in {session.run_dir}; the same "
-                "command goes on from there",
-                soft_wrap=True,
-            )
+            then = "starts from scratch: nothing is saved"
+            if self._saved:
+                then = f"resumes from step {self._saved}"
+            text = f"stopped by {error.name} at step {step}; the same command {then}"
+            self._console.print(text, soft_wrap=True)
 
     def _share(self, session: "Session", tokens: int) -> float:
         if session.total_tokens:
             return tokens / session.total_tokens
         return min(1.0, (time.monotonic() - self._start) / session.config.train.horizon.amount)
 
-    def _seconds_left(self, session: "Session", step: int) -> float | None:
-        """From the pace of the last logged steps."""
+    def _seconds_left(self, session: "Session", step: int) -> float:
+        """By the median time of the logged steps."""
         if not session.total_steps:
             return max(0.0, session.config.train.horizon.amount - (time.monotonic() - self._start))
-        return None if self._metrics is None else (session.total_steps - step) * self._metrics.step_s
+        return (session.total_steps - step) * statistics.median(self._step_s)
 
-    def _numbers(self) -> str:
+    def _numbers(self, session: "Session", step: int) -> str:
         if self._metrics is None:
             return ""
         m = self._metrics
-        mfu = f"MFU {m.mfu:.1%}  " if m.mfu is not None else ""
-        return f"loss {m.loss:.3f}  {human_count(m.tokens_per_s)} tok/s  {mfu}"
+        parts = [
+            f"loss {m.loss:.3f}",
+            f"lr {m.lr:.1e}",
+            f"norm {m.grad_norm:.2f}",
+            f"{human_count(m.tokens_per_s)} tok/s",
+            *([f"MFU {m.mfu:.0%}"] if m.mfu is not None else []),
+            f"{m.peak_mem_gib:.3g} GiB",
+            f"ETA {_long_time(self._seconds_left(session, step))}",
+        ]
+        return "  ".join(parts)
+
+
+def _long_time(seconds: float) -> str:
+    return human_time(seconds) if seconds < 4 * 86400 else f"{seconds / 86400:.1f} d"
+
+
+def _of_all(session: "Session", step: int) -> str:
+    """Aligned, so that lines below each other can be compared."""
+    total = session.total_steps
+    return f"{step:>{len(str(total))}}/{total}" if total else str(step)
 
 
 def _settings(session: "Session") -> Table:
-    spec, config = session.spec, session.config
+    config = session.config
     data = ", ".join(source.path for source in config.data.sources)
     rows = [
         ("run", str(session.run_dir), f"seed {config.run.seed}"),
-        ("model", config.model.preset or spec.family, f"{human_count(spec.parameters)} parameters"),
+        ("model", *_model(session)),
         ("data", data, f"sequences of {config.data.seq_len}"),
         ("train", f"{config.train.batch} a step", f"for {config.train.horizon}"),
         *((d.name, d.value, d.reason) for d in session.decisions),
     ]
     return _grid(rows)
+
+
+def _model(session: "Session") -> tuple[str, str]:
+    """The preset's name alone only where it is that model."""
+    model, count = session.config.model, f"{human_count(session.spec.parameters)} parameters"
+    if model.preset is None:
+        return session.spec.family, count
+    own = expand({"preset": model.preset})
+    here = expand(model.model_dump(exclude_none=True))
+    changes = [f"{name} {value}" for name, value in here.items() if value != own.get(name)]
+    changes += [f"no {name}" for name in own.keys() - here.keys()]
+    if not changes:
+        return model.preset, count
+    return f"{model.preset}, modified", f"{count}; {', '.join(changes)}"
 
 
 def show_outcome(console: Console, session: "Session", outcome: "Outcome", continuation: str | None) -> None:
@@ -163,13 +206,10 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
         console.print(Panel(text, title="the model continues"))
     uniform = math.log(session.spec.vocab_size)
     whole = f"{human_count(outcome.tokens)} tokens in {human_time(outcome.seconds)}, evaluation included"
-    rows = [
-        (
-            "training loss",
-            f"{outcome.first_loss:.3f} -> {outcome.last_loss:.3f}",
-            f"ln(vocabulary) = {uniform:.3f}",
-        )
-    ]
+    rows = []
+    if outcome.last_loss is not None:
+        change = f"{outcome.first_loss:.3f} -> {outcome.last_loss:.3f}"
+        rows.append(("training loss", change, f"ln(vocabulary) = {uniform:.3f}"))
     if outcome.last_eval_loss is not None:
         change = f"{outcome.first_eval_loss:.3f} -> {outcome.last_eval_loss:.3f}"
         rows.append(("held-out loss", change, f"{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)"))
@@ -182,9 +222,10 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
 
 def show_ended(console: Console, config: "RunConfig", outcome: "Outcome") -> None:
     run = f"{config.run.dir}/{config.run.name}"
+    loss = f", training loss {outcome.last_loss:.3f}" if outcome.last_loss is not None else ""
     console.print(
-        f"{run} is finished: step {outcome.steps}, {human_count(outcome.tokens)} tokens, "
-        f"training loss {outcome.last_loss:.3f}; raise train.horizon to train it further",
+        f"{run} is finished: step {outcome.steps}, {human_count(outcome.tokens)} tokens{loss}; "
+        "raise train.horizon to train it further",
         markup=False,
         soft_wrap=True,
     )

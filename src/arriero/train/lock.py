@@ -13,7 +13,7 @@ from pathlib import Path
 from arriero.errors import UserError
 
 # one that was killed may take a while to be gone
-_PATIENCE_S = 5.0
+_PATIENCE_S = 3.0
 _POLL_S = 0.1
 # what file systems say of a lock that another process has, and of one they do not know
 _HELD, _NO_LOCKS = (EACCES, EAGAIN), (ENOLCK, ENOSYS, ENOTSUP)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,13 +27,14 @@ class StepMetrics:
     data_wait: float
     peak_mem_gib: float
     mfu: float | None
+    skipped: int = 0
     eval_loss: float | None = None
     save_s: float | None = None
 
     def line(self) -> dict[str, Any]:
-        """Without what did not happen at this step; `save_s` is how long training waited for a save.
+        """Without keys of what did not happen at this step; `save_s` is how long training waited for a save.
 
-        A norm that is not finite, as of an fp16 step that overflowed, is null: JSON knows no infinity.
+        A loss or norm that is not finite, of a skipped update, is null: JSON has no infinity.
         """
         optional = ("eval_loss", "save_s")
         return {
@@ -46,8 +47,8 @@ class StepMetrics:
 class Stopwatch:
     """Time of the steps since the last lap; evaluation and other pauses do not count.
 
-    Tokens, work and `peak_flops` are those of all ranks, the peak of memory that of the fullest. MFU is left
-    out where the peak for the precision in use is not known.
+    Tokens, FLOPs and `peak_flops` are those of all ranks, peak memory is that of the rank that uses most. MFU
+    is None where the peak for the precision in use is not known.
     """
 
     def __init__(self, device: Device, peak_flops: float | None, mesh: Mesh) -> None:
@@ -83,24 +84,24 @@ class Stopwatch:
         self._tokens += tokens
         self._flops += flops
 
-    def lap(self) -> dict[str, Any]:
-        """All ranks take their laps together."""
-        self._device.synchronize()
-        tokens, flops = self._of_all_ranks()
+    def lap(self, global_values: Sequence[torch.Tensor] = ()) -> tuple[dict[str, Any], list[float]]:
+        """Called by all ranks together: one collective on the device and one copy to the host.
+
+        `global_values` are scalars on the device, alike on all ranks; they come back as numbers.
+        """
+        counts = (self._tokens, self._flops) if self._mesh.counts_batch else (0, 0)
+        device = self._device.torch_device
+        own = torch.tensor([*counts, self._device.peak_memory()], dtype=torch.float64, device=device)
+        given = [value.detach().to(device, torch.float64).reshape(1) for value in global_values]
+        ranks = self._mesh.gathered(torch.cat([own, *given])).cpu()
+        tokens, flops = ranks[:, :2].sum(dim=0).tolist()
         seconds = time.perf_counter() - self._start - self._paused
         lap = {
             "tokens_per_s": tokens / seconds,
             "step_s": seconds / self._steps,
             "data_wait": self._waited / seconds,
-            "peak_mem_gib": self._mesh.largest(self._device.peak_memory()) / 2**30,
+            "peak_mem_gib": ranks[:, 2].max().item() / 2**30,
             "mfu": flops / seconds / self._peak_flops if self._peak_flops else None,
         }
         self._reset()
-        return lap
-
-    def _of_all_ranks(self) -> tuple[float, float]:
-        """Ranks that share sequences have counted the same ones: one of them speaks for all."""
-        counted = torch.tensor([self._tokens, self._flops], dtype=torch.float64)
-        if not self._mesh.speaks_for_sequences:
-            counted.zero_()
-        return tuple(self._mesh.total(counted.to(self._device.torch_device), "loss").tolist())
+        return lap, ranks[0, 3:].tolist()

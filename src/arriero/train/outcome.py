@@ -1,5 +1,6 @@
 """What a run has to show for itself so far; what of it outlives a restart."""
 
+import math
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,9 +32,11 @@ class Outcome:
     rates: list[float] = field(default_factory=list)
 
     def saw(self, loss: float, tokens_per_s: float) -> None:
-        self.first_loss = loss if self.first_loss is None else self.first_loss
-        self.last_loss = loss
+        """The loss of a skipped update may not be finite, and is not the run's."""
         self.rates.append(tokens_per_s)
+        if math.isfinite(loss):
+            self.first_loss = loss if self.first_loss is None else self.first_loss
+            self.last_loss = loss
 
     @property
     def trained(self) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from arriero.data.order.loader import IGNORED, Batch
+from arriero.interrupt import STOPPING
 from arriero.model.base import LanguageModel
 from arriero.parallel.fsdp import release, synchronize_gradients
 from arriero.parallel.mesh import Mesh
@@ -59,8 +60,8 @@ class Passes:
         return mean
 
     @torch.no_grad()
-    def held_out(self, batch: Batch) -> tuple[float, int]:
-        """Summed loss and number of labels, over all ranks."""
+    def held_out(self, batch: Batch, stop: int = 0) -> tuple[float, int, int]:
+        """Summed loss and number of labels over all ranks, and the signal by which any rank is to stop."""
         batch = self._mine(batch)
         self._renew_parts()
         if self._pipeline is not None:
@@ -70,8 +71,13 @@ class Passes:
             total = self._loss(batch)
         for part in self._parts:
             release(part)
-        summed = self._mesh.total(total.double(), "loss", "pp")
-        return summed.item(), int(self._label_count(batch).item())
+        first_tp, first_pp = self._mesh.coordinate("tp") == 0, self._mesh.coordinate("pp") == 0
+        labels = (batch.labels_BT != IGNORED).sum()
+        asked = [torch.tensor(float(stop == each), device=self._device) for each in STOPPING]
+        # ranks along tp hold the same loss and labels, those along pp the same labels
+        mine = torch.stack([total.double() * first_tp, labels.double() * (first_tp and first_pp), *asked])
+        summed, count, *stops = self._mesh.total_of_run(mine).tolist()
+        return summed, int(count), next((each for each, n in zip(STOPPING, stops, strict=True) if n), 0)
 
     def _renew_parts(self) -> None:
         for part in self._parts:

@@ -17,7 +17,7 @@ from arriero.checkpoint.pieces import pieces_of
 from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.state import MODEL, OPTIM, Tolerated, flat, flat_weights, load_tensors
 from arriero.config.schema import CheckpointSection
-from arriero.data.order.ledger import LEDGER, read_ledger, refuse_other_order
+from arriero.data.order.ledger import refuse_other_order
 from arriero.data.order.order import Stream
 from arriero.data.text.hub import local_model
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition, same_ids
@@ -29,7 +29,6 @@ from arriero.train.optim import Optimizer
 from arriero.train.outcome import Outcome
 from arriero.train.saving import read_state
 from arriero.train.session import Decision
-from arriero.units import counted
 
 
 @dataclass(frozen=True)
@@ -213,10 +212,9 @@ def refuse_lost_progress(run_dir: Path, start_over: bool) -> list[str]:
             f"{run_dir} is finished and was never saved, so there is nothing to resume from",
             f"choose another run with --set run.name=NAME; or {START_OVER}",
         )
-    consumed = read_ledger(run_dir).samples if (run_dir / LEDGER).exists() else 0
-    if not consumed:
+    if not any(event["event"] == "start" for event in history):
         return []
-    return [f"was never saved in {run_dir}: {counted(consumed, 'consumed sample')} will be read again"]
+    return [f"was never saved in {run_dir}: training starts again at step 0"]
 
 
 def refuse_other_tokenizer(directory: Path, manifest: Manifest, tokenizer: Tokenizer) -> None:

@@ -7,9 +7,13 @@ from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
 from arriero.config.toml import to_toml, toml_value
 from arriero.data.order.ledger import LEDGER, read_ledger
+from arriero.data.store.shards import write_durably
 from arriero.errors import UserError
 from arriero.train.schedule import Rates
 
+_RUN_FILE = "run.toml"
+# keys that a new run may change when it continues a checkpoint of another
+_FORKABLE = ("optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.clip", "train.z_loss")
 _FREE_SECTIONS = ("parallel", "memory", "checkpoint", "observe", "schedule")
 _FREE = (
     "run.name",
@@ -21,6 +25,7 @@ _FREE = (
     "data.phases",
     "train.micro_batch",
     "train.horizon",
+    "optim.max_skips",
     "precision.compile",
     "precision.kernels",
     "eval.every",
@@ -36,22 +41,27 @@ def refuse_foreign(config: RunConfig) -> None:
     directory = run_directory(config)
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is not a directory", "choose another run with --set run.name=NAME")
-    if not directory.exists() or not any(directory.iterdir()):
+    # a kill may have left the run file under its temporary name
+    if not directory.exists() or all(path.name == f"{_RUN_FILE}.tmp" for path in directory.iterdir()):
         return
-    if not (directory / "run.toml").exists():
+    if not (directory / _RUN_FILE).exists():
         raise UserError(f"{directory} holds files but no run", "choose another run with --set run.name=NAME")
     try:
-        there = config_from_toml(directory / "run.toml")
+        there = config_from_toml(directory / _RUN_FILE)
     except UserError as error:
         raise UserError(
             f"{directory} holds a run this version cannot read ({error})",
             "choose another run with --set run.name=NAME",
         ) from None
     if changed := _differences(there, config):
-        raise UserError(
-            f"{directory} already holds a different run ({'; '.join(changed)})",
-            "choose another name with --set run.name=NAME, or remove that directory",
-        )
+        what = "; ".join(f"{key} was {old}, is {new}" for key, (old, new) in changed.items())
+        todo = "choose another name with --set run.name=NAME"
+        if all(key in _FORKABLE for key in changed):
+            todo = (
+                "to continue from its newest checkpoint with the new values, make a new run: "
+                f"--set run.name=NAME --set checkpoint.resume_from={directory}"
+            )
+        raise UserError(f"{directory} already holds a different run ({what})", todo)
     if (directory / LEDGER).exists():
         steps = Timeline.of(there).steps_before(read_ledger(directory).samples)
         refuse_other_phases(there, config, steps)
@@ -68,10 +78,13 @@ def starts_over(config: RunConfig) -> bool:
 
 
 def open_run_directory(config: RunConfig) -> Path:
+    """Make the directory and publish the run file atomically, unless it is there already."""
     directory = run_directory(config)
+    path, content = directory / _RUN_FILE, to_toml(config).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "run.toml").write_text(to_toml(config), encoding="utf-8")
+        if not path.exists() or path.read_bytes() != content:
+            write_durably(path, content)
     except OSError as error:
         raise UserError(
             f"{directory} cannot be written ({error})", "set run.dir to a directory you may write"
@@ -79,15 +92,16 @@ def open_run_directory(config: RunConfig) -> Path:
     return directory
 
 
-def _differences(there: RunConfig, here: RunConfig) -> list[str]:
-    """Keys that decide what is trained. Later phases are judged by the ledger, schedules by what they did."""
-    changed = []
+def _differences(there: RunConfig, here: RunConfig) -> dict[str, tuple[str, str]]:
+    """Old and new value of the keys that decide what is trained. Later phases are judged by the ledger,
+    schedules by the learning rates they gave."""
+    changed = {}
     for section in RunConfig.model_fields:
         old, new = (getattr(config, section).model_dump(mode="json") for config in (there, here))
         for name in new:
             key = f"{section}.{name}"
             if section not in _FREE_SECTIONS and key not in _FREE and old[name] != new[name]:
-                changed.append(f"{key} was {toml_value(old[name])}, is {toml_value(new[name])}")
+                changed[key] = toml_value(old[name]), toml_value(new[name])
     return changed
 
 
@@ -108,8 +122,9 @@ def refuse_other_rates(there: RunConfig, here: RunConfig, steps: int) -> None:
     for step in range(0 if old.same_shape(new) else steps):
         if (was := old.share(step)) != (now := new.share(step)):
             keep = there.schedule.horizon or there.train.horizon
+            digits = next(n for n in range(4, 18) if f"{was:.{n}g}" != f"{now:.{n}g}")
             raise UserError(
-                f"step {step + 1} of {run_directory(here)} had {was:.4g} of the peak learning rate, and "
-                f"would have {now:.4g} with this train.horizon and [schedule]",
+                f"step {step + 1} of {run_directory(here)} had {was:.{digits}g} of the peak learning rate, "
+                f"and would have {now:.{digits}g} with this train.horizon and [schedule]",
                 f"keep the shape with --set schedule.horizon='{keep}', or choose another run.name",
             )

@@ -19,10 +19,10 @@ from arriero.config.toml import to_toml
 from arriero.data.order.ledger import LEDGER
 from arriero.data.tokens.tokenizer import read_definition
 from arriero.errors import UserError
+from arriero.interrupt import Interrupted, Requests
 from arriero.parallel.mesh import Mesh
 from arriero.train.cadence import Cadence
 from arriero.train.hooks import LedgerFile
-from arriero.train.interrupt import Interrupted, Requests
 from arriero.train.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class Saver:
             self._asked[1].wait()
             found = self._asked[0].tolist()
             self._asked = None
+        found[1] = found[1] or self.requests.agreed
         if not done and not found[1]:
             asked = torch.tensor(mine)
             self._asked = asked, _required(dist.all_reduce(asked, dist.ReduceOp.MAX, async_op=True))

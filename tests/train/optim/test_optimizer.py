@@ -189,10 +189,11 @@ def test_the_scale_grows_after_2000_good_steps_and_survives_a_restart():
     assert (again.loss_scale, again.steps) == (2.0**17, 2000)
 
 
-def test_an_overflow_anywhere_skips_the_step_everywhere():
+@pytest.mark.parametrize("scaled_loss", [False, True])
+def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(scaled_loss):
     def work():
         held = parameters("shard")
-        optimizer = Optimizer(held, OptimSection(), scaled_loss=True)
+        optimizer = Optimizer(held, OptimSection(), scaled_loss=scaled_loss)
         before = {name: whole(p) for name, p in held.items()}
         set_gradients(held, 0)
         if dist.get_rank() == 3:
@@ -202,7 +203,50 @@ def test_an_overflow_anywhere_skips_the_step_everywhere():
         dist.all_gather_object(seen, (optimizer.skipped, optimizer.loss_scale))
         return seen, all(torch.equal(whole(p), before[name]) for name, p in held.items())
 
-    assert on_ranks("shard", work) == ([(1, 2.0**15)] * 4, True)
+    assert on_ranks("shard", work) == ([(1, 2.0**15 if scaled_loss else 1.0)] * 4, True)
+
+
+BAD = [float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("clip", [1.0, False])
+@pytest.mark.parametrize("masters", [None, torch.bfloat16, torch.float16], ids=["plain", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(kind, masters, clip):
+    """Neither weights, nor moments, nor the step count, also when it is the first step."""
+    config = OptimSection(**KINDS[kind], clip=clip, weight_decay=0.3)
+    held = parameters("alone")
+    optimizer = Optimizer(held, config, seed=1, masters_of=masters)
+    for number, bad in enumerate(BAD):
+        before = outcome(optimizer, [])
+        kept = {name: p.detach().clone() for name, p in held.items()}
+        set_gradients(held, 50 + number)
+        held["blocks.0.ffn.down.weight"].grad[2, 3] = bad
+        assert not torch.tensor(go_on_as_set(optimizer)).isfinite()
+        torch.testing.assert_close(outcome(optimizer, []), before, rtol=0, atol=0)
+        assert all(torch.equal(held[name], kept[name]) for name in held)
+        assert (optimizer.skipped_in_a_row.item(), optimizer.skipped) == (1, number + 1)
+        go_on(optimizer, held, [number])
+        assert optimizer.skipped_in_a_row.item() == 0
+        assert not torch.equal(held["norm.weight"], kept["norm.weight"])
+    assert (optimizer.steps, optimizer.attempts) == (3, 6)
+
+
+def go_on_as_set(optimizer):
+    return optimizer.step(lr=0.05).item()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+def test_skipped_steps_leave_no_trace_in_the_steps_after_them(kind):
+    config = OptimSection(**KINDS[kind])
+    straight, _, _ = trained("alone", config, range(4))
+    held = parameters("alone")
+    disturbed = Optimizer(held, config, seed=1)
+    for step in range(4):
+        set_gradients(held, 70)
+        disturbed.step(lr=0.05, loss=torch.tensor(float("nan")))
+        go_on(disturbed, held, [step])
+    torch.testing.assert_close(outcome(disturbed, []), outcome(straight, []), rtol=0, atol=0)
 
 
 def test_parameters_without_a_gradient_are_left_alone():

@@ -11,6 +11,7 @@ from arriero.data.exchange.importing import FORMATS
 from arriero.data.store.index import index_problems, read_index
 from arriero.data.store.links import Link, place
 from arriero.data.store.scan import Advance, unseen
+from arriero.data.store.shards import room_for
 from arriero.data.store.staging import staged_directory
 from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
@@ -39,7 +40,9 @@ def export_dataset(
         raise UserError(f"'{format}' is not a format of token files", f"choose one of {', '.join(FORMATS)}")
     made = Exported()
     counts = ["dataset/filename,documents,tokens"]
-    with staged_directory(target) as making:
+    rewritten = format not in raw.SUFFIX or link == "copy"
+    least = store.tokens * store.dtype.itemsize // 2 if rewritten else 0
+    with room_for(target, least), staged_directory(target) as making:
         folder = making / _fms_folder(store.directory) if format == "fms-arrow" else making
         folder.mkdir(exist_ok=True)
         for number in range(store.shards):

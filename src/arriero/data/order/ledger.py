@@ -55,7 +55,11 @@ def checksum(samples: np.ndarray, located: Located) -> int:
     return int(block_keys(0, mixed).sum(dtype=np.uint64)) if len(mixed) else 0
 
 
-def write_ledger(directory: Path, stream: Stream, ledger: Ledger) -> bytes:
+def write_ledger(directory: Path, stream: Stream, ledger: Ledger) -> None:
+    write_durably(directory / LEDGER, ledger_bytes(stream, ledger))
+
+
+def ledger_bytes(stream: Stream, ledger: Ledger) -> bytes:
     drawn = stream.drawn(ledger.samples)
     content = {
         "version": VERSION,
@@ -68,9 +72,7 @@ def write_ledger(directory: Path, stream: Stream, ledger: Ledger) -> bytes:
         ],
         "stretches": [{**asdict(s), "checksum": f"{s.checksum:016x}"} for s in ledger.stretches],
     }
-    written = (json.dumps(content, indent=1) + "\n").encode()
-    write_durably(directory / LEDGER, written)
-    return written
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def _share(stream: Stream, source: int, drawn: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from arriero.data.prepare.preparation import (
     refuse_other_settings,
 )
 from arriero.data.prepare.shard_making import MAKING, make_shard
-from arriero.data.store.shards import Shard, dtype_for, write_durably
+from arriero.data.store.shards import Shard, dtype_for, room_for, write_durably
 from arriero.data.store.store import MANIFEST, TokenStore, write_manifest
 from arriero.data.text.readers import EXAMPLES, BadLimit
 from arriero.data.text.sources import refuse_output_in
@@ -64,7 +64,7 @@ def prepare(request: Request, workers: int, watcher: Watcher, wait: bool = False
     if (request.directory / MANIFEST).is_file() and not (request.directory / WORK).exists():
         _refuse_other_request(request)
         return TokenStore.open(request.directory)
-    with alone(request.directory, wait) as locked:
+    with room_for(request.directory, _least_bytes(drafted)), alone(request.directory, wait) as locked:
         if not (request.directory / MANIFEST).is_file():
             preparation = begin_or_resume(request, drafted)
             if locked:
@@ -94,6 +94,14 @@ def _draft_unless_begun(request: Request) -> Preparation | None:
     return None if begun else draft(request)
 
 
+def _least_bytes(preparation: Preparation | None) -> int:
+    """Of the shards still to be made: a token stands for eight bytes of text at most, over a whole corpus."""
+    if preparation is None:
+        return 0
+    text = sum(preparation.shard_bytes(number) for number in preparation.unfinished())
+    return text // 8 * (2 if dtype_for(preparation.vocab_size) == "uint16" else 4)
+
+
 def _remove_leftovers(preparation: Preparation) -> None:
     """Shards half made by processes that were killed."""
     for path in preparation.work.glob(f"*{MAKING}"):
@@ -103,11 +111,12 @@ def _remove_leftovers(preparation: Preparation) -> None:
 def make_shards(preparation: Preparation, numbers: Sequence[int], workers: int, watcher: Watcher) -> None:
     watcher.planned(preparation, numbers, workers)
     workers = min(workers, len(numbers))
-    if workers > 1:
-        _make_in_processes(preparation, numbers, workers, watcher)
-        return
-    for number in numbers:
-        make_shard(preparation, number, watcher.advanced)
+    with room_for(preparation.directory):
+        if workers > 1:
+            _make_in_processes(preparation, numbers, workers, watcher)
+            return
+        for number in numbers:
+            make_shard(preparation, number, watcher.advanced)
 
 
 def part_of(preparation: Preparation, part: Part) -> list[int]:

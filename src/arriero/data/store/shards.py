@@ -1,9 +1,13 @@
 """Writing one shard: little-endian tokens in `.bin`, the documents in a Megatron v1 `.idx`."""
 
+import errno
 import hashlib
 import os
+import shutil
 import struct
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -11,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from arriero.errors import UserError
+from arriero.units import human_bytes
 
 IDX_MAGIC = b"MMIDIDX\x00\x00"
 IDX_VERSION = 1
@@ -121,6 +126,25 @@ def index_bytes(lengths: np.ndarray, layout: Layout) -> bytes:
 
 def sha256_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+@contextmanager
+def room_for(target: Path, at_least: int = 0) -> Iterator[None]:
+    """Refuse a disk without `at_least` free bytes; report a disk or quota that is full before the end."""
+    there = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(there).free) < at_least:
+        raise UserError(
+            f"{target} needs at least {human_bytes(at_least)}, and {there} has {human_bytes(free)} free",
+            "make room, or choose another place",
+        )
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"there is no room left for {target} ({error})", "make room, then repeat the command"
+        ) from None
 
 
 def write_durably(path: Path, content: bytes) -> None:

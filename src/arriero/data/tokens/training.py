@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from arriero.data.prepare.division import divide
-from arriero.data.store.shards import write_durably
+from arriero.data.store.shards import room_for, write_durably
 from arriero.data.text.readers import BadLimit, BadRecords, read_piece
 from arriero.data.text.sources import Input, TextSources
 from arriero.data.tokens.tokenizer import END, Tokenizer, load_tokenizer
@@ -36,7 +36,7 @@ def train_tokenizer(
             f"a vocabulary of {vocab_size:,} is too large",
             f"the largest is {LARGEST_VOCAB:,}; 128,000 is common",
         )
-    _refuse_unwritable(path)
+    _refuse_unwritable(path, 40 * vocab_size)
     inner = tokenizers.Tokenizer(models.BPE(ignore_merges=split is not None))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if split is not None:
@@ -62,15 +62,18 @@ def train_tokenizer(
     inner.train_from_iterator(seen(), trainer)
     if not some:
         raise UserError("there is no text to learn a tokenizer from", "check the sources and --column")
-    write_durably(path, inner.to_str(pretty=True).encode())
+    with room_for(path):
+        write_durably(path, inner.to_str(pretty=True).encode())
     return load_tokenizer(path, end)
 
 
-def _refuse_unwritable(path: Path) -> None:
+def _refuse_unwritable(path: Path, size: int) -> None:
+    """Also where so many bytes do not fit, which a quota tells only when they are written."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a directory")
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=path.parent) as file:
+            file.write(bytes(size))
             return
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror})", "choose another place") from None

@@ -20,7 +20,7 @@ from arriero.train.optim.rounding import (
     to_bf16,
 )
 from arriero.train.optim.states import SIGNED, UNSIGNED, Format, Moment, Plain
-from arriero.train.optim.weight import Weight
+from arriero.train.optim.weight import Update, Weight, store
 
 
 class AdamW:
@@ -38,18 +38,20 @@ class AdamW:
             weight.parameter.dtype == torch.float32 for weight in weights.values()
         )
 
-    def step(self, gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int) -> None:
-        """`gradients` are local and to be multiplied by `factor`; those of other rules are passed over."""
+    def step(self, gradients: Mapping[str, Tensor], update: Update) -> None:
+        """`gradients` are local; those of parameters that another rule updates are ignored."""
         names = [name for name in self._weights if name in gradients and gradients[name].numel()]
-        if held := self._for_kernel(names, factor):
+        if held := self._for_kernel(names, update.factor):
+            scalars = self._scalars(update)
             for together in alike(names, lambda name: _kind(held[name], gradients[name])):
-                self._at_once(together, held, gradients, factor, lr, step)
+                self._at_once(together, held, gradients, update, scalars)
         elif self._exact:
             for together in alike(names, lambda name: self._weights[name].decay):
-                self._by_torch(together, gradients, factor, lr, step)
+                self._by_torch(together, gradients, update)
         else:
+            scalars = self._scalars(update)
             for name in names:
-                self._one(name, gradients[name], factor, lr, step)
+                self._one(name, gradients[name], update, scalars)
 
     def _for_kernel(self, names: Sequence[str], factor: Tensor) -> dict[str, Tensor] | None:
         """The weights as they are here, if the kernel takes them all."""
@@ -64,9 +66,8 @@ class AdamW:
         names: list[str],
         held: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
-        factor: Tensor,
-        lr: float,
-        step: int,
+        update: Update,
+        scalars: Tensor,
     ) -> None:
         kernel = kernels("adamw")
         lows = [self._weights[name].low for name in names]
@@ -82,8 +83,8 @@ class AdamW:
             keys=keys,
         )
         betas = (self._beta1, 1 - self._beta1, self._beta2, 1 - self._beta2)
-        rates = kernel.Rates(lr, *self._unbiased(lr, step), *betas, self._eps)
-        kernel.step_in_place(parameters, rates, factor, self._noise.step_key(step))
+        rates = kernel.Rates(update.lr, *betas, self._eps)
+        kernel.step_in_place(parameters, rates, scalars, self._noise.step_key(update.number))
 
     def _constants(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """Decay and key of each parameter, on the device."""
@@ -94,42 +95,43 @@ class AdamW:
             self._known[names] = decays, keys
         return self._known[names]
 
-    def _unbiased(self, lr: float, step: int) -> tuple[float, float]:
-        """The rate over the bias of the first moment, and one over the root of the second's."""
-        return lr / (1 - self._beta1**step), (1 - self._beta2**step) ** -0.5
+    def _scalars(self, update: Update) -> Tensor:
+        """fp32 on the device: gradient factor, learning rate over the bias of the first moment, one over the
+        root of the second moment's bias, and 1 if the update is accepted."""
+        taken = update.taken.double()
+        rate = update.lr / (1 - self._beta1**taken)
+        unbias = (1 - self._beta2**taken) ** -0.5
+        return torch.stack([update.factor.double(), rate, unbias, update.accepted.double()]).float()
 
-    def _by_torch(
-        self, names: list[str], gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int
-    ):
-        counter = torch.full((), float(step), device=factor.device)
-        taken = [gradients[name] for name in names]
-        torch._foreach_mul_(taken, factor)
+    def _by_torch(self, names: list[str], gradients: Mapping[str, Tensor], update: Update) -> None:
+        scaled = [gradients[name] for name in names]
+        torch._foreach_mul_(scaled, update.factor)
         torch._fused_adamw_(
             [self._weights[name].local for name in names],
-            taken,
+            scaled,
             [self.moments[name]["exp_avg"].values() for name in names],
             [self.moments[name]["exp_avg_sq"].values() for name in names],
             [],
-            [counter] * len(names),
-            lr=lr,
+            [update.taken.float()] * len(names),
+            lr=update.lr,
             beta1=self._beta1,
             beta2=self._beta2,
             weight_decay=self._weights[names[0]].decay,
             eps=self._eps,
             amsgrad=False,
             maximize=False,
+            found_inf=(~update.accepted).float(),
         )
 
-    def _one(self, name: str, gradient: Tensor, factor: Tensor, lr: float, step: int) -> None:
+    def _one(self, name: str, gradient: Tensor, update: Update, scalars: Tensor) -> None:
         weight = self._weights[name]
         first, second = self.moments[name]["exp_avg"], self.moments[name]["exp_avg_sq"]
-        numbers = (1 - lr * weight.decay, *self._unbiased(lr, step))
         device = gradient.device
-        update = in_place if device.type == "cpu" else _compiled()
+        change = in_place if device.type == "cpu" else _compiled()
         local = weight.local
         # flat and no views, since each number of dimensions, here or of a base, would be a new compilation
         flat = (local if weight.shadow is None else weight.shadow).reshape(-1).data
-        update(
+        change(
             flat,
             None if weight.low is None else weight.low.reshape(-1).data,
             gradient.reshape(-1).data,
@@ -138,9 +140,10 @@ class AdamW:
             first.format,
             second.format,
             weight.key(self._noise) if weight.rounds or first.format.rounds else None,
-            torch.full((), self._noise.step_key(step), dtype=torch.int32, device=device),
+            torch.full((), self._noise.step_key(update.number), dtype=torch.int32, device=device),
             # tensors, for the same reason
-            [*(torch.full((), number, device=device) for number in numbers), factor],
+            torch.full((), 1 - update.lr * weight.decay, device=device),
+            scalars,
             self._beta1,
             self._beta2,
             self._eps,
@@ -170,35 +173,38 @@ def in_place(
     second_format: Format,
     key: Tensor | None,
     step_key: Tensor,
-    numbers: Sequence[Tensor],
+    left: Tensor,
+    scalars: Tensor,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
-    """A key for random bits is given where anything is rounded by chance."""
+    """`left` is what weight decay leaves of the weight. A key is given where anything is stochastically
+    rounded."""
     count = gradient.numel()
-    *rates, factor = numbers
+    factor, rate, unbias, accepted = scalars.unbind()
+    taken = accepted > 0
     values, m, v = adamw(
         weight.float() if low is None else joined(weight, low),
         gradient.float() * factor,
         first_format.read(first, count),
         second_format.read(second, count),
-        rates,
+        (left, rate, unbias),
         beta1,
         beta2,
         eps,
     )
     bits = None if key is None else random_bits(key, step_key, count)
-    _copy(first, first_format.write(m, None if bits is None else low_half(bits)))
-    _copy(second, second_format.write(v, None if bits is None else high_half(bits)))
+    _store_all(first, first_format.write(m, None if bits is None else low_half(bits)), taken)
+    _store_all(second, second_format.write(v, None if bits is None else high_half(bits)), taken)
     if low is not None:
         upper, lower = split(values)
-        low.copy_(lower)
-        weight.copy_(upper)
+        store(low, lower, taken)
+        store(weight, upper, taken)
     elif bits is not None and weight.dtype == torch.bfloat16:
-        weight.copy_(to_bf16(values, third_half(bits)))
+        store(weight, to_bf16(values, third_half(bits)), taken)
     else:
-        weight.copy_(values)
+        store(weight, values.to(weight.dtype), taken)
 
 
 def adamw(
@@ -211,6 +217,6 @@ def adamw(
     return weight * left - rate * m / (v.sqrt() * unbias + eps), m, v
 
 
-def _copy(stored: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+def _store_all(stored: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor) -> None:
     for mine, written in zip(stored, new, strict=True):
-        mine.copy_(written)
+        store(mine, written, accepted)

@@ -13,7 +13,7 @@ from arriero.train.optim.rounding import Noise
 from arriero.train.optim.sgd import gathered
 from arriero.train.optim.shards import piece_number, piece_of, pieces, placed, split_dims
 from arriero.train.optim.states import SIGNED, Moment
-from arriero.train.optim.weight import Weight
+from arriero.train.optim.weight import Update, Weight
 
 _MOMENTUM = 0.95
 # Newton-Schulz of degree five, tuned for speed: singular values end between about 0.7 and 1.2
@@ -32,27 +32,28 @@ class Muon:
         }
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int) -> None:
+    def step(self, gradients: Mapping[str, Tensor], update: Update) -> None:
         mine = [name for name in self._weights if name in gradients]
         done: dict[str, Tensor] = {}
         for turn, name in enumerate(mine):
-            weight, gradient = self._weights[name], gradients[name].float() * factor
+            weight, gradient = self._weights[name], gradients[name].float() * update.factor
             moment = self.moments[name]["momentum"]
             ahead = gradient
             if gradient.numel():
-                total = gathered(moment, gradient, self._momentum, weight, self._noise, step)
+                total = gathered(moment, gradient, self._momentum, weight, self._noise, update)
                 ahead = gradient + self._momentum * total
             whole = _whole(ahead, weight.parameter)
             if piece_number(weight.parameter) == turn % pieces(weight.parameter):
                 done[name] = orthogonal(whole)
         for turn, name in enumerate(mine):
             weight = self._weights[name]
-            update = _shared(done.pop(name, None), weight.parameter, turn % pieces(weight.parameter))
+            direction = _shared(done.pop(name, None), weight.parameter, turn % pieces(weight.parameter))
             # the root mean square of an AdamW update is about 0.2
-            rate = lr * 0.2 * math.sqrt(max(weight.parameter.shape))
-            piece = piece_of(update, weight.parameter).float()
-            values = weight.values() * (1 - lr * weight.decay) - rate * piece
-            weight.write(values, weight.bits(self._noise, step) if weight.rounds else None)
+            rate = update.lr * 0.2 * math.sqrt(max(weight.parameter.shape))
+            piece = piece_of(direction, weight.parameter).float()
+            values = weight.values() * (1 - update.lr * weight.decay) - rate * piece
+            bits = weight.bits(self._noise, update.number) if weight.rounds else None
+            weight.write(values, bits, update.accepted)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

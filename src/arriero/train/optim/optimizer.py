@@ -20,7 +20,7 @@ from arriero.train.optim.scaling import LossScale
 from arriero.train.optim.sgd import Sgd
 from arriero.train.optim.shards import as_placed, local_of, placed
 from arriero.train.optim.states import Moment
-from arriero.train.optim.weight import Weight
+from arriero.train.optim.weight import Update, Weight
 from arriero.train.ranges import OPTIMIZER
 
 OWN = "optimizer"
@@ -53,7 +53,7 @@ class Optimizer:
         join: Callable[[dict[str, Tensor]], None] | None = None,
     ) -> None:
         self.clip = config.clip
-        self.steps = 0
+        self.attempts = 0
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._groups, self._copies, self._join = groups, copies or {}, join
         self._scale = LossScale() if scaled_loss else None
@@ -69,6 +69,8 @@ class Optimizer:
             for name, parameter in self._parameters.items()
         }
         self._device = next(iter(self._weights.values())).local.device
+        self.taken = torch.zeros((), dtype=torch.int64, device=self._device)
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=self._device)
         self._rules = _rules(self._weights, config, Noise(seed, self._device))
 
     @property
@@ -77,14 +79,22 @@ class Optimizer:
         return self._scale.value if self._scale else 1.0
 
     @property
+    def steps(self) -> int:
+        """Updates that changed the weights. Waits for the device, where `taken` is the same number."""
+        return int(self.taken)
+
+    @property
     def skipped(self) -> int:
-        """Steps not taken because fp16 gradients overflowed."""
-        return self._scale.skipped if self._scale else 0
+        return self.attempts - self.steps
 
     @torch.no_grad()
     @record_function(OPTIMIZER)
-    def step(self, lr: float) -> Tensor:
-        """Clip, update, forget the gradients. Returns the gradient norm before clipping."""
+    def step(self, lr: float, loss: Tensor | None = None) -> Tensor:
+        """Clip, update, drop the gradients. Returns the gradient norm before clipping.
+
+        Where the norm or the loss is not finite nothing changes: weights, state and step count stay. This is
+        decided on the device, alike on all ranks, since both numbers are global.
+        """
         gradients = self._take_gradients()
         if self._join is not None:
             self._join(gradients)
@@ -92,13 +102,20 @@ class Optimizer:
         empty = torch.empty(0, device=self._device)
         scaled_by = self.loss_scale
         norm = global_norm([*counted, empty], self._groups) / scaled_by
-        if self._scale and not self._scale.saw(finite=bool(norm.isfinite())):
-            return norm
+        accepted = norm.isfinite()
+        if loss is not None:
+            accepted &= loss.to(norm.device).isfinite()
+        if self._scale:
+            self._scale.saw(finite=bool(accepted))
         factor = factor_within(norm, self.clip) if self.clip else torch.ones_like(norm)
-        self.steps += 1
+        self.attempts += 1
+        self.taken += accepted
+        self.skipped_in_a_row.add_(1).mul_(~accepted)
+        # a skipped first update has taken none, and its bias correction divides by zero: its result is unused
+        update = Update(lr, factor / scaled_by, accepted, self.taken, self.attempts)
         local = {name: local_of(gradient) for name, gradient in gradients.items()}
         for rule in self._rules:
-            rule.step(local, factor / scaled_by, lr, self.steps)
+            rule.step(local, update)
         return norm
 
     def _take_gradients(self) -> dict[str, Tensor]:
@@ -136,7 +153,7 @@ class Optimizer:
         if self._scale:
             counters["loss_scale"] = torch.tensor(self._scale.value, dtype=torch.float64)
             counters["good_steps"] = torch.tensor(self._scale.good_steps)
-            counters["skipped"] = torch.tensor(self._scale.skipped)
+            counters["skipped"] = torch.tensor(self.skipped)
         return state | {OWN: counters}
 
     @torch.no_grad()
@@ -152,11 +169,12 @@ class Optimizer:
 
     def _load_counter(self, kind: str, value: Tensor) -> None:
         if kind == "step":
-            self.steps = int(value)
+            self.attempts = int(value)
+            self.taken.fill_(int(value))
         elif self._scale and kind == "loss_scale":
             self._scale.value = float(value)
-        elif self._scale:
-            setattr(self._scale, kind, int(value))
+        elif self._scale and kind == "good_steps":
+            self._scale.good_steps = int(value)
 
 
 @torch.no_grad()

@@ -13,19 +13,17 @@ _GROWS_AFTER = 2000
 class LossScale:
     value: float = _FIRST
     good_steps: int = 0
-    skipped: int = 0
 
-    def saw(self, finite: bool) -> bool:
-        """Whether to take the step. Halved by an overflow, doubled after 2000 steps without one."""
+    def saw(self, finite: bool) -> None:
+        """Halve the scale after an overflow; double it after 2000 updates without one."""
         if not finite and self.value < _SMALLEST:
             raise UserError(
                 "fp16 gradients overflow at any scale of the loss",
                 "set precision.compute to 'bf16' or 'fp32', or lower optim.lr",
             )
         if not finite:
-            self.value, self.good_steps, self.skipped = self.value / 2, 0, self.skipped + 1
-            return False
+            self.value, self.good_steps = self.value / 2, 0
+            return
         self.good_steps += 1
         if self.good_steps == _GROWS_AFTER:
             self.value, self.good_steps = self.value * 2, 0
-        return True

@@ -8,7 +8,7 @@ from torch import Tensor
 from arriero.config.schema import OptimSection
 from arriero.train.optim.rounding import Noise, low_half
 from arriero.train.optim.states import SIGNED, Moment
-from arriero.train.optim.weight import Weight
+from arriero.train.optim.weight import Update, Weight
 
 
 class Sgd:
@@ -21,23 +21,24 @@ class Sgd:
         }
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor], factor: Tensor, lr: float, step: int) -> None:
+    def step(self, gradients: Mapping[str, Tensor], update: Update) -> None:
         for name, weight in self._weights.items():
             if name not in gradients or not gradients[name].numel():
                 continue
-            update = gradients[name].float() * factor
+            gradient = gradients[name].float() * update.factor
             if self._momentum:
                 moment = self.moments[name]["momentum"]
-                update = gathered(moment, update, self._momentum, weight, self._noise, step)
-            values = weight.values() * (1 - lr * weight.decay) - lr * update
-            weight.write(values, weight.bits(self._noise, step) if weight.rounds else None)
+                gradient = gathered(moment, gradient, self._momentum, weight, self._noise, update)
+            values = weight.values() * (1 - update.lr * weight.decay) - update.lr * gradient
+            bits = weight.bits(self._noise, update.number) if weight.rounds else None
+            weight.write(values, bits, update.accepted)
 
 
 def gathered(
-    moment: Moment, gradient: Tensor, share: float, weight: Weight, noise: Noise, step: int
+    moment: Moment, gradient: Tensor, share: float, weight: Weight, noise: Noise, update: Update
 ) -> Tensor:
     """The momentum with this gradient in it: as computed, and stored in the precision it has."""
     total = moment.values().float() * share + gradient
-    half = low_half(weight.bits(noise, step)) if moment.format.rounds else None
-    moment.keep(moment.format.write(total.flatten(), half))
+    half = low_half(weight.bits(noise, update.number)) if moment.format.rounds else None
+    moment.keep(moment.format.write(total.flatten(), half), update.accepted)
     return total

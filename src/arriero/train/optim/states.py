@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arriero.train.optim.rounding import chance, to_bf16
+from arriero.train.optim.weight import store
 
 BLOCK = 256
 
@@ -173,6 +174,6 @@ class Moment:
     def load(self, values: Tensor) -> None:
         self.keep(self.format.write(values.to(self.stored[0].device, torch.float32).flatten(), None))
 
-    def keep(self, written: Sequence[Tensor]) -> None:
+    def keep(self, written: Sequence[Tensor], accepted: Tensor | None = None) -> None:
         for mine, new in zip(self.stored, written, strict=True):
-            mine.copy_(new)
+            store(mine, new, accepted)

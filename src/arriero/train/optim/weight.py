@@ -1,4 +1,4 @@
-"""A parameter as the update rules see it."""
+"""A parameter, and one update of it, as the update rules see them."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,26 @@ from torch import Tensor
 
 from arriero.train.optim.rounding import Noise, joined, split, third_half, to_bf16
 from arriero.train.optim.shards import as_placed, local_of, piece_number, placed
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer step. Tensors are scalars on the device, so that deciding needs no host sync.
+
+    Gradients are multiplied by `factor`. Where `accepted` is false, no weight and no state may change.
+    `taken` counts the accepted updates with this one; `number` counts all, and keys the random bits.
+    """
+
+    lr: float
+    factor: Tensor
+    accepted: Tensor
+    taken: Tensor
+    number: int
+
+
+def store(target: Tensor, new: Tensor, accepted: Tensor | None = None) -> None:
+    """Overwrite the target unless the update was not accepted."""
+    target.copy_(new if accepted is None else torch.where(accepted, new, target))
 
 
 @dataclass(frozen=True)
@@ -41,18 +61,18 @@ class Weight:
             return joined(self.local, self.low)
         return (self.local if self.shadow is None else self.shadow).float()
 
-    def write(self, values: Tensor, bits: Tensor | None = None) -> None:
+    def write(self, values: Tensor, bits: Tensor | None = None, accepted: Tensor | None = None) -> None:
         """New fp32 values; without random bits they are rounded to the nearest."""
         if self.low is not None:
             upper, lower = split(values.contiguous())
-            self.low.copy_(lower)
+            store(self.low, lower, accepted)
             values = upper
         elif self.shadow is not None:
-            self.shadow.copy_(values)
+            store(self.shadow, values, accepted)
         elif bits is not None and self.rounds:
             values = to_bf16(values.flatten(), third_half(bits))
         local = self.local
-        local.copy_(values.view(local.shape))
+        store(local, values.view(local.shape).to(local.dtype), accepted)
 
     @torch.no_grad()
     def kept(self) -> Tensor:

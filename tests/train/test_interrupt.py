@@ -1,0 +1,204 @@
+"""Signals are answered in every phase of a run."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from arriero.config.load import load_run
+from arriero.errors import UserError
+from arriero.interrupt import Interrupted, Requests
+from arriero.model.presets import expand
+from arriero.parallel.spawn import run_ranks
+from arriero.parallel.world import World, joined, world_from
+from arriero.train import lock
+from arriero.train.arrange import arrange
+from arriero.train.build import build
+from arriero.train.commands import train_as_rank
+from arriero.train.hooks import Hook
+from arriero.train.loop import train
+from conftest import REPOSITORY
+
+BASE = [
+    "model.preset=llama-test",
+    "model.vocab_size=4096",
+    "data.seq_len=32",
+    "train.batch=256 tok",
+    "train.horizon=6 steps",
+    "schedule.warmup=2 steps",
+    "eval.heldout=2k tok",
+    "eval.every=2 steps",
+    "observe.log_every=1",
+    "observe.sample=false",
+    "observe.tensorboard=false",
+    "checkpoint.export=false",
+    "run.device=cpu",
+]
+
+
+@pytest.fixture
+def config(tmp_path, corpus_cache):
+    where = ["run.name=run", f"run.dir='{tmp_path}'", f"data.cache='{corpus_cache}'"]
+    return load_run(None, [*BASE, *where], expand).config
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+IN_A_NATIVE_CALL = """
+import hashlib, sys
+from arriero.interrupt import Interrupted, Requests
+try:
+    with Requests(final=True) as requests:
+        if sys.argv[1] == "deferred":
+            requests.expect(lambda: "saving at step 7, then exiting", deferred=True)
+        print("ready", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+except Interrupted as stop:
+    sys.exit(128 + stop.number)
+"""
+
+
+@pytest.mark.parametrize("phase", ["deferred", "at once"])
+def test_a_signal_is_answered_while_the_main_thread_is_in_a_long_native_call(phase):
+    command = [sys.executable, "-c", IN_A_NATIVE_CALL, phase]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        if phase == "deferred":
+            process.send_signal(signal.SIGUSR1)
+            assert process.stderr.readline() == "SIGUSR1: saving after the current step\n"
+            process.send_signal(signal.SIGTERM)
+            answer = "SIGTERM: saving at step 7, then exiting; send it again to stop now\n"
+            assert process.stderr.readline() == answer
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr.readline().startswith("SIGTERM: stopping now")
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+
+
+def test_only_the_second_signal_interrupts_a_phase_that_defers():
+    with Requests() as outer:
+        signal.raise_signal(signal.SIGUSR1)
+        with Requests() as requests:
+            assert requests.save
+            requests.expect(lambda: "", deferred=True)
+            signal.raise_signal(signal.SIGINT)
+            assert requests.stop == signal.SIGINT
+            with pytest.raises(Interrupted, match="SIGTERM"):
+                signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(Interrupted, match="SIGINT"):
+                requests.expect(lambda: "", deferred=False)
+        assert not outer.stop
+
+
+def evaluation_that_is_told_to_stop(config, rank=0):
+    """The session of this rank; the second batch of an evaluation after step 2 brings a signal."""
+    world = world_from()
+    session = build(arrange(config, world), lambda *_: None)
+    held_out, calls = session.passes.held_out, []
+
+    def told(*given):
+        calls.append(session.outcome.steps)
+        if calls.count(2) == 2 and world.rank == rank:
+            signal.raise_signal(signal.SIGTERM)
+            given = (given[0], session.saver.requests.stop)
+        return held_out(*given)
+
+    session.passes.held_out = told
+    return session, calls
+
+
+def check_an_evaluation_that_ended_early(run_dir, step):
+    assert [line.get("eval_loss") for line in lines(run_dir / "metrics.jsonl")] == [None] * step
+    events = [(e["event"], e.get("step")) for e in lines(run_dir / "events.jsonl")]
+    assert events[1:] == [("evaluation", 0), ("save", step), ("signal", step)]
+
+
+def test_an_evaluation_ends_early_is_not_logged_and_the_run_is_saved(config):
+    session, calls = evaluation_that_is_told_to_stop(config)
+    with pytest.raises(Interrupted):
+        train(session)
+    assert calls.count(2) == 2 < calls.count(0)
+    check_an_evaluation_that_ended_early(session.run_dir, 2)
+
+
+def test_ranks_end_an_evaluation_together_when_one_is_told_to_stop(config):
+    def work():
+        world = world_from()
+        with joined(world, arrange(config, world).device.torch_device):
+            session, calls = evaluation_that_is_told_to_stop(config, rank=1)
+            with pytest.raises(Interrupted):
+                train(session)
+            return session.run_dir, calls.count(2)
+
+    run_dir, evaluated = run_ranks(work, 2, leader_prints=False)
+    assert evaluated == 2
+    check_an_evaluation_that_ended_early(run_dir, 2)
+
+
+def test_a_signal_before_the_first_step_is_done_stops_at_once(config):
+    class Stop(Hook):
+        def on_evaluation(self, session, step, tokens, loss):
+            session.passes.gradients = lambda *_: signal.raise_signal(signal.SIGTERM)
+
+    session = build(arrange(config, World()), lambda *_: None, [Stop()])
+    with pytest.raises(Interrupted):
+        train(session)
+    assert lines(session.run_dir / "events.jsonl")[-1] | {"time": 0} == {
+        "time": 0, "event": "signal", "step": 0, "signal": "SIGTERM",
+    }  # fmt: skip
+
+
+def test_a_launcher_locks_the_directory_survives_sigusr1_and_exits_with_its_signal(tmp_path):
+    """During start-up, before its ranks can have installed a handler."""
+    command = [sys.executable, "-m", "arriero", "train", "--nproc", "2", "--set", "run.name=mine"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes) as process:
+        held = tmp_path / "runs" / ".mine.lock"
+        while not (held.exists() and held.read_text()):
+            assert process.poll() is None
+            select.select([process.stdout], [], [], 0.01)
+        assert held.read_text().startswith(f"process {process.pid} on ")
+        process.send_signal(signal.SIGUSR1)
+        assert process.stderr.readline().startswith("SIGUSR1: ")
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr.readline().startswith("SIGTERM: ")
+        assert process.wait(timeout=120) == 128 + signal.SIGTERM
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_stopped_before_they_can_answer_end_the_launcher_with_its_signal():
+    ready, tell = os.pipe()
+
+    def work():
+        os.write(tell, b".")
+        signal.pause()
+
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            run_ranks(work, 2)
+        except Interrupted as stop:
+            code = 128 + stop.number
+        finally:
+            os._exit(code)
+    assert os.read(ready, 1) + os.read(ready, 1) == b".."
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
+
+
+def test_all_ranks_are_refused_when_the_first_finds_the_directory_in_use(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)
+    with (
+        lock.held(tmp_path / "run"),
+        pytest.raises(UserError, match=f"in use by process {os.getpid()} on"),
+    ):
+        run_ranks(lambda: train_as_rank(config), 2, leader_prints=False)
