@@ -158,7 +158,7 @@ def test_what_is_shown_is_what_the_model_was_given(run_file):
     assert [s["samples"] for s in content["sources"]] == np.bincount(drawn).tolist()
     assert (drawn[32:] == 1).all()
     shutil.rmtree(run.run_dir / "checkpoints")
-    train(session(run_file))
+    train(session(run_file, "checkpoint.start_over=true"))
     audit = Audit(read_ledger(run.run_dir), run.stream)
     audit.run(lambda *_: None)
     assert (audit.problems, audit.discarded) == ([], 48)

@@ -268,9 +268,10 @@ class _OpenShard:
         self._fd = _open_sized(self._path, store.shard_tokens(shard) * store.dtype.itemsize)
         self._itemsize = store.dtype.itemsize
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # at the end of a process the module's names may be gone
         if (fd := getattr(self, "_fd", None)) is not None:
-            os.close(fd)
+            close(fd)
 
     def read_into(self, first: int, out: np.ndarray) -> None:
         view = out.view(np.uint8).data
