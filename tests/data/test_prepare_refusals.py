@@ -6,6 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
+from arriero.data.exchange.exporting import export_dataset
 from arriero.data.prepare.preparation import Request, draft
 from arriero.data.prepare.prepare import Watcher, prepare
 from arriero.data.store.store import TokenStore
@@ -147,3 +148,38 @@ def test_one_is_written_in_the_singular(tmp_path, tokenizer_file, arriero):
     assert done.returncode == 0, done.stderr
     for words in ("1 file,", "1 bad record ", "1 empty one left out"):
         assert words in done.stdout
+
+
+def on_a_disk_with(small_disk, kilobytes):
+    with (small_disk / "filler").open("wb", buffering=0) as file:
+        file.write(bytes(2**20 - 1024 * kilobytes))
+
+
+@pytest.mark.parametrize(("kilobytes", "workers"), [(16, 1), (150, 1), (150, 2)])
+def test_a_disk_that_is_full_or_fills_up_ends_a_prepare_with_one_sentence(
+    small_disk, tmp_path, tokenizer_file, kilobytes, workers
+):
+    source = write_jsonl(tmp_path / "a.jsonl", [f"{i} a b c d e f g " * 40 for i in range(600)])
+    on_a_disk_with(small_disk, kilobytes)
+    request = Request((str(source),), small_disk / "set", tokenizer_file, shard_bytes=50_000)
+    complaint = "needs at least" if kilobytes == 16 else "no room left for .*; make room, then repeat"
+    with pytest.raises(UserError, match=complaint):
+        prepare(request, workers, Watcher())
+    (small_disk / "filler").unlink()
+    if kilobytes == 16:
+        assert not (small_disk / "set").exists()
+    assert prepare(request, 1, Watcher()).documents == 600
+
+
+def test_a_full_disk_ends_training_a_tokenizer_and_an_export_with_one_sentence(
+    small_disk, tmp_path, tokenizer_file
+):
+    source = write_jsonl(tmp_path / "a.jsonl", [f"{i} a b c d e f g " * 40 for i in range(1000)])
+    store = prepare(Request((str(source),), tmp_path / "set", tokenizer_file), 1, Watcher())
+    on_a_disk_with(small_disk, 8)
+    with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
+        train_tokenizer(["some text"], 300, small_disk / "tokenizer.json")
+    for format in ("fms-arrow", "hf-parquet"):
+        with pytest.raises(UserError, match="needs at least"):
+            export_dataset(store, format, small_disk / "out")
+    assert [path.name for path in small_disk.iterdir()] == ["filler"]

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,8 +22,8 @@ from arriero.train.build import build
 from arriero.train.commands import train_as_rank
 from arriero.train.hooks import Hook
 from arriero.train.loop import train
-from conftest import REPOSITORY
 
+SOURCE = Path(__file__).parents[2] / "src"
 BASE = [
     "model.preset=llama-test",
     "model.vocab_size=4096",
@@ -67,7 +68,7 @@ except Interrupted as stop:
 @pytest.mark.parametrize("phase", ["deferred", "at once"])
 def test_a_signal_is_answered_while_the_main_thread_is_in_a_long_native_call(phase):
     command = [sys.executable, "-c", IN_A_NATIVE_CALL, phase]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **pipes) as process:
         assert process.stdout.readline() == "ready\n"
@@ -156,10 +157,25 @@ def test_a_signal_before_the_first_step_is_done_stops_at_once(config):
     }  # fmt: skip
 
 
+def test_a_signal_ends_the_export_and_the_same_command_exports(config):
+    class Stop(Hook):
+        def on_save(self, session, report):
+            signal.raise_signal(signal.SIGTERM)
+
+    exports = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"export": True})})
+    session = build(arrange(exports, World()), lambda *_: None, [Stop()])
+    with pytest.raises(Interrupted):
+        train(session)
+    assert lines(session.run_dir / "events.jsonl")[-1]["event"] == "signal"
+    assert not (session.run_dir / "model").exists()
+    again = train(build(arrange(exports, World()), lambda *_: None))
+    assert (again.trained, again.model) == (False, session.run_dir / "model")
+
+
 def test_a_launcher_locks_the_directory_survives_sigusr1_and_exits_with_its_signal(tmp_path):
     """During start-up, before its ranks can have installed a handler."""
     command = [sys.executable, "-m", "arriero", "train", "--nproc", "2", "--set", "run.name=mine"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "CUDA_VISIBLE_DEVICES": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes) as process:
         held = tmp_path / "runs" / ".mine.lock"
