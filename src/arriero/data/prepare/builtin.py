@@ -139,6 +139,7 @@ def _usable(directory: Path) -> bool:
     try:
         store = TokenStore.open(directory)
         store.document_starts(0, store.tokens)
-        return store.tokens > 0 and store.tokenizer_path.is_file()
+        whole = next(store.resized_shards(), None) is None
+        return whole and store.tokens > 0 and store.tokenizer_path.is_file()
     except UserError:
         return False
