@@ -11,6 +11,7 @@ import arriero.bench.machine
 from arriero.bench.energy import Meter
 from arriero.bench.machine import describe_machine
 from arriero.bench.result import Result, Timing
+from arriero.bench.step import DocumentLengths
 from arriero.errors import UserError
 from arriero.model.spec import CONVENTIONS, ModelSpec, flops_per_token
 from arriero.train.device import Device
@@ -182,6 +183,24 @@ def test_without_a_driver_there_is_no_energy(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", absent)
     assert Meter(["GPU-a"]).joules() is None
     assert Meter(["GPU-a"]).sm_mhz() is None
+
+
+def test_packed_documents_are_measured_and_their_flops_counted_by_document(bench):
+    code, _, path = bench("--no-gate", "--no-profile", "--documents", "16:0")
+    assert code == 0
+    result = Result.read(path)
+    spec = ModelSpec.from_dict(result.work.model)
+    assert result.work.document_mask and "mean 16" in result.work.documents
+    found = {rate.convention: rate.flops_per_token for rate in result.rates}
+    for convention in ("honest", "hfu"):
+        expected = flops_per_token(spec, 64, convention, attended=16.0)
+        assert found[convention] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("lengths", ["x", "0", "-5", "1e99", "10:x", "10:-1", "nan", ""])
+def test_document_lengths_that_are_no_distribution_are_refused(lengths):
+    with pytest.raises(UserError, match="not a distribution of lengths"):
+        DocumentLengths.parse(lengths)
 
 
 def test_what_tiles_compute_again_is_not_guessed(bench):

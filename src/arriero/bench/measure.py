@@ -1,6 +1,7 @@
 """Steps of an ordinary run, timed from outside, and then some more of them profiled."""
 
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -60,6 +61,7 @@ class Measured:
     micro_batch: int
     step_ms: list[float]
     real_tokens: int
+    flops_per_token: float
     start_up_s: float
     losses: Losses
     joules: float | None
@@ -90,6 +92,7 @@ def measure(config: RunConfig, plan: Plan) -> Measured | None:
         micro_batch=arrangement.micro_batch,
         step_ms=clock.step_ms(),
         real_tokens=clock.real_tokens(),
+        flops_per_token=clock.flops_per_token(),
         start_up_s=clock.start_up_s,
         losses=clock.losses(),
         joules=clock.joules,
@@ -156,6 +159,9 @@ class Clock(Hook):
     def real_tokens(self) -> int:
         counted = [metrics.tokens_per_s * metrics.step_s for metrics in self._logged]
         return round(sum(counted) / len(counted))
+
+    def flops_per_token(self) -> float:
+        return statistics.fmean(metrics.flops_per_token for metrics in self._logged)
 
     def losses(self) -> Losses:
         first, last = self._logged[0], self._logged[-1]

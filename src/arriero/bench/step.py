@@ -21,7 +21,7 @@ from arriero.data.store.shards import ShardWriter, dtype_for
 from arriero.data.store.store import write_manifest
 from arriero.errors import UserError
 from arriero.kernels import usable_on
-from arriero.model.spec import CONVENTIONS, ModelSpec, flops_per_token
+from arriero.model.spec import CONVENTIONS, ModelSpec, attended_by, flops_per_token
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import World, world_from
 from arriero.plan.hardware import peak_of
@@ -245,7 +245,7 @@ def _rates(config: RunConfig, found: Measured, timing: Timing) -> list[Rate]:
     float8_peak = peak.fp8 if peak and config.precision.float8 != "off" else None
     rates = []
     for name, convention in CONVENTIONS.items():
-        count = _count(config, spec, name)
+        count = _count(config, spec, name, found.flops_per_token)
         speed = count and count * timing.tokens_per_s / found.ranks
         rates.append(
             Rate(
@@ -260,13 +260,12 @@ def _rates(config: RunConfig, found: Measured, timing: Timing) -> list[Rate]:
     return rates
 
 
-def _count(config: RunConfig, spec: ModelSpec, convention: str) -> float | None:
-    """None where the formula asks for what is not known: the parts of blocks that are computed again, or
-    the lengths of documents whose tokens do not see each other."""
+def _count(config: RunConfig, spec: ModelSpec, convention: str, counted: float) -> float | None:
+    """FLOPs per token by a convention; None where it asks for the recomputed parts of blocks, which are not
+    known. `counted` is what the run itself counted, document by document where they are masked."""
     remat = config.memory.remat
-    if convention in ("honest", "hfu") and config.data.document_mask:
-        return None
     if convention == "hfu" and (remat.keeps_some or remat.kind == "budget" or config.memory.ffn_tile):
         return None
     again = len(remat.blocks(spec.layers)) / spec.layers
-    return flops_per_token(spec, config.data.seq_len, convention, recompute=again)
+    attended = attended_by(spec, counted) if config.data.document_mask else None
+    return flops_per_token(spec, config.data.seq_len, convention, recompute=again, attended=attended)

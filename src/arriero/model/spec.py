@@ -269,6 +269,11 @@ def attended_within(document_lengths: Sequence[int]) -> float:
     return sum(n * n for n in document_lengths) / sum(document_lengths)
 
 
+def attended_by(spec: ModelSpec, flops: float) -> float:
+    """The mean document length at which a token costs `flops` by the causal formula."""
+    return (flops - 6 * spec.matmul_parameters) / (6 * spec.layers * spec.attention_width)
+
+
 def flops_per_token(
     spec: ModelSpec,
     seq_len: int,

@@ -27,6 +27,7 @@ class StepMetrics:
     data_wait: float
     peak_mem_gib: float
     mfu: float | None
+    flops_per_token: float = 0.0
     skipped: int = 0
     eval_loss: float | None = None
     save_s: float | None = None
@@ -102,6 +103,7 @@ class Stopwatch:
             "data_wait": self._waited / seconds,
             "peak_mem_gib": ranks[:, 2].max().item() / 2**30,
             "mfu": flops / seconds / self._peak_flops if self._peak_flops else None,
+            "flops_per_token": flops / tokens,
         }
         self._reset()
         return lap, ranks[0, 3:].tolist()
