@@ -12,9 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 from hub_server import hub_of
 
+from arriero.checkpoint.convert import convert
+from arriero.checkpoint.formats.source import Source
 from arriero.data.store.store import TokenStore
+from arriero.model.build import build_model
+from arriero.model.formats.recipe import own_tensors
+from arriero.model.spec import ModelSpec
 
 SOURCE = Path(__file__).parents[2] / "src"
+MODEL = {"vocab_size": 400, "dim": 32, "layers": 1, "heads": 4, "ffn": 48, "max_seq_len": 1024}
 TEXTS = [f"document {i}" for i in range(7)]
 
 
@@ -45,13 +51,22 @@ def hub(tmp_path_factory, tokenizer_file):
     model = folder / "models" / "owner" / "model" / "main"
     put(model / "tokenizer.json", lambda path: path.write_bytes(tokenizer_file.read_bytes()))
     put(model / "pytorch_model.bin", lambda path: path.write_bytes(b"not fetched"))
+    spec = ModelSpec.from_dict(MODEL)
+    state = build_model(spec).state_dict()
+    convert(Source("memory", "memory", spec, own_tensors(spec), state.__getitem__, {}), folder / "made", "hf")
+    for path in (folder / "made").iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
     with hub_of(folder) as environment:
         yield {**os.environ, **environment, "PYTHONPATH": str(SOURCE), "COLUMNS": "200"}
 
 
-def prepare(hub, directory, *arguments):
-    command = [sys.executable, "-m", "arriero", "data", "prepare", *arguments, "-o", str(directory)]
+def arriero_of(hub, *arguments):
+    command = [sys.executable, "-m", "arriero", *map(str, arguments)]
     return subprocess.run(command, env=hub, capture_output=True, text=True)
+
+
+def prepare(hub, directory, *arguments):
+    return arriero_of(hub, "data", "prepare", *arguments, "-o", directory)
 
 
 def test_corpora_and_a_tokenizer_of_the_hub_are_downloaded_and_prepared(hub, tmp_path):
@@ -70,3 +85,11 @@ def test_a_name_the_hub_does_not_know_is_refused_in_a_sentence(hub, tmp_path):
     assert done.returncode == 2
     assert "cannot load hf://owner/absent" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_model_of_the_hub_is_converted_and_gives_a_run_its_dimensions(hub, tmp_path):
+    done = arriero_of(hub, "ckpt", "convert", "hf://owner/model", tmp_path / "torch", "--to", "torch")
+    assert done.returncode == 0, done.stderr
+    shown = arriero_of(hub, "config", "show", "--set", "checkpoint.start_from=hf://owner/model")
+    assert shown.returncode == 0, shown.stderr
+    assert f"dim = {MODEL['dim']}" in shown.stdout and "checkpoint.start_from" in shown.stdout

@@ -35,7 +35,12 @@ def import_tokens(
     format: Annotated[Format, typer.Argument(help="Whose files they are.")],
     sources: Annotated[list[Path], typer.Argument(metavar="SRC", help="Token files, or their directories.")],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="The dataset to make.")],
-    tokenizer: Annotated[Path, typer.Option(help="The tokenizer the tokens were made with.")],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="The tokenizer the tokens were made with: a file, a directory, or hf://OWNER/MODEL."
+        ),
+    ],
     eos: Annotated[
         str | None, typer.Option(help="The token that ends a document; else the usual names.")
     ] = None,
@@ -59,13 +64,14 @@ def import_tokens(
     Example: arriero data import datatrove tokens/ -o data/web --tokenizer tokenizer.json
     """
     from arriero.data.exchange.importing import Import
+    from arriero.data.text.hub import local_model
     from arriero.data.tokens.tokenizer import load_tokenizer
 
     console = make_console()
     job = Import(
         format,
         sources,
-        load_tokenizer(tokenizer, eos),
+        load_tokenizer(local_model(tokenizer), eos),
         dtype=dtype,
         column=column,
         separator=separator,
