@@ -1,7 +1,8 @@
 """Mistakes a user can mend."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 class UserError(Exception):
@@ -19,3 +20,12 @@ class UserError(Exception):
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The choice a mistyped word most likely means."""
     return next(iter(difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)), None)
+
+
+def first_problem(errors: Sequence[Mapping[str, Any]]) -> str:
+    """The first of pydantic's errors in one line: the key, what is wrong, and the value if it is short."""
+    first = errors[0]
+    key = ".".join(map(str, first["loc"]))
+    value = repr(first["input"])
+    shown = f", not {value}" if key and len(value) <= 80 and first["type"] != "missing" else ""
+    return f"{key or 'the file'}: {first['msg']}{shown}"

@@ -35,7 +35,8 @@ def trained(stream, begin, steps, sequences=8, ranks=1):
                 next(loader)
             stretches.append(loader.read())
     total = sum(stretch.checksum for stretch in stretches) % 2**64
-    return replace(stretches[0], checksum=total)
+    slots = sum(stretch.slots for stretch in stretches)
+    return replace(stretches[0], checksum=total, slots=slots)
 
 
 def problems(ledger, stream):

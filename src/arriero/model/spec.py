@@ -1,5 +1,6 @@
 """The shape of a model, and what follows from it by arithmetic alone: parameters, bytes, FLOPs per token."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -12,6 +13,9 @@ FAMILIES = ("llama", "gpt2")
 _REQUIRED = ("vocab_size", "dim", "layers", "heads", "ffn", "max_seq_len")
 _COUNTS = (*_REQUIRED, "kv_heads", "head_dim", "nominal_params")
 _REALS = ("norm_eps", "rope_theta")
+# far beyond any model, so that a damaged file cannot make a loop or an allocation that never ends
+_MOST_LAYERS = 10_000
+_LARGEST_DIM = 2**31
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"norm_eps": 1e-5, "rope_theta": 10000.0, "tied": False},
     "gpt2": {"norm_eps": 1e-5, "tied": True},
@@ -132,7 +136,7 @@ def _typed(values: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, str]
         elif kind := _wrong_kind(name, value):
             problems[name] = f"{name} must be {kind}, not {value!r}"
         else:
-            good[name] = float(value) if name in _REALS else value  # pyrefly: ignore[bad-argument-type]
+            good[name] = _as_float(value) if name in _REALS else value
     return good, problems
 
 
@@ -155,16 +159,30 @@ def _take_scaling(value: object, good: dict[str, Any], problems: dict[str, str])
     elif any(isinstance(v, bool) or not isinstance(v, int | float) for v in value.values()):
         problems["rope_scaling"] = f"rope_scaling holds something that is not a number: {dict(value)!r}"
     else:
-        reals = {n: float(value[n]) for n in names[:-1]}
-        good["rope_scaling"] = RopeScaling(**reals, original_max_seq_len=int(value[names[-1]]))
+        length = _as_float(value[names[-1]])
+        if not length.is_integer():
+            problems["rope_scaling"] = f"{names[-1]} must be a whole number, not {value[names[-1]]!r}"
+            return
+        reals = {n: _as_float(value[n]) for n in names[:-1]}
+        good["rope_scaling"] = RopeScaling(**reals, original_max_seq_len=int(length))
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _shape_problems(known: Mapping[str, Any]) -> list[str]:
     """Judges the fields that are there, so that one bad field does not hide another."""
     f = {n: v for n, v in known.items() if v is not None}
-    signed = [n for n in (*_COUNTS, *_REALS) if n in f and not f[n] > 0]
-    problems = [f"{n} must be positive, not {f[n]}" for n in signed]
-    f = {n: v for n, v in f.items() if n not in signed}
+    most = dict.fromkeys(_COUNTS, _LARGEST_DIM) | {"layers": _MOST_LAYERS, "nominal_params": 2**63}
+    bad = {n: f"must be positive, not {f[n]}" for n in (*_COUNTS, *_REALS) if n in f and not f[n] > 0}
+    bad |= {n: f"must be at most {limit:,}, not {f[n]}" for n, limit in most.items() if f.get(n, 0) > limit}
+    bad |= {n: f"must be finite, not {f[n]}" for n in _REALS if f.get(n) == math.inf}
+    problems = [f"{n} {what}" for n, what in bad.items()]
+    f = {n: v for n, v in f.items() if n not in bad}
     family = f.get("family")
     if family not in FAMILIES:
         problems.append(f"family must be {' or '.join(FAMILIES)}, not {family!r}")
@@ -183,8 +201,8 @@ def _llama_problems(f: Mapping[str, Any]) -> list[str]:
     scaling = f.get("rope_scaling")
     if scaling is None:
         return problems
-    if min(asdict(scaling).values()) <= 0:
-        problems.append("rope_scaling must hold positive numbers")
+    if not all(0 < value < _LARGEST_DIM for value in asdict(scaling).values()):
+        problems.append(f"rope_scaling must hold positive numbers below {_LARGEST_DIM:,}")
     elif scaling.low_freq_factor >= scaling.high_freq_factor:
         problems.append("rope_scaling needs low_freq_factor below high_freq_factor")
     return problems

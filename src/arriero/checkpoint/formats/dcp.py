@@ -25,6 +25,7 @@ from arriero.checkpoint.formats.source import (
     retyped,
     silent,
 )
+from arriero.checkpoint.manifest import unreadable
 from arriero.errors import UserError
 from arriero.model.formats.description import described, write_description
 from arriero.model.formats.recipe import own_tensors, refuse_misfit
@@ -115,7 +116,9 @@ class CarefulReader(FileSystemReader):
                 metadata = _Unpickler(file).load()
         except pickle.UnpicklingError as error:
             raise UserError(f"{self._path} is not opened: {error}", _DIGEST) from None
-        except (OSError, EOFError, ValueError, IndexError, AttributeError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise unreadable(self._path, error) from None
+        except (EOFError, ValueError, IndexError, AttributeError, KeyError, TypeError) as error:
             raise UserError(f"{self._path} is damaged ({error})", _DIGEST) from None
         if not isinstance(metadata, Metadata):
             raise UserError(f"{self._path} is not the index of a DCP checkpoint", _DIGEST)

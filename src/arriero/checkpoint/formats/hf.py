@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from arriero.checkpoint.formats.hf_tokenizer import write_tokenizer
+from arriero.checkpoint.formats.hf_tokenizer import refuse_damaged_tokenizer, write_tokenizer
 from arriero.checkpoint.formats.safetensors import SafetensorsReader, write_safetensors
 from arriero.checkpoint.formats.source import (
     Advance,
@@ -22,7 +22,7 @@ from arriero.checkpoint.formats.source import (
 )
 from arriero.checkpoint.formats.torchfile import TorchReader
 from arriero.errors import UserError
-from arriero.model.formats.description import read_json, write_json
+from arriero.model.formats.description import checked_token_ids, read_json, write_json
 from arriero.model.formats.hf import hf_config, hf_from_own, hf_names, own_from_hf, spec_from_hf, to_hf
 from arriero.model.formats.recipe import as_it_is, own_tensors, refuse_misfit
 from arriero.model.spec import ModelSpec
@@ -62,6 +62,7 @@ def open_hf(directory: Path) -> Source:
             return reader.read_part(stored, cut)
         return reader.read(stored)[cut]
 
+    ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
     return Source(
         "hf",
         str(directory),
@@ -69,7 +70,7 @@ def open_hf(directory: Path) -> Source:
         tensors,
         lambda name: recipe[name].of(read),
         companions_of(directory),
-        {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None},
+        checked_token_ids(directory / CONFIG, ids),
         load_part=read_part,
     )
 
@@ -78,6 +79,7 @@ def write_hf(source: Source, directory: Path, writing: Writing, advance: Advance
     spec, recipe = source.spec, hf_from_own(source.spec)
     own = retyped(source.tensors, writing.dtype)
     planned = {name: made.of(own.__getitem__) for name, made in recipe.items()}
+    refuse_damaged_tokenizer(source.companions, source.tokens)
 
     def load(name: str) -> Tensor:
         return cast(recipe[name].of(source.load), planned[name].dtype, name)

@@ -5,13 +5,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
-from arriero.data.tokens.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS, read_definition
+from arriero.data.tokens.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS, parsed, read_definition
+from arriero.errors import UserError
 from arriero.model.formats.description import write_json
 from arriero.model.spec import ModelSpec
 
 TEMPLATE = "add_bos_token"
+
+
+def refuse_damaged_tokenizer(companions: Mapping[str, Path], tokens: Mapping[str, Any]) -> None:
+    """Checked before the weights are written; a tokenizer that is only copied is not read."""
+    if "tokenizer.json" in companions and (TEMPLATE in tokens or "tokenizer_config.json" not in companions):
+        read_definition(companions["tokenizer.json"])
 
 
 def write_tokenizer(directory: Path, spec: ModelSpec, tokens: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,12 +28,12 @@ def write_tokenizer(directory: Path, spec: ModelSpec, tokens: Mapping[str, Any])
     ids = {name: value for name, value in tokens.items() if name != TEMPLATE}
     if path.is_file() and TEMPLATE in tokens:
         bos_id = ids.get("bos_token_id") if tokens[TEMPLATE] else None
-        path.write_text(with_template(path.read_text(encoding="utf-8"), bos_id), encoding="utf-8")
+        path.write_text(with_template(read_definition(path), bos_id), encoding="utf-8")
     elif not path.is_file() and (directory / "tokenizer.model").is_file():
         path.write_text(_from_model_file(directory / "tokenizer.model"), encoding="utf-8")
     if not path.is_file() or (directory / "tokenizer_config.json").is_file():
         return ids
-    inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    inner = parsed(read_definition(path))
     special = {i: token.content for i, token in inner.get_added_tokens_decoder().items() if token.special}
     if TEMPLATE not in tokens:
         ids = ids or _usual_ids(special)
@@ -52,8 +57,9 @@ def with_template(definition: str, bos_id: int | None) -> str:
     steps = before.get("processors", []) if before.get("type") == "Sequence" else [before]
     kept = [step for step in steps if step.get("type") == "ByteLevel"]
     if bos_id is not None:
-        token = tokenizers.Tokenizer.from_str(definition).id_to_token(bos_id)
-        assert token is not None
+        token = parsed(definition).id_to_token(bos_id) if bos_id >= 0 else None
+        if token is None:
+            raise UserError(f"the tokenizer has no token {bos_id}, the model's BOS", "restore the tokenizer")
         kept.append(_template(token, bos_id))
     sequence = {"type": "Sequence", "processors": kept}
     document["post_processor"] = sequence if len(kept) > 1 else next(iter(kept), None)
@@ -90,6 +96,6 @@ def _name(special: Mapping[int, str], number: int | list[int]) -> str | None:
 def _from_model_file(path: Path) -> str:
     """Meta's models were trained with the BOS before each text, and transformers adds it so."""
     definition = read_definition(path)
-    inner = tokenizers.Tokenizer.from_str(definition)
+    inner = parsed(definition)
     found = (inner.token_to_id(name) for name in KNOWN_BEGINNINGS)
     return with_template(definition, next((number for number in found if number is not None), None))

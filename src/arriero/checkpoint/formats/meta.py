@@ -23,7 +23,7 @@ from arriero.checkpoint.formats.source import (
 )
 from arriero.checkpoint.formats.torchfile import TorchFile, TorchReader
 from arriero.errors import UserError
-from arriero.model.formats.description import read_description, read_json, write_description, write_json
+from arriero.model.formats.description import read_description, write_description, write_json
 from arriero.model.formats.meta import (
     EMBEDDING,
     HEAD,
@@ -33,6 +33,7 @@ from arriero.model.formats.meta import (
     meta_from_own,
     meta_params,
     own_from_meta,
+    read_params,
     refuse_indivisible,
     rule_of,
     rule_of_shards,
@@ -49,7 +50,7 @@ _NOT_WEIGHTS = "rope.freqs"
 def open_meta(directory: Path) -> Source:
     if not (directory / "params.json").is_file():
         raise UserError(f"{directory} holds no params.json", "copy the one that came with the weights there")
-    params = read_json(directory / "params.json")
+    params = read_params(directory / "params.json")
     files = [TorchReader(path) for path in _shard_files(directory)]
     pieces = [{n: t for n, t in file.tensors.items() if n != _NOT_WEIGHTS} for file in files]
     for file, shard in zip(files[1:], pieces[1:], strict=True):
@@ -58,7 +59,7 @@ def open_meta(directory: Path) -> Source:
         raise UserError(
             f"{files[0].path} lacks {EMBEDDING} or {HEAD}", "give Meta's original weights of a Llama"
         )
-    rule = rule_of_shards(pieces[0][EMBEDDING], int(params.get("dim", 0)))
+    rule = rule_of_shards(pieces[0][EMBEDDING], params.get("dim", 0))
     whole = {}
     for name, piece in pieces[0].items():
         shape = merged_shape(name, [shard[name] for shard in pieces], rule)

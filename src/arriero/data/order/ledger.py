@@ -8,14 +8,15 @@ by weights that a restart threw away.
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from arriero.data.order.order import ORDER_VERSION, Located, Stream, fingerprint_of, trimmed
 from arriero.data.order.permutation import block_keys
 from arriero.data.store.shards import write_durably
-from arriero.errors import UserError
+from arriero.errors import UserError, first_problem
 
 VERSION = 1
 LEDGER = "ledger.json"
@@ -85,17 +86,73 @@ def _share(stream: Stream, source: int, drawn: int) -> dict[str, Any]:
     }
 
 
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Weights = list[Annotated[int, Field(ge=0)]]
+
+
+class _SavedStretch(BaseModel):
+    first: _Count
+    end: _Count
+    checksum: Annotated[str, Field(pattern="^[0-9a-f]{1,16}$")]
+    real_tokens: _Count
+    slots: _Count
+
+
+class _SavedDataset(BaseModel):
+    dataset: str
+
+
+class _SavedOrder(BaseModel):
+    order: _Count = 1
+    weights: _Weights | None = None
+    quotas: _Weights | None = None
+    sources: list[_SavedDataset]
+    later: list[tuple[_Count, _Weights]] = []
+    lengths: list[tuple[_Count, _Count]] = []
+
+    @model_validator(mode="after")
+    def _mixes_something(self) -> "_SavedOrder":
+        if not any(self.weights or self.quotas or []):
+            raise ValueError("no source has a weight")
+        return self
+
+
+class _SavedName(BaseModel):
+    name: str
+
+
+class _SavedLedger(BaseModel):
+    samples: _Count
+    batch_sequences: _Count
+    order: _SavedOrder
+    sources: list[_SavedName]
+    stretches: list[_SavedStretch]
+
+    @model_validator(mode="after")
+    def _counts_agree(self) -> "_SavedLedger":
+        for stretch in self.stretches:
+            if not 0 <= stretch.end - stretch.first <= stretch.slots:
+                raise ValueError(f"samples {stretch.first} to {stretch.end} in {stretch.slots} token slots")
+        if self.samples != (self.stretches[-1].end if self.stretches else 0):
+            raise ValueError("samples is not the end of the last stretch")
+        return self
+
+
 def read_ledger(directory: Path) -> Ledger:
     path = directory / LEDGER
     try:
-        content = json.loads(path.read_bytes())
-        stretches = [Stretch(**{**s, "checksum": int(s["checksum"], 16)}) for s in content["stretches"]]
-        names = [source["name"] for source in content["sources"]]
-        return Ledger(content["batch_sequences"], content["order"], names, stretches)
+        raw = path.read_bytes()
+        saved = _SavedLedger.model_validate_json(raw, strict=True)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist", "give the directory of a run that has trained") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", "restore it") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})", "make it readable") from None
+    except ValidationError as error:
+        what = first_problem(error.errors())
+        raise UserError(f"{path} is damaged ({what})", "restore it from a copy or a checkpoint") from None
+    stretches = [Stretch(**{**dict(s), "checksum": int(s.checksum, 16)}) for s in saved.stretches]
+    order: dict[str, Any] = json.loads(raw)["order"]
+    return Ledger(saved.batch_sequences, order, [source.name for source in saved.sources], stretches)
 
 
 def order_version(*directories: Path) -> int:
@@ -103,7 +160,7 @@ def order_version(*directories: Path) -> int:
     own, and the newest is for new runs."""
     for directory in directories:
         if (directory / LEDGER).exists():
-            return int(read_ledger(directory).order.get("order", 1))
+            return read_ledger(directory).order.get("order", 1)
     return ORDER_VERSION
 
 

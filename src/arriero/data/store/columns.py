@@ -8,14 +8,92 @@ is read as JSON.
 import json
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
+
+from arriero.data.store.shards import DTYPES
 
 _TABLE = re.compile(
     rb'"shards": \{"name": \[([^\[\]]*)\], "tokens": \[([-\d, ]*)\], "documents": \[([-\d, ]*)\], '
     rb'"text_bytes": \[([-\d, ]*)\]\}\n\}\n$'
 )
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_FileName = Annotated[str, Field(pattern=r"^[^\x00]+$")]
+
+
+class _NamedFile(BaseModel):
+    file: _FileName
+    sha256: str
+
+
+class _Mark(BaseModel, extra="forbid"):
+    token: str
+    id: _Count
+
+
+class _Marks(BaseModel):
+    bos: _Mark | None
+    eos: _Mark | None
+
+
+class _Inputs(BaseModel):
+    sha256: str
+
+
+class _Backend(BaseModel):
+    redone: list[str] = []
+
+
+class _SourceCounts(BaseModel):
+    source: str
+    documents: _Count
+    skipped: _Count
+    skipped_examples: list[str]
+
+
+class _About(BaseModel):
+    """The keys that are read again later; others may hold anything."""
+
+    origin: list[Any] = Field([], alias="from")
+    heldout_seed: int | None = None
+    documents_without_eos: _Count = 0
+    separators: _Marks | None = None
+    settings: dict[str, Any] = {}
+    inputs: _Inputs | None = None
+    backend: _Backend = _Backend()
+    spelled_out: dict[str, _Count] = {}
+    empty_documents: _Count = 0
+    per_source: list[_SourceCounts] = []
+
+
+class Head(BaseModel):
+    """Types and ranges of all keys of a manifest but `version` and `shards`."""
+
+    about: _About
+    tokenizer: _NamedFile
+    vocab_size: Annotated[int, Field(ge=1, le=2**31)]
+    eos_id: _Count
+    dtype: str
+    checksums: _NamedFile
+    labels: _FileName | None = None
+
+    @field_validator("dtype")
+    @classmethod
+    def _known(cls, dtype: str) -> str:
+        if dtype not in DTYPES:
+            raise ValueError(f"must be one of {', '.join(DTYPES)}")
+        return dtype
+
+    @field_validator("eos_id")
+    @classmethod
+    def _within(cls, eos_id: int, seen: ValidationInfo) -> int:
+        if eos_id >= seen.data.get("vocab_size", eos_id + 1):
+            raise ValueError(f"must be below vocab_size, {seen.data['vocab_size']}")
+        return eos_id
 
 
 class ShardColumns(NamedTuple):
@@ -42,6 +120,8 @@ def _parse_plainly(raw: bytes) -> tuple[dict[str, Any], ShardColumns]:
         manifest: dict[str, Any] = {"version": None}
     empty = {"name": [], "tokens": [], "documents": [], "text_bytes": []}
     table: dict[str, Any] = manifest.pop("shards", empty)
+    if not isinstance(table["name"], list) or not all(isinstance(name, str) for name in table["name"]):
+        raise ValueError("the names of 'shards' are not a list of strings")
     columns = (np.array(table[name], dtype=np.int64) for name in ("tokens", "documents", "text_bytes"))
     return manifest, _checked(table["name"], *columns)
 
@@ -49,8 +129,12 @@ def _parse_plainly(raw: bytes) -> tuple[dict[str, Any], ShardColumns]:
 def _checked(names: Any, tokens: np.ndarray, documents: np.ndarray, text_bytes: np.ndarray) -> ShardColumns:
     if not len(names) == len(tokens) == len(documents) == len(text_bytes):
         raise ValueError("the columns of 'shards' differ in length")
+    if not tokens.ndim == documents.ndim == text_bytes.ndim == 1:
+        raise ValueError("a column of 'shards' is not a list of numbers")
     if min(tokens.min(initial=0), documents.min(initial=0)) < 0:
         raise ValueError("a shard has a negative count")
+    if max(tokens.sum(dtype=float), documents.sum(dtype=float)) >= 2**62:
+        raise ValueError("a shard has an impossible count")
     return ShardColumns(names.__getitem__, tokens, documents, int(text_bytes.sum()))
 
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
-from arriero.data.store.columns import ShardColumns, parse_manifest
+from arriero.data.store.columns import Head, ShardColumns, parse_manifest
 from arriero.data.store.openfiles import FILES, INDEXES
 from arriero.data.store.shards import DTYPES, IDX_HEADER, IDX_MAGIC, IDX_VERSION, Shard, write_durably
-from arriero.errors import UserError
+from arriero.errors import UserError, first_problem
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.sha256"
@@ -81,8 +82,8 @@ class TokenStore:
 
     def __init__(self, directory: Path, manifest: dict[str, Any], columns: ShardColumns) -> None:
         self.directory = directory
-        self.vocab_size: int = int(manifest["vocab_size"])
-        self.eos_id: int = int(manifest["eos_id"])
+        self.vocab_size: int = manifest["vocab_size"]
+        self.eos_id: int = manifest["eos_id"]
         self.dtype = np.dtype(DTYPES[manifest["dtype"]].numpy)
         self.tokenizer_path = directory / manifest["tokenizer"]["file"]
         self.tokenizer_sha256: str = manifest["tokenizer"]["sha256"]
@@ -112,7 +113,7 @@ class TokenStore:
             raise UserError(f"{path} cannot be read ({error.strerror})", "make it readable") from None
         except json.JSONDecodeError as error:
             raise UserError(f"{path} is not valid JSON ({error})", _REMAKE) from None
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", _REMAKE) from None
         version = manifest.get("version")
         if version != VERSION:
@@ -121,9 +122,10 @@ class TokenStore:
                 "prepare the dataset with this version, or use the Arriero that wrote it",
             )
         try:
-            return cls(Path(directory), manifest, columns)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", _REMAKE) from None
+            Head.model_validate(manifest, strict=True)
+        except ValidationError as error:
+            raise UserError(f"{path} is damaged ({first_problem(error.errors())})", _REMAKE) from None
+        return cls(Path(directory), manifest, columns)
 
     def check_tokenizer(self) -> None:
         """Raise UserError unless the tokenizer file is the one the dataset was made with."""

@@ -1,5 +1,6 @@
 """Where text comes from: what the user names becomes a list of input files, always in the same order."""
 
+import errno
 import json
 import os
 import sysconfig
@@ -176,12 +177,12 @@ def _twice(first: str, second: Input) -> tuple[str, str]:
 
 def refuse_output_in(sources: Sequence[str], directory: Path) -> None:
     """A dataset inside a source would be read as text by the next prepare of that source."""
-    target = directory.resolve()
+    target = _resolved(directory)
     for source in sources:
         if source.startswith(("builtin:", HUB)) or (path := Path(source)).is_file():
             continue
         if path.is_dir():
-            inside = target.is_relative_to(path.resolve())
+            inside = target.is_relative_to(_resolved(path))
         else:
             names = ("manifest.json", "tokenizer.json", "inputs.jsonl", "checksums.sha256", "0.bin", "0.idx")
             places = [target, *target.parents, *(target / name for name in names)]
@@ -194,11 +195,16 @@ def refuse_output_in(sources: Sequence[str], directory: Path) -> None:
             )
 
 
+def _resolved(path: Path) -> Path:
+    """Path.resolve, except that a symlink loop is no RuntimeError (it is one before Python 3.13)."""
+    return Path(os.path.realpath(path))
+
+
 def _resolved_pattern(pattern: Path) -> tuple[str, ...]:
     """The parts of a pattern whose leading folders are without links, as those of a resolved path are."""
     parts = pattern.parts
     fixed = next((i for i, part in enumerate(parts) if has_magic(part)), len(parts))
-    return (*Path(*parts[:fixed]).resolve().parts, *parts[fixed:])
+    return (*_resolved(Path(*parts[:fixed])).parts, *parts[fixed:])
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
@@ -251,7 +257,7 @@ def _inputs_of(source: str, select: Select) -> list[_Found]:
 
 def _folder(folder: Path, select: Select) -> list[_Found]:
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+        splits = _splits(folder / "dataset_dict.json")
         if len(splits) > 1:
             choices = ", ".join(str(folder / split) for split in splits)
             raise UserError(f"{folder} holds several splits", f"name the one to train on: {choices}")
@@ -272,6 +278,20 @@ def _folder(folder: Path, select: Select) -> list[_Found]:
         raise UserError(f"{folder} has no files", "give a folder that holds text, JSONL or Parquet files")
     paths.sort(key=lambda path: path.relative_to(folder).as_posix())
     return [_input(path, select.kind) for path in paths if select.takes(path, folder)]
+
+
+def _splits(path: Path) -> list[str]:
+    try:
+        splits = json.loads(path.read_bytes())["splits"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error!r})", "save the dataset again") from None
+    if not isinstance(splits, list) or not splits or not all(_is_name(split) for split in splits):
+        raise UserError(f"{path} is damaged (splits: {splits!r})", "save the dataset again")
+    return splits
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value not in ("", ".", "..") and not set(value) & {"/", "\0"}
 
 
 def _refuse_mixture(source: str, inputs: Sequence[Input]) -> None:
@@ -319,7 +339,7 @@ def _saved_dataset(folder: Path) -> list[_Found]:
     try:
         state = json.loads((folder / "state.json").read_bytes())
         return [_input(folder / file["filename"], "arrow") for file in state["_data_files"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{folder / 'state.json'} is damaged ({error!r})", "save the dataset again") from None
 
 
@@ -331,7 +351,7 @@ def _input(path: Path, kind: str | None = None) -> _Found:
     try:
         about = path.stat()
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and path.is_symlink():
+        if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
             return _Found(Input(DANGLING, "", str(path.absolute()), 0, 0), str(path.absolute()))
         raise UserError(
             f"cannot read {path} ({error.strerror})", "check the path and its permissions"

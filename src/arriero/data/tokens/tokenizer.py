@@ -110,7 +110,7 @@ def declared_token(path: Path, name: str) -> str | None:
     config = _file_of(Path(path)).parent / "tokenizer_config.json"
     try:
         token = json.loads(config.read_bytes()).get(name)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

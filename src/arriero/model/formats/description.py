@@ -54,12 +54,27 @@ def read_description(directory: Path) -> Description | None:
     except UserError as error:
         raise UserError(f"{path}: {error.what}", error.todo) from None
     if path.name == NAME:
-        return Description(spec, table.get("tokens", {}))
+        return Description(spec, checked_token_ids(path, table.get("tokens", {})))
     tokens = read_json(directory / _STATE).get("token_ids") if (directory / _STATE).is_file() else None
     if tokens is None:
         older = f"{directory} does not record its token ids, being from an older version"
         return Description(spec, remarks=(f"{older}: BOS and EOS are guessed from names in its tokenizer",))
-    return Description(spec, tokens)
+    return Description(spec, checked_token_ids(directory / _STATE, tokens))
+
+
+def checked_token_ids(path: Path, tokens: Any) -> dict[str, Any]:
+    """Token ids under Hugging Face's names, as `path` gives them. Some models have several EOS or PAD ids."""
+    if not isinstance(tokens, dict):
+        raise UserError(f"{path}: the token ids are {tokens!r}, not a table", "copy the checkpoint again")
+    for name, value in tokens.items():
+        several = isinstance(value, list) and value and name != "bos_token_id"
+        ids = value if several else [value]
+        # older configs write -1 for a token that the tokenizer does not have
+        if name != "add_bos_token" and not all(type(i) is int and -1 <= i < 2**31 for i in ids):
+            raise UserError(f"{path}: {name} is {value!r}, not a token id", "copy or download it again")
+        if name == "add_bos_token" and not isinstance(value, bool):
+            raise UserError(f"{path}: {name} is {value!r}, not true or false", "copy or download it again")
+    return tokens
 
 
 def model_at(path: Path, own: Mapping[str, Any]) -> ModelSpec:
@@ -78,9 +93,9 @@ def model_at(path: Path, own: Mapping[str, Any]) -> ModelSpec:
 
         return spec_from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
     if (directory / "params.json").is_file():
-        from arriero.model.formats.meta import spec_from_params
+        from arriero.model.formats.meta import read_params, spec_from_params
 
-        params = read_json(directory / "params.json")
+        params = read_params(directory / "params.json")
         vocab_size = own.get("vocab_size", params.get("vocab_size", -1))
         if vocab_size == -1:
             raise UserError(f"{directory / 'params.json'} has no vocab_size", "set model.vocab_size")

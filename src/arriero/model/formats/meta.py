@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from arriero.errors import UserError
+from arriero.errors import UserError, first_problem
+from arriero.model.formats.description import read_json
 from arriero.model.formats.recipe import Made, as_it_is
 from arriero.model.spec import ModelSpec, RopeScaling
 
@@ -30,6 +33,35 @@ _FOREIGN = ("vision_chunk_size", "vision_model", "moe_args", "quantization_args"
 _SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
 # the pairs of Llama 2 and 3 as published
 _WIDTHS = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
+
+
+_Dim = Annotated[int, Field(ge=1, le=2**31)]
+_Real = Annotated[float, Field(gt=0, le=1e15)]
+
+
+class _Params(BaseModel):
+    """Types of params.json. The defaults only stand in for missing keys, which `spec_from_params` reports."""
+
+    dim: _Dim = 1
+    n_layers: _Dim = 1
+    n_heads: _Dim = 1
+    n_kv_heads: _Dim | None = None
+    vocab_size: Annotated[int, Field(ge=-1, le=2**31)] = -1
+    multiple_of: _Dim = 256
+    ffn_dim_multiplier: _Real | None = None
+    norm_eps: _Real = 1e-5
+    rope_theta: _Real = 10000.0
+    use_scaled_rope: bool = False
+
+
+def read_params(path: Path) -> dict[str, Any]:
+    """Read params.json and check the type of each key that describes a Llama."""
+    params = read_json(path)
+    try:
+        _Params.model_validate(params, strict=True)
+    except ValidationError as error:
+        raise UserError(f"{path}: {first_problem(error.errors())}", "copy or download it again") from None
+    return params
 
 
 def rule_of(spec: ModelSpec) -> Rule:
@@ -149,7 +181,10 @@ def spec_from_params(params: Mapping[str, Any], vocab_size: int, tied: bool) -> 
         "rope_scaling": {"factor": 32.0 if tied else 8.0, **_SCALED} if scaled else None,
         "tied": tied,
     }
-    return ModelSpec.from_dict(fields)
+    try:
+        return ModelSpec.from_dict(fields)
+    except UserError as error:
+        raise UserError(f"params.json: {error.what}", "correct it, or copy or download it again") from None
 
 
 def ffn_width(dim: int, multiple_of: int, multiplier: float | None) -> int:
