@@ -14,7 +14,7 @@ from arriero.checkpoint.formats.dcp import CarefulReader
 from arriero.cli import app
 from arriero.config.toml import toml_value
 from arriero.data.order.ledger import read_ledger
-from arriero.data.store.store import TokenStore
+from arriero.data.store.store import TokenStore, manifest_text
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 from checkpoint.running import Runs
@@ -153,6 +153,8 @@ def test_a_ledger_of_wrong_types_is_refused_by_its_reader(key, value, made, tmp_
         (("dtype",), [], "dtype"),
         (("tokenizer",), "tokenizer.json", "tokenizer"),
         (("shards", "name"), [1], "names of 'shards'"),
+        (("shards", "name"), [], "differ in length"),
+        (("shards", "name"), ["\0"], "names of 'shards'"),
         (("shards", "tokens"), [10**18 * 9], "impossible count"),
     ],
 )
@@ -162,6 +164,10 @@ def test_a_dataset_manifest_of_wrong_types_names_the_key(key, value, named, made
     with pytest.raises(UserError, match=r"manifest\.json is damaged") as refused:
         TokenStore.open(tmp_path)
     assert named in str(refused.value)
+    # the layout that arriero writes is parsed by other code than plain JSON
+    (tmp_path / "manifest.json").write_bytes(manifest_text(replaced(document, key, value)))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        TokenStore.open(tmp_path)
 
 
 def test_dimensions_beyond_any_model_are_refused():

@@ -120,10 +120,8 @@ def _parse_plainly(raw: bytes) -> tuple[dict[str, Any], ShardColumns]:
         manifest: dict[str, Any] = {"version": None}
     empty = {"name": [], "tokens": [], "documents": [], "text_bytes": []}
     table: dict[str, Any] = manifest.pop("shards", empty)
-    if not isinstance(table["name"], list) or not all(isinstance(name, str) for name in table["name"]):
-        raise ValueError("the names of 'shards' are not a list of strings")
     columns = (np.array(table[name], dtype=np.int64) for name in ("tokens", "documents", "text_bytes"))
-    return manifest, _checked(table["name"], *columns)
+    return manifest, _checked(_file_names(table["name"]), *columns)
 
 
 def _checked(names: Any, tokens: np.ndarray, documents: np.ndarray, text_bytes: np.ndarray) -> ShardColumns:
@@ -162,9 +160,16 @@ class _EqualNames:
 
 def _names(text: bytes, count: int) -> "list[str] | _EqualNames":
     stride, rest = divmod(len(text) + 2, count) if count else (0, 1)
-    if rest == 0 and b"\\" not in text:
+    if rest == 0 and stride > 4 and b"\\" not in text and text.isascii():
         letters = np.frombuffer(text, dtype=np.uint8)
-        framed = all((letters[at::stride] == ord('"')).all() for at in (0, stride - 3))
+        framed = letters.min() >= ord(" ") and text.count(b'"') == 2 * count
+        framed = framed and all((letters[at::stride] == ord('"')).all() for at in (0, stride - 3))
         if framed and text.count(b'", "') == count - 1:
             return _EqualNames(text, stride)
-    return json.loads(b"[" + text + b"]")
+    return _file_names(json.loads(b"[" + text + b"]"))
+
+
+def _file_names(names: Any) -> list[str]:
+    if not isinstance(names, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
+        raise ValueError("the names of 'shards' are not a list of strings")
+    return names
