@@ -44,7 +44,8 @@ def hub(tmp_path_factory, tokenizer_file):
     put(italian / "clean-mc4-it" / "c4-it-validation.tfrecord-00000-of-00008.json.gz", packed)
     model = folder / "models" / "owner" / "model" / "main"
     put(model / "tokenizer.json", lambda path: path.write_bytes(tokenizer_file.read_bytes()))
-    put(model / "pytorch_model.bin", lambda path: path.write_bytes(b"not fetched"))
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        put(model / name, lambda path: path.write_bytes(b"not fetched"))
     with hub_of(folder) as environment:
         yield {**os.environ, **environment, "PYTHONPATH": str(SOURCE), "COLUMNS": "200"}
 
@@ -62,7 +63,7 @@ def test_corpora_and_a_tokenizer_of_the_hub_are_downloaded_and_prepared(hub, tmp
     assert [each["documents"] for each in store.about["per_source"]] == [len(TEXTS)] * 3
     fetched = {path.name for path in Path(hub["HF_HOME"]).rglob("*")}
     assert "tokenizer.json" in fetched
-    assert "pytorch_model.bin" not in fetched
+    assert not {"pytorch_model.bin", "model.safetensors"} & fetched
 
 
 def test_a_name_the_hub_does_not_know_is_refused_in_a_sentence(hub, tmp_path):
