@@ -3,8 +3,8 @@ import os
 import resource
 import struct
 import threading
-from itertools import chain
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
