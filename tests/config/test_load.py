@@ -142,6 +142,7 @@ def test_a_mistake_is_blamed_on_its_own_key_and_place(tmp_path, setting, place):
         ("schedul.kind", "schedule.kind"),
         ("train.bacth", "train.batch"),
         ("learning_rte", "optim.lr"),
+        ("data.column", "data.sources.column"),
         ("foo", None),
     ],
 )

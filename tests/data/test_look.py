@@ -164,13 +164,13 @@ def test_what_is_shown_is_what_the_model_was_given(run_file):
     assert (audit.problems, audit.discarded) == ([], 48)
 
 
-def test_the_ledger_survives_a_fault(run_file):
+def test_the_ledger_of_a_failed_run_claims_only_what_a_checkpoint_keeps(run_file):
     class Trip(Hook):
         def on_step(self, session, step, tokens):
-            if step == 3:
+            if step == 5:
                 raise RuntimeError("power")
 
-    run = session(run_file, hooks=[Trip()])
+    run = session(run_file, "checkpoint.every=3 steps", hooks=[Trip()])
     with pytest.raises(RuntimeError, match="power"):
         train(run)
     assert read_ledger(run.run_dir).samples == 24

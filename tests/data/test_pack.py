@@ -2,8 +2,13 @@
 
 import hashlib
 import itertools
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +24,7 @@ from arriero.data.order.order import EvalStream, Stream, split_heldout
 from arriero.data.order.pack import Packing, Source
 from arriero.data.progress import silent
 from arriero.errors import UserError
+from arriero.ui import set_quiet
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.sampled_from([1, 60, 200])), min_size=1, max_size=25)
@@ -354,6 +360,55 @@ def test_a_plan_that_was_interrupted_is_resumed(make_store, tmp_path, monkeypatc
     assert [path.name for path in (tmp_path / "plans").iterdir()] == [request.name]
 
 
+def test_a_plan_that_is_gone_is_made_from_its_documents_and_not_from_old_records(
+    make_store, tmp_path, monkeypatch
+):
+    store = long_tailed(make_store)
+    request = Request(store, range(store.tokens), "bestfit", "split", 64, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(bestfit.shutil, "rmtree", lambda *_, **__: None)  # as if killed after publishing
+        whole = content(make_plan(tmp_path, request, 1, silent))
+    (tmp_path / request.name).unlink()
+    assert content(make_plan(tmp_path, request, 1, silent)) == whole
+
+
+def test_a_plan_whose_work_is_removed_by_another_process_is_found(make_store, tmp_path, monkeypatch):
+    store = long_tailed(make_store)
+    request = Request(store, range(store.tokens), "bestfit", "split", 64, 0)
+    whole = content(make_plan(tmp_path, request, 1, silent))
+    original, removed = bestfit.Path.mkdir, []
+
+    def mkdir(path, *arguments, **options):
+        original(path, *arguments, **options)
+        if not removed:
+            removed.append(path)
+            path.rmdir()
+
+    monkeypatch.setattr(bestfit.Path, "mkdir", mkdir)
+    assert content(make_plan(tmp_path, request, 1, silent)) == whole
+    assert len(removed) == 1
+
+
+KILLED = """
+import os, signal
+from arriero.data.processes import worker_pool
+if __name__ == "__main__":
+    with worker_pool(1) as pool:
+        pool.submit(os.getpid).result()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_when_the_process_that_started_them_is_killed(tmp_path):
+    (tmp_path / "script.py").write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(bestfit.__file__).parents[3])}
+    # returns when the last worker has closed its output
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], env=environment, capture_output=True, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL
+
+
 def test_a_dataset_of_many_documents_is_packed_ahead(make_store, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bestfit, "UNITS_AT_ONCE", 1)
     store = long_tailed(make_store)
@@ -374,5 +429,9 @@ def test_a_dataset_of_many_documents_is_packed_ahead(make_store, tmp_path, monke
         make_plan(tmp_path / "again", request, 1, silent)
     )
     assert not (tmp_path / "cache").exists()
-    with pytest.raises(UserError, match="--packing concat is unknown"):
-        pack(store.directory, 64, packing="concat")
+    set_quiet(True)
+    try:
+        pack(store.directory, 64, heldout=f"{len(heldout)} tok")
+    finally:
+        set_quiet(False)
+    assert capsys.readouterr().out == ""

@@ -16,7 +16,7 @@ from arriero.data.prepare import prepare as preparing
 from arriero.data.prepare.preparation import Request
 from arriero.data.prepare.prepare import Watcher, prepare
 from arriero.data.store.store import TokenStore
-from arriero.data.tokens.tokenizer import load_tokenizer
+from arriero.data.tokens.tokenizer import load_tokenizer, tokenizer_of
 from arriero.errors import UserError
 
 END = "<|end_of_text|>"
@@ -313,7 +313,7 @@ def test_separators_are_as_asked(tokenizer_file, tmp_path):
         store = prepare(asked, 1, Watcher())
         assert sorted(documents_of(store)) == sorted(wanted)
         assert store.eos_id == eos_id
-        assert load_tokenizer(store.tokenizer_path, eos_id=store.eos_id).eos_id == eos_id
+        assert tokenizer_of(store).eos_id == eos_id
 
 
 @pytest.mark.parametrize("marks", [{"bos": "auto"}, {"bos": "<nope>"}, {"eos": "<nope>"}])

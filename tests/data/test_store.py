@@ -3,6 +3,7 @@ import os
 import resource
 import struct
 import threading
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -165,6 +166,24 @@ def test_a_process_out_of_files_keeps_fewer_open(make_store, keep_open):
         for _ in range(2):
             assert store.read(0, 200).tolist() == list(range(200))
     finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_out_of_files_closes_shards_to_read_an_index(make_store, keep_open):
+    keep_open(10**6)
+    store = make_store([[[i]] for i in range(8)])
+    store.read(0, 8)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + 20, hard))
+    others = []
+    try:
+        with suppress(OSError):
+            while True:
+                others.append(os.open("/dev/null", os.O_RDONLY))
+        assert store.document_starts(0, 8).tolist() == list(range(8))
+    finally:
+        for other in others:
+            os.close(other)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 

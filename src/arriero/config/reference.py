@@ -76,7 +76,7 @@ def nearest_key(key: str) -> str | None:
         return siblings[match]
     if word in names:
         return names[word]
-    elsewhere = {k.rpartition(".")[2]: k for k in keys if "." in k}
+    elsewhere = {k.rpartition(".")[2]: k for k in reversed(keys) if "." in k}  # the first of a name wins
     if match := nearest(word, elsewhere, cutoff=0.8):
         return elsewhere[match]
     match = nearest(word, names, cutoff=0.85)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -35,8 +35,12 @@ def pack(
     seq_len: Annotated[
         int, typer.Option(help="data.seq_len of the runs to come.", min=1, show_default=False)
     ],
-    packing: Annotated[str, typer.Option(help="data.packing: 'bestfit' or 'none'.")] = "bestfit",
-    long_docs: Annotated[str, typer.Option(help="data.long_docs: 'split', 'truncate' or 'drop'.")] = "split",
+    packing: Annotated[
+        Literal["bestfit", "none"], typer.Option(help="data.packing of the runs.")
+    ] = "bestfit",
+    long_docs: Annotated[
+        Literal["split", "truncate", "drop"], typer.Option(help="data.long_docs of the runs.")
+    ] = "split",
     heldout: Annotated[str, typer.Option(help="eval.heldout of the runs, like '1M tok'.")] = "0 tok",
     prompt: Annotated[str | None, typer.Option(help="The source's prompt, if it has one.")] = None,
     workers: Annotated[int, typer.Option(help="Number of processes.", min=1)] = 1,
@@ -59,9 +63,7 @@ def pack(
     from arriero.data.tokens.tokenizer import tokenizer_of
     from arriero.units import human_bytes, parse_span
 
-    console = Console(highlight=False)
-    _one_of("--packing", packing, ("bestfit", "none"))
-    _one_of("--long-docs", long_docs, ("split", "truncate", "drop"))
+    console = make_console()
     try:
         span = parse_span(heldout)
     except ValueError as error:
@@ -84,11 +86,6 @@ def pack(
             + (", made before" if found else ""),
             soft_wrap=True,
         )
-
-
-def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UserError(f"{option} {value} is unknown", f"choose {', '.join(allowed)}")
 
 
 def show(

@@ -115,7 +115,7 @@ def prepare(
     request = Request(
         text.names,
         directory,
-        local_model(tokenizer),
+        local_model(tokenizer, weights=False),
         text.column,
         bos,
         eos,

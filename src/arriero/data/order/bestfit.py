@@ -11,14 +11,12 @@ import fcntl
 import hashlib
 import io
 import json
-import multiprocessing
 import os
 import shutil
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from arriero.data.order.heldout import heldout_last, heldout_tokens_of
+from arriero.data.processes import worker_pool
 from arriero.data.progress import Progress
 from arriero.data.store.shards import write_durably
 from arriero.data.store.store import TokenStore
@@ -144,7 +143,6 @@ def make_plan(folder: Path, request: Request, workers: int, progress: Progress) 
     path = folder / request.name
     work = folder / f".{request.name}.work"
     try:
-        work.mkdir(parents=True, exist_ok=True)
         with _locked(work):
             if find_plan(folder, request) is None:
                 _build(path, work, request, workers, progress)
@@ -160,7 +158,14 @@ def make_plan(folder: Path, request: Request, workers: int, progress: Progress) 
 @contextmanager
 def _locked(work: Path) -> Iterator[None]:
     """One process at a time; another that makes the same plan waits and finds it made."""
-    with (work / "lock").open("wb") as lock:
+    while True:
+        work.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = (work / "lock").open("wb")
+            break
+        except FileNotFoundError:
+            continue  # another process has finished and removed the folder
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
@@ -181,6 +186,9 @@ def _build(path: Path, work: Path, request: Request, workers: int, progress: Pro
         progress("counting", min(begin + UNITS_AT_ONCE, len(units)), len(units))
     np.save(work / "ends.npy", np.cumsum(counts[:, 0]))
     total, *others = counts.sum(axis=0).tolist()
+    if not (work / "pieces").exists():
+        for record in work.glob("[0-9]*.npy"):
+            record.unlink()  # of a plan that was published: its pieces went with it
     with (work / "pieces").open("ab") as file:
         file.truncate(total * PIECE.itemsize)
     parts = range(0, total, GROUP * GROUPS_AT_ONCE)
@@ -200,19 +208,11 @@ def _by_processes(
     if workers == 1 or len(numbers) < 2:
         yield from ((number, do(request, work, number)) for number in numbers)
         return
-    context = multiprocessing.get_context("spawn")
     sent = (request.store.directory, heldout_tokens_of(request.store)), request[1:], work
-    with ProcessPoolExecutor(min(workers, len(numbers)), context) as pool:
+    with worker_pool(min(workers, len(numbers))) as pool:
         todo = {pool.submit(_in_worker, do, *sent, number): number for number in numbers}
-        try:
-            for each in as_completed(todo):
-                yield todo[each], each.result()
-        except BrokenProcessPool:
-            raise UserError(
-                "a worker process was killed", "repeat the command; with fewer --workers if memory ran out"
-            ) from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        for each in as_completed(todo):
+            yield todo[each], each.result()
 
 
 def _in_worker(

@@ -62,7 +62,7 @@ def dataset_of(
 def _prepare_text(path: str, tokenizer: str, column: str | None, cache: Path, progress: Progress) -> Path:
     """Other text, or another tokenizer, goes into another directory, so that changed files are noticed."""
     progress("looking at the text", 0, 1)
-    request = Request((path,), cache, local_model(tokenizer), column)
+    request = Request((path,), cache, local_model(tokenizer, weights=False), column)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", path.removeprefix("builtin:")).strip("-.")[-40:] or TEXT
     target = cache / TEXT / f"{name}-{identity_of(request)[:16]}"
     progress("looking at the text", 1, 1)

@@ -3,16 +3,12 @@
 import errno
 import fcntl
 import json
-import multiprocessing
 import os
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +25,7 @@ from arriero.data.prepare.preparation import (
     refuse_other_settings,
 )
 from arriero.data.prepare.shard_making import MAKING, make_shard
+from arriero.data.processes import CONTEXT, worker_pool
 from arriero.data.store.shards import Shard, dtype_for, room_for, write_durably
 from arriero.data.store.store import MANIFEST, TokenStore, write_manifest
 from arriero.data.text.readers import EXAMPLES, BadLimit
@@ -133,8 +130,7 @@ def read_part(text: str) -> Part:
 def _make_in_processes(
     preparation: Preparation, numbers: Sequence[int], workers: int, watcher: Watcher
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    counters = context.Array("q", 2)
+    counters = CONTEXT.Array("q", 2)
     seen = [0, 0]
 
     def look() -> None:
@@ -142,41 +138,25 @@ def _make_in_processes(
         watcher.advanced(now[0] - seen[0], now[1] - seen[1])
         seen[:] = now
 
-    with ProcessPoolExecutor(workers, context, _begin_worker, (preparation, counters)) as pool:
+    with worker_pool(workers, _begin_worker, preparation, counters) as pool:
         left = {pool.submit(_make_in_worker, number) for number in numbers}
-        try:
-            while left:
-                done, left = wait(left, timeout=POLL_S, return_when=FIRST_COMPLETED)
-                look()
-                for each in done:
-                    each.result()
-        except BrokenProcessPool:
-            raise UserError(
-                "a worker process was killed", "repeat the command; with fewer --workers if memory ran out"
-            ) from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        while left:
+            done, left = wait(left, timeout=POLL_S, return_when=FIRST_COMPLETED)
+            look()
+            for each in done:
+                each.result()
 
 
 _worker: dict[str, Any] = {}
 
 
 def _begin_worker(preparation: Preparation, counters: Any) -> None:
-    """A worker ends when its parent does, also when that was killed without warning."""
-
     def report(read_bytes: int, tokens: int) -> None:
         with counters.get_lock():
             counters[0] += read_bytes
             counters[1] += tokens
 
-    if (parent := multiprocessing.parent_process()) is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     _worker["make"] = lambda number: make_shard(preparation, number, report)
-
-
-def _end_with(sentinel: int) -> None:
-    wait_for([sentinel])
-    os._exit(1)
 
 
 def _make_in_worker(number: int) -> None:

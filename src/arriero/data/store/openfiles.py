@@ -33,7 +33,7 @@ class Cache:
 
     def get(self, owner: int, key: Hashable, make: Callable[[], Any]) -> Any:
         """The item of an owner, made now if it is not held. Where the system has no more files to give, fewer
-        are kept from then on."""
+        are kept open from then on."""
         with self._lock:
             while self._gone:
                 self._drop(self._gone.popleft())
@@ -45,17 +45,23 @@ class Cache:
                 item = make()
                 break
             except OSError as error:
-                with self._lock:
-                    if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._items:
-                        raise
-                    self._capacity = len(self._items) // 2
-                    self._shrink()
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not FILES.halve():
+                    raise
         with self._lock:
             if (owner, key) not in self._items:
                 self._items[owner, key] = item
                 self._held += self._weigh(item)
                 self._shrink()
         return item
+
+    def halve(self) -> bool:
+        """Hold half as many items from now on; false where there was none to drop."""
+        with self._lock:
+            if not self._items:
+                return False
+            self._capacity = len(self._items) // 2
+            self._shrink()
+            return True
 
     def forget(self, owner: int) -> None:
         with self._lock:

@@ -10,8 +10,9 @@ from urllib.parse import quote
 from arriero.data.text.sources import HUB
 from arriero.errors import UserError
 
+TOKENIZER_FILES = ["*.json", "tokenizer.model", "*.txt", "*.jinja"]
 # pytorch_model.bin and other copies of the same weights are left out
-MODEL_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
 
 
 class Recipe(NamedTuple):
@@ -83,7 +84,7 @@ def download(name: str) -> list[Path]:
 def local_model(path: str, weights: bool = True) -> Path:
     """A path as it is; for `hf://OWNER/MODEL[@REVISION]` the directory of the download in the hub's cache.
 
-    Without `weights` only its configuration is downloaded.
+    Without `weights` only its configuration and its tokenizer are downloaded.
     """
     if not path.startswith(HUB):
         return Path(path)
@@ -93,7 +94,7 @@ def local_model(path: str, weights: bool = True) -> Path:
     except ImportError:
         raise UserError(f"{path} needs the 'huggingface_hub' package", "pip install 'arriero[hub]'") from None
     try:
-        files = MODEL_FILES if weights else ["*.json"]
+        files = MODEL_FILES if weights else TOKENIZER_FILES
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=files))
     except Exception as error:  # the library raises many kinds for a missing network, name or account
         raise _unavailable(path.removeprefix(HUB), error) from None
