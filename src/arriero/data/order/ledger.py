@@ -14,7 +14,6 @@ import numpy as np
 
 from arriero.data.order.order import ORDER_VERSION, Located, Stream, fingerprint_of, trimmed
 from arriero.data.order.permutation import block_keys
-from arriero.data.store.shards import write_durably
 from arriero.errors import UserError
 
 VERSION = 1
@@ -55,10 +54,6 @@ def checksum(samples: np.ndarray, located: Located) -> int:
     return int(block_keys(0, mixed).sum(dtype=np.uint64)) if len(mixed) else 0
 
 
-def write_ledger(directory: Path, stream: Stream, ledger: Ledger) -> None:
-    write_durably(directory / LEDGER, ledger_bytes(stream, ledger))
-
-
 def ledger_bytes(stream: Stream, ledger: Ledger) -> bytes:
     drawn = stream.drawn(ledger.samples)
     content = {
@@ -94,6 +89,10 @@ def read_ledger(directory: Path) -> Ledger:
         return Ledger(content["batch_sequences"], content["order"], names, stretches)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist", "give the directory of a run that has trained") from None
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror or error})", "check its permissions and the file system"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", "restore it") from None
 
