@@ -99,7 +99,7 @@ def test_what_was_never_finished_is_removed_at_the_next_start(checkpoints, tmp_p
     shutil.copytree(tmp_path / CHECKPOINTS / "step-00000001", tmp_path / CHECKPOINTS / "step-00000002.tmp")
     newest, told = checkpoints().newest()
     assert newest.step == 1
-    assert told == ["step-00000002.tmp was never finished: removed"]
+    assert told == ["checkpoint step-00000002.tmp was never finished: removed"]
     assert names(tmp_path) == ["step-00000001"]
 
 
