@@ -55,7 +55,7 @@ class Requests:
         if threading.current_thread() is not threading.main_thread():
             return self
         if _entered:
-            self.save, self._speaks = _entered[-1].save, _entered[-1]._speaks
+            self.save, self._speaks = _entered[-1].save, self._speaks and _entered[-1]._speaks
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._ended = threading.Event()

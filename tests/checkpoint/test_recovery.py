@@ -21,6 +21,8 @@ from arriero.data.order.streams import build_streams
 from arriero.data.progress import silent
 from arriero.errors import UserError
 from arriero.parallel.spawn import RankFailed
+from arriero.parallel.world import world_from
+from arriero.train import build as train_build
 from arriero.train.finish import ended_already
 from arriero.train.hooks import Hook
 from checkpoint.test_saving import flip, names, save, truncate
@@ -201,6 +203,23 @@ def test_start_over_applies_once_to_a_run_with_valid_checkpoints(runs):
     audit = Audit(read_ledger(runs.folder / "run"), build_streams(runs.config("run"), silent).train)
     audit.run(lambda *_: None)
     assert audit.problems == []
+
+
+def test_a_run_whose_checkpoints_and_events_vanished_is_refused_by_its_ledger(runs):
+    runs.train("run", "train.horizon=2 steps")
+    shutil.rmtree(runs.folder / "run" / CHECKPOINTS)
+    (runs.folder / "run" / "events.jsonl").unlink()
+    with pytest.raises(UserError, match=r"ledger.json shows 16 consumed samples.*start_over=true"):
+        runs.train("run")
+
+
+def test_a_rank_that_sees_the_new_run_file_early_starts_over_with_the_others(runs, monkeypatch):
+    runs.train("run", "train.horizon=2 steps")
+    seen = train_build.starts_over
+    monkeypatch.setattr(train_build, "starts_over", lambda config: world_from().leads and seen(config))
+    over = ["train.horizon=2 steps", "checkpoint.start_over=true"]
+    assert runs.train("run", *over, ranks=2)["steps"] == 2
+    assert (runs.folder / "run" / "checkpoints.old").is_dir()
 
 
 def test_a_run_that_was_never_saved_starts_again_unless_it_had_finished(runs):

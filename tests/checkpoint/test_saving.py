@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from arriero.checkpoint.retention import Mark, to_delete
 from arriero.checkpoint.state import described
 from arriero.errors import UserError
 from arriero.interrupt import Interrupted
+from arriero.parallel.world import World
 from arriero.train.hooks import Hook
+from arriero.train.saving import Saver
 
 
 def unit(step, value=0.0):
@@ -99,7 +102,7 @@ def test_what_was_never_finished_is_removed_at_the_next_start(checkpoints, tmp_p
     shutil.copytree(tmp_path / CHECKPOINTS / "step-00000001", tmp_path / CHECKPOINTS / "step-00000002.tmp")
     newest, told = checkpoints().newest()
     assert newest.step == 1
-    assert told == ["step-00000002.tmp was never finished: removed"]
+    assert told == ["checkpoint step-00000002.tmp was never finished: removed"]
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -322,3 +325,9 @@ def test_non_finite_state_of_one_rank_ends_the_run_and_keeps_older_checkpoints(r
     assert runs.saved("run") == ["step-00000002"]
     events = [event["event"] for event in runs.lines("run", "events.jsonl")]
     assert events == ["start", "save", "save failed", "fault"]
+
+
+def test_a_file_system_error_while_looking_for_save_now_does_not_stop_training():
+    saver = Saver(None, None, False, None, {}, 0)
+    unreadable = SimpleNamespace(mesh=SimpleNamespace(world=World()), run_dir=Path("x" * 300))
+    assert not saver._asked_to_save(unreadable)

@@ -9,9 +9,9 @@ from arriero.data.order.ledger import (
     LEDGER,
     Ledger,
     begin_ledger,
+    ledger_bytes,
     read_ledger,
     refuse_changed_since,
-    write_ledger,
 )
 from arriero.data.order.loader import Loader
 from arriero.data.order.order import Change, Stream
@@ -59,7 +59,7 @@ def test_a_run_that_was_rescaled_and_restarted_is_proved(stream, tmp_path):
     ]
     ledger = begin_ledger(tmp_path, stream, 24)
     for stretch in stretches:
-        write_ledger(tmp_path, stream, ledger.with_stretch(stretch))
+        (tmp_path / LEDGER).write_bytes(ledger_bytes(stream, ledger.with_stretch(stretch)))
         ledger = begin_ledger(tmp_path, stream, 24)
     audit = Audit(read_ledger(tmp_path), stream)
     audit.run(lambda *_: None)
@@ -112,7 +112,7 @@ def test_a_sample_left_out_of_an_epoch_is_found(stream, monkeypatch):
 
 
 def test_a_dataset_that_changed_is_named_and_the_run_refused(stream, make_store, tmp_path):
-    write_ledger(tmp_path, stream, ledger_of(stream, trained(stream, 0, 14)))
+    (tmp_path / LEDGER).write_bytes(ledger_bytes(stream, ledger_of(stream, trained(stream, 0, 14))))
     refuse_changed_since(tmp_path, stream)
     other = Source(make_store([[range(500)]], vocab_size=3000))
     changed = Stream([stream.sources[0], other], 16, 7, stream.packing)

@@ -19,7 +19,7 @@ from arriero.parallel.world import World, joined, world_from
 from arriero.train import lock
 from arriero.train.arrange import arrange
 from arriero.train.build import build
-from arriero.train.commands import train_as_rank
+from arriero.train.commands import _train_as_rank, train_as_rank
 from arriero.train.hooks import Hook
 from arriero.train.loop import train
 
@@ -97,6 +97,13 @@ def test_only_the_second_signal_interrupts_a_phase_that_defers():
             with pytest.raises(Interrupted, match="SIGINT"):
                 requests.expect(lambda: "", deferred=False)
         assert not outer.stop
+
+
+def test_a_rank_that_does_not_lead_is_silent_inside_a_command_that_answers(capfd):
+    with Requests(), Requests(speaks=False), Requests() as requests:
+        signal.raise_signal(signal.SIGUSR1)
+        assert requests.save
+    assert capfd.readouterr().err == ""
 
 
 def evaluation_that_is_told_to_stop(config, rank=0):
@@ -218,3 +225,12 @@ def test_all_ranks_are_refused_when_the_first_finds_the_directory_in_use(config,
         pytest.raises(UserError, match=f"in use by process {os.getpid()} on"),
     ):
         run_ranks(lambda: train_as_rank(config), 2, leader_prints=False)
+
+
+def test_a_refused_first_rank_does_not_wait_for_ranks_that_find_the_run_finished(config):
+    exports = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"export": True})})
+    train(build(arrange(exports, World()), lambda *_: None))
+    alone = World(0, 2, 0, 2, "no rank may meet here")
+    with pytest.raises(UserError, match="in use"):
+        _train_as_rank(exports, alone, UserError("in use", "wait"))
+    _train_as_rank(exports, World(1, 2, 1, 2, alone.meeting), None)

@@ -19,6 +19,7 @@ from arriero.data.tokens.tokenizer import same_ids
 from arriero.data.tokens.training import train_tokenizer
 from arriero.errors import UserError
 from arriero.model.build import build_model
+from arriero.model.formats.description import model_at
 from arriero.model.formats.recipe import own_tensors
 from arriero.model.presets import expand
 from arriero.model.spec import ModelSpec
@@ -187,3 +188,16 @@ def test_the_longest_sequence_follows_the_data_unless_given(tmp_path):
     run = loaded(path)
     assert run.config.model.max_seq_len == 32 and run.origin("model.max_seq_len") == "data.seq_len"
     assert loaded(path, "model.max_seq_len=64").config.model.max_seq_len == 64
+
+
+def test_the_model_of_a_run_is_that_of_its_newest_published_checkpoint(kept, tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    for name, content in (
+        ("step-00000002", None),
+        ("step-00000002.damaged", "[mod"),
+        ("step-00000004.tmp", ""),
+    ):
+        (folder / name).mkdir(parents=True)
+        text = (kept / "models" / "dcp" / "model.toml").read_text() if content is None else content
+        (folder / name / "run.toml").write_text(text)
+    assert model_at(tmp_path / "run", {}) == SPEC

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from arriero.checkpoint.directory import saved_in
 from arriero.checkpoint.formats.dcp import open_dcp, write_dcp
 from arriero.checkpoint.formats.hf import open_hf, write_hf
 from arriero.checkpoint.formats.meta import open_meta, write_meta
@@ -48,9 +49,10 @@ def open_source(path: Path) -> Source:
         return open_torch(path)
     if any(any(path.glob(name)) for name in ("config.json", "*.safetensors", "pytorch_model*.bin")):
         return open_hf(path)
-    inside = [path / "model", *sorted(path.glob("checkpoints/step-*"))[-1:]]
-    if (path / "run.toml").is_file() and any(map(Path.is_dir, inside)):
-        names = " or ".join(str(each) for each in inside if each.is_dir())
+    usable = [saved.directory for saved in saved_in(path, report_unreadable=True) if not saved.problem]
+    inside = [*filter(Path.is_dir, [path / "model"]), *usable[-1:]]
+    if (path / "run.toml").is_file() and inside:
+        names = " or ".join(map(str, inside))
         raise UserError(f"{path} is a run, not a model", f"give {names}")
     raise UserError(f"{path} holds no model that is known here: looked for {_LOOKED_FOR}", "check the path")
 

@@ -93,7 +93,7 @@ def tidy(run_dir: Path) -> list[str]:
         if path.name.startswith("step-") and path.name.endswith(UNFINISHED):
             problem = remove(path)
             done = "removed" if problem is None else f"it cannot be removed ({problem})"
-            remarks.append(f"{path.name} was never finished: {done}")
+            remarks.append(f"checkpoint {path.name} was never finished: {done}")
     return remarks
 
 

@@ -109,7 +109,8 @@ class Checkpoints:
                     continue
                 done = self._ranks.by_leader(lambda: self._set_aside(damaged))
                 remarks = [
-                    f"{name} {problem}: not used{done.get(name, '')}" for name, problem in problems.items()
+                    f"checkpoint {name} {problem}: not used{done.get(name, '')}"
+                    for name, problem in problems.items()
                 ]
                 return saved, remarks + self._ranks.by_leader(lambda: tidy(self._run_dir))
         problems |= {path.name: "was renamed aside earlier" for _, path in aside}
@@ -145,7 +146,7 @@ class Checkpoints:
                 self.folder.rename(aside)
             except OSError as error:
                 raise UserError(f"{self.folder} cannot be renamed ({error})", "rename it yourself") from None
-            return [f"folder {self.folder} was moved to {aside.name} (checkpoint.start_over)"]
+            return [f"{self.folder} was moved to {aside.name} (checkpoint.start_over)"]
 
         return self._ranks.by_leader(move)
 

@@ -74,7 +74,9 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
     checkpoints = _checkpoints(plan, mesh, bytes_of(tensors))
     joined = partial(everywhere, mesh)
     restorer = Restorer(config.checkpoint, _ranks(plan, mesh), joined, optimizer, plan.spec)
-    beginning = restorer.begin(checkpoints, streams.train, tokenizer, starts_over(config))
+    # rank 0 rewrites the run file below, perhaps before a slower rank would read it
+    over = _ranks(plan, mesh).by_leader(lambda: starts_over(config))
+    beginning = restorer.begin(checkpoints, streams.train, tokenizer, over)
     _refuse_other_steps(beginning, streams.timeline)
     _refuse_nothing_left(config, beginning)
     decisions = [

@@ -100,7 +100,10 @@ def _train_as_rank(config: "RunConfig", world: "World", refusal: UserError | Non
     console = make_console()
     console.file = cast("IO[str]", Output(sys.stdout))
     plan = arrange(config, world)
-    if refusal is None and (ended := ended_already(config)) is not None:
+    if (ended := ended_already(config)) is not None:
+        # the other ranks end here too, and rank 0 must not wait for them in `joined`
+        if refusal is not None:
+            raise refusal
         if world.leads:
             show_ended(console, config, ended)
         return

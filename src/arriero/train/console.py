@@ -67,7 +67,7 @@ class ConsoleProgress(Hook):
         self._saved = session.outcome.steps
         self._skipped = session.optimizer.skipped
         for remark in session.remarks:
-            self._console.print(f"checkpoint {remark}", style="yellow", markup=False, soft_wrap=True)
+            self._console.print(remark, style="yellow", markup=False, soft_wrap=True)
         self._console.print(_settings(session))
         self._console.print(sources_table(session.outlooks, session.config.data.packing))
         for outlook in session.outlooks:

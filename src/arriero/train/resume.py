@@ -17,7 +17,7 @@ from arriero.checkpoint.pieces import pieces_of
 from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.state import MODEL, OPTIM, Tolerated, flat, flat_weights, load_tensors
 from arriero.config.schema import CheckpointSection
-from arriero.data.order.ledger import refuse_other_order
+from arriero.data.order.ledger import LEDGER, read_ledger, refuse_other_order
 from arriero.data.order.order import Stream
 from arriero.data.text.hub import local_model
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition, same_ids
@@ -33,7 +33,7 @@ from arriero.train.session import Decision
 
 @dataclass(frozen=True)
 class Beginning:
-    """`checkpoint` is what is continued; `remarks` are what a person must be told."""
+    """`checkpoint` is what is continued; `remarks` are sentences to print."""
 
     outcome: Outcome
     sample: int
@@ -58,9 +58,9 @@ class Restorer:
         """`start_over`: checkpoint.start_over is set and was not applied yet."""
         moved = checkpoints.start_over() if start_over else []
         newest, remarks = checkpoints.newest(self.section.start_over)
-        run_dir, allowed = checkpoints.folder.parent, self.section.start_over
         if newest is None:
-            moved += self.ranks.by_leader(lambda: refuse_lost_progress(run_dir, allowed))
+            run_dir = checkpoints.folder.parent
+            moved += self.ranks.by_leader(lambda: refuse_lost_progress(run_dir, self.section))
         remarks = moved + remarks
         if newest is not None:
             return self._resume(
@@ -96,7 +96,7 @@ class Restorer:
         refuse_other_order(state["data"], stream, str(directory))
         self._load(directory, manifest, flat(self.optimizer.weights(), self.optimizer.state()))
         outcome = Outcome.recalled(state)
-        kept = f"{reason}; optimizer, step and data position go on"
+        kept = f"{reason}; optimizer, step and data position continue"
         decision = Decision("resume", f"step {outcome.steps} of {directory}", kept)
         return Beginning(outcome, int(state["data"]["sample"]), directory, decision, remarks)
 
@@ -188,12 +188,12 @@ def named_checkpoint(path: Path, key: str) -> Saved:
     return Saved(directory, manifest.step, manifest)
 
 
-def refuse_lost_progress(run_dir: Path, start_over: bool) -> list[str]:
+def refuse_lost_progress(run_dir: Path, section: CheckpointSection) -> list[str]:
     """For a run directory without checkpoints: refuse to train again what was saved once, or finished.
 
     A run that was stopped before its first save has nothing to resume from: it starts again, with a remark.
     """
-    if start_over:
+    if section.start_over:
         if run_dir.exists():
             EventLog(run_dir / EVENTS).write(events.START_OVER)
         return []
@@ -212,9 +212,16 @@ def refuse_lost_progress(run_dir: Path, start_over: bool) -> list[str]:
             f"{run_dir} is finished and was never saved, so there is nothing to resume from",
             f"choose another run with --set run.name=NAME; or {START_OVER}",
         )
+    # with resume_from, a ledger begins with the samples of that checkpoint
+    known = section.resume_from is None and (run_dir / LEDGER).exists()
+    if known and (samples := read_ledger(run_dir).samples):
+        raise UserError(
+            f"{run_dir} has no checkpoint, although its {LEDGER} shows {samples:,} consumed samples",
+            f"restore its {CHECKPOINTS} folder; or {START_OVER}",
+        )
     if not any(event["event"] == "start" for event in history):
         return []
-    return [f"was never saved in {run_dir}: training starts again at step 0"]
+    return [f"{run_dir} was never saved: training starts again at step 0"]
 
 
 def refuse_other_tokenizer(directory: Path, manifest: Manifest, tokenizer: Tokenizer) -> None:

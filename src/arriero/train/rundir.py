@@ -73,7 +73,7 @@ def starts_over(config: RunConfig) -> bool:
 
     The stored run file tells: a job that is started again with the same one must not lose its progress.
     """
-    path = run_directory(config) / "run.toml"
+    path = run_directory(config) / _RUN_FILE
     return config.checkpoint.start_over and path.exists() and not config_from_toml(path).checkpoint.start_over
 
 

@@ -1,6 +1,7 @@
 """When a run saves, and what: the one place where training meets its checkpoints."""
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -123,7 +124,8 @@ class Saver:
 
     def _asked_to_save(self, session: "Session") -> bool:
         asked, self.requests.save = self.requests.save, False
-        if session.mesh.world.leads and (session.run_dir / SAVE_NOW).exists():
+        # not Path.exists, which raises what the file system reports at this moment
+        if session.mesh.world.leads and os.path.lexists(session.run_dir / SAVE_NOW):
             (session.run_dir / SAVE_NOW).unlink(missing_ok=True)
             asked = True
         return asked

@@ -15,7 +15,6 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from arriero.data.order.order import ORDER_VERSION, Located, Stream, fingerprint_of, trimmed
 from arriero.data.order.permutation import block_keys
-from arriero.data.store.shards import write_durably
 from arriero.errors import UserError, first_problem
 
 VERSION = 1
@@ -54,10 +53,6 @@ def checksum(samples: np.ndarray, located: Located) -> int:
     for column in located:
         mixed = block_keys(0, mixed) ^ column.astype(np.uint64)
     return int(block_keys(0, mixed).sum(dtype=np.uint64)) if len(mixed) else 0
-
-
-def write_ledger(directory: Path, stream: Stream, ledger: Ledger) -> None:
-    write_durably(directory / LEDGER, ledger_bytes(stream, ledger))
 
 
 def ledger_bytes(stream: Stream, ledger: Ledger) -> bytes:
@@ -144,7 +139,9 @@ def read_ledger(directory: Path) -> Ledger:
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist", "give the directory of a run that has trained") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})", "make it readable") from None
+        raise UserError(
+            f"{path} cannot be read ({error.strerror or error})", "check its permissions and the file system"
+        ) from None
     except ValidationError as error:
         what = first_problem(error.errors())
         raise UserError(f"{path} is damaged ({what})", "restore it from a copy or a checkpoint") from None

@@ -132,7 +132,9 @@ def sha256_of(content: bytes) -> str:
 def room_for(target: Path, at_least: int = 0) -> Iterator[None]:
     """Refuse a disk without `at_least` free bytes; report a disk or quota that is full before the end."""
     there = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
-    if (free := shutil.disk_usage(there).free) < at_least:
+    total, _, free = shutil.disk_usage(there)
+    # a total of 0 is no disk: writing will tell
+    if total and free < at_least:
         raise UserError(
             f"{target} needs at least {human_bytes(at_least)}, and {there} has {human_bytes(free)} free",
             "make room, or choose another place",

@@ -85,9 +85,11 @@ def model_at(path: Path, own: Mapping[str, Any]) -> ModelSpec:
     if not path.exists():
         raise UserError(f"{path} does not exist", "give a model directory, a checkpoint or a run")
     directory = path if path.is_dir() else path.parent
-    saved = sorted(directory.glob("checkpoints/step-*/run.toml"))
-    if (found := read_description(saved[-1].parent if saved else directory)) is not None:
-        return found.spec
+    # not those that were renamed aside or never finished
+    found = directory.glob("checkpoints/step-*/run.toml")
+    saved = sorted(file for file in found if file.parent.name.removeprefix("step-").isdigit())
+    if (about := read_description(saved[-1].parent if saved else directory)) is not None:
+        return about.spec
     if (directory / "config.json").is_file():
         from arriero.model.formats.hf import spec_from_hf
 
