@@ -266,3 +266,10 @@ def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path):
     train_tokenizer(["text"], 300, tmp_path / "tokenizer.json")
     with pytest.raises(UserError, match="no end-of-document token <fin>"):
         load_tokenizer(tmp_path / "tokenizer.json", eos="<fin>")
+
+
+def test_text_of_a_run_file_that_needs_an_option_is_refused_with_the_command(tmp_path, tokenizer_file):
+    write_lines(tmp_path / "corpus" / "a.jsonl", ["one", "two"])
+    (tmp_path / "corpus" / "README.md").write_text("about")
+    with pytest.raises(UserError, match=r"--include .*: an option of `arriero data prepare`"):
+        dataset_of(str(tmp_path / "corpus"), str(tokenizer_file), None, tmp_path / "cache")

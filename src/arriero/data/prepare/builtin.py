@@ -56,7 +56,13 @@ def dataset_of(
             f'write {{ path = "{path}", tokenizer = "tokenizer.json" }}; '
             f"`arriero data train-tokenizer {path} -o tokenizer.json` makes one",
         )
-    return _prepare_text(path, tokenizer, column, cache, progress)
+    try:
+        return _prepare_text(path, tokenizer, column, cache, progress)
+    except UserError as error:
+        if "--" not in error.todo:
+            raise
+        todo = f"{error.todo}: an option of `arriero data prepare`, whose output may be the source instead"
+        raise UserError(error.what, todo) from None
 
 
 def _prepare_text(path: str, tokenizer: str, column: str | None, cache: Path, progress: Progress) -> Path:
