@@ -401,3 +401,14 @@ def test_a_config_cannot_be_changed():
     config = load_run(None, [], expand).config
     with pytest.raises(ValueError, match="frozen"):
         config.run.seed = 2
+
+
+def test_a_model_without_a_preset_is_as_long_as_the_longest_phase(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "model = {vocab_size = 4096, dim = 64, layers = 2, heads = 4, ffn = 128}\n"
+        "train = {batch = '1024 tok', horizon = '9 steps'}\n"
+        "data = {seq_len = 64, sources = ['builtin:stdlib'], phases = [{at = '5 steps', seq_len = 256}]}\n"
+    )
+    assert load_run(file, [], expand).config.model.max_seq_len == 256
+    assert load_run(file, ["data.phases=[]"], expand).config.model.max_seq_len == 64

@@ -206,10 +206,11 @@ def test_a_plan_is_built_once_and_a_damaged_one_again(make_store, tmp_path):
     content = plan.read_bytes()
     EvalStream([Source(store)], 16, packing)
     assert len(stages) == built
-    plan.write_bytes(content[:-20])
-    again = EvalStream([Source(store)], 16, packing)
-    assert len(stages) == 2 * built
-    assert plan.read_bytes() == content
+    for times, damaged in enumerate((content[:-20], content[:5], b""), 2):
+        plan.write_bytes(damaged)
+        again = EvalStream([Source(store)], 16, packing)
+        assert len(stages) == times * built
+        assert plan.read_bytes() == content
     assert again.fingerprint == first.fingerprint
     assert EvalStream([Source(store)], 17, packing).fingerprint != first.fingerprint
     assert len(list((tmp_path / "c" / "plans").iterdir())) == 2

@@ -54,10 +54,11 @@ def expand(
 
 
 def completed(table: Mapping[str, Any], sections: Mapping[str, Any]) -> ModelSpec:
-    """Without a preset, `max_seq_len` may be left to data.seq_len."""
+    """Without a preset, `max_seq_len` defaults to the longest sequence that the run trains on."""
     own = {name: value for name, value in table.items() if name != "preset"}
     if "preset" not in table and own and "data" in sections:
-        own.setdefault("max_seq_len", sections["data"].seq_len)
+        data = sections["data"]
+        own.setdefault("max_seq_len", max(data.seq_len, *(phase.seq_len or 0 for phase in data.phases), 0))
     return resolve(table.get("preset"), own)
 
 

@@ -50,6 +50,8 @@ class Plan:
 
     def __init__(self, path: Path) -> None:
         size = path.stat().st_size
+        if size < _TAIL.size:
+            raise ValueError("not a plan")
         with path.open("rb") as file:
             file.seek(size - _TAIL.size)
             length, magic = _TAIL.unpack(file.read(_TAIL.size))
