@@ -86,8 +86,7 @@ def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = (
         *_ranks(plan, mesh).by_leader(lambda: check_export(config, plan.spec, tokenizer, separators)),
         beginning.decision,
     ]
-    if plan.world.leads:
-        open_run_directory(config)
+    _ranks(plan, mesh).by_leader(lambda: open_run_directory(config))
     ledger = LedgerFile(run_directory(config), beginning.checkpoint)
     return Session(
         config=config,

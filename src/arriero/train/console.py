@@ -61,6 +61,14 @@ class ConsoleProgress(Hook):
         self._tenth = 0
         self._printed = time.monotonic()
         self._saved = self._skipped = 0
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("step {task.fields[step]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
 
     def on_start(self, session: "Session") -> None:
         self._start = time.monotonic() - session.outcome.seconds
@@ -73,14 +81,6 @@ class ConsoleProgress(Hook):
         for outlook in session.outlooks:
             for remark in outlook.remarks:
                 self._console.print(f"{outlook.name}: {remark}", markup=False, soft_wrap=True)
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("step {task.fields[step]}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}"),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
         self._task = self._progress.add_task("", total=1.0, step="0", numbers="evaluating the fresh model")
         self._progress.start()
 
@@ -129,9 +129,9 @@ class ConsoleProgress(Hook):
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
         self._progress.stop()
         if isinstance(error, Interrupted):
-            then = "starts from scratch: nothing is saved"
-            if self._saved:
-                then = f"resumes from step {self._saved}"
+            # a finished run that is only exported has not started
+            saved = self._saved if self._progress.task_ids else step
+            then = f"resumes from step {saved}" if saved else "starts from scratch: nothing is saved"
             text = f"stopped by {error.name} at step {step}; the same command {then}"
             self._console.print(text, soft_wrap=True)
 

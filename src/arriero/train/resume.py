@@ -74,7 +74,10 @@ class Restorer:
             )
         outcome = Outcome()
         if self.section.start_from is not None:
-            path = local_model(self.section.start_from)
+            start = self.section.start_from
+            # one rank downloads; the others find it in a shared cache, or fetch their own copy
+            self.ranks.by_leader(lambda: local_model(start))
+            path = local_model(start)
             compared = self.ranks.by_leader(lambda: self._compare_tokenizers(path, tokenizer))
             source = self._weights_alone(path)
             why = f"weights alone; optimizer, step and data position start from scratch{compared}"
