@@ -132,7 +132,6 @@ def test_a_damaged_file_never_ends_in_a_traceback(file, made, tmp_path):
         (("batch_sequences",), [4]),
         (("stretches", 0, "end"), 10**30),
         (("stretches", 0, "first"), -1),
-        (("samples",), 17),
     ],
 )
 def test_a_ledger_of_wrong_types_is_refused_by_its_reader(key, value, made, tmp_path):

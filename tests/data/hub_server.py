@@ -109,6 +109,8 @@ def hub_of(folder):
             "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
             "HF_HOME": str(Path(folder) / "cache"),
             "HF_HUB_OFFLINE": "0",
+            "HF_DATASETS_OFFLINE": "0",
+            "TRANSFORMERS_OFFLINE": "0",
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
         }
