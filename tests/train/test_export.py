@@ -111,7 +111,9 @@ def source_of(store, spec=SPEC):
 def test_the_exported_tokenizer_encodes_a_text_as_training_did(kept, tmp_path, tokenizer, separators):
     if tokenizer == "plain.json":
         vocabulary = Tokenizer.from_file(str(kept / tokenizer)).get_vocab()
-        words = sorted((t for t in vocabulary if t.isalpha() and len(t) > 2), key=len)
+        # documents must not begin or end with the separators that prepare adds
+        inside = [t for t in vocabulary if t.isalpha() and len(t) > 2 and not TEXTS[0].startswith(t)]
+        words = sorted(inside, key=lambda token: (len(token), token))
         separators = {"bos": words[0], "eos": words[1]}
     store = dataset(kept, tmp_path / "set", tokenizer, **separators)
     marks = separators_of(store)
