@@ -185,6 +185,10 @@ def test_tampering_is_found(arriero, run_file, tmp_path, dataset_writer):
     short = arriero("data", "audit", run.run_dir)
     assert short.returncode == 1
     assert "does not hold: samples 0 to 40 were not the ones the order prescribes" in short.stdout
+    path.write_text(good.replace('"samples": 48', '"samples": 17', 1))
+    stated = arriero("data", "audit", run.run_dir)
+    assert stated.returncode == 1
+    assert "the ledger states 17 samples, and its stretches end at 48" in stated.stdout
     path.write_text(good)
 
     shard = tmp_path / "sums" / "00000.bin"

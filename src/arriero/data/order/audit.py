@@ -34,6 +34,10 @@ class Audit:
                     f"samples {stretch.first:,} to {stretch.end:,} were not the ones the order prescribes "
                     f"(checksum {stretch.checksum:016x}, replayed {expected:016x})"
                 )
+        if ledger.stated not in (None, ledger.samples):
+            self.problems.append(
+                f"the ledger states {ledger.stated:,} samples, and its stretches end at {ledger.samples:,}"
+            )
 
     def _check_stretches(self) -> None:
         reached = 0

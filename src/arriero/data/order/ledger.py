@@ -34,17 +34,20 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Ledger:
+    """`stated` is the number of samples that a ledger file itself gives; the audit compares it."""
+
     batch_sequences: int
     order: dict[str, Any]
     names: list[str]
     stretches: list[Stretch]
+    stated: int | None = None
 
     @property
     def samples(self) -> int:
         return self.stretches[-1].end if self.stretches else 0
 
     def with_stretch(self, stretch: Stretch) -> "Ledger":
-        return replace(self, stretches=[*self.stretches, stretch])
+        return replace(self, stretches=[*self.stretches, stretch], stated=None)
 
 
 def checksum(samples: np.ndarray, located: Located) -> int:
@@ -147,7 +150,8 @@ def read_ledger(directory: Path) -> Ledger:
         raise UserError(f"{path} is damaged ({what})", "restore it from a copy or a checkpoint") from None
     stretches = [Stretch(**{**dict(s), "checksum": int(s.checksum, 16)}) for s in saved.stretches]
     order: dict[str, Any] = json.loads(raw)["order"]
-    return Ledger(saved.batch_sequences, order, [source.name for source in saved.sources], stretches)
+    names = [source.name for source in saved.sources]
+    return Ledger(saved.batch_sequences, order, names, stretches, saved.samples)
 
 
 def order_version(*directories: Path) -> int:
