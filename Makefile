@@ -43,7 +43,7 @@ test-oldest: .venv-oldest/.installed-test
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e .
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[fast]'
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

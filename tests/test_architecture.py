@@ -1,4 +1,4 @@
-"""The house rules that a machine can check."""
+"""Check the import order of the packages and what each package may know."""
 
 import ast
 from pathlib import Path
@@ -7,9 +7,10 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "arriero"
 
-# A room may import from its own floor and from those below it.
-FLOORS = [
-    {"units", "errors", "events", "interrupt", "ui", "__version__"},
+# A package may import from its own layer and from those before it.
+LAYERS = [
+    {"units", "errors", "__version__"},
+    {"events", "files", "interrupt", "ui"},
     {"config", "kernels"},
     {"model", "data", "plan"},
     {"parallel", "checkpoint"},
@@ -17,11 +18,12 @@ FLOORS = [
     {"bench", "launch", "federate", "report"},
     {"cli", "__main__"},
 ]
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
+# The Python API in arriero/__init__.py imports packages of every layer, lazily.
 FILES = sorted(p for p in SOURCE.rglob("*.py") if p.relative_to(SOURCE).parts != ("__init__.py",))
 
 
-def room_of(path):
+def package_of(path):
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
@@ -37,30 +39,30 @@ def imports_of(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_imports_go_one_way(path):
-    here = FLOOR_OF[room_of(path)]
+    layer = LAYER_OF[package_of(path)]
     for name in imports_of(path):
         if name.startswith("arriero."):
-            room = name.split(".")[1]
-            assert FLOOR_OF[room] <= here, f"{path} imports {name} from a floor above"
+            package = name.split(".")[1]
+            assert LAYER_OF[package] <= layer, f"{path} imports {name} from a later layer"
 
 
-def test_the_ground_floor_stands_alone():
-    for room in FLOORS[0] - {"__version__"}:
-        assert not [n for n in imports_of(SOURCE / f"{room}.py") if n.startswith("arriero")]
+def test_units_and_errors_import_nothing_of_arriero():
+    for module in LAYERS[0] - {"__version__"}:
+        assert not [n for n in imports_of(SOURCE / f"{module}.py") if n.startswith("arriero")]
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "model").rglob("*.py")), ids=lambda p: p.name)
-def test_the_model_knows_nothing_of_distribution(path):
+def test_model_code_does_not_mention_distribution(path):
     assert "distributed" not in path.read_text()
 
 
-def test_planning_and_the_command_table_do_not_load_torch(python):
-    """`arriero --help` answers at once; only work that needs torch pays for its import."""
+def test_planning_and_the_command_table_do_not_import_torch(python):
+    """`arriero --help` starts fast: only verbs that need torch import it."""
     result = python("-c", "import sys, arriero.cli, arriero.plan.hardware; sys.exit('torch' in sys.modules)")
     assert result.returncode == 0, result.stderr
 
 
-def test_kernels_know_torch_and_triton_alone():
+def test_kernels_import_torch_and_triton_only():
     for path in (SOURCE / "kernels").rglob("*.py"):
         for name in imports_of(path):
             assert not name.startswith("arriero.") or name.startswith("arriero.kernels"), (path, name)
