@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from arriero.checkpoint.manifest import File
 from arriero.checkpoint.pieces import Piece
 from arriero.checkpoint.plan import Table, World, pack
-from arriero.model.formats.recipe import own_tensors
+from arriero.model.name_maps import own_tensors
 from arriero.model.presets import load_preset
 
 TP = 8

@@ -16,7 +16,7 @@ from arriero.checkpoint.convert import convert
 from arriero.checkpoint.formats.source import Source
 from arriero.data.store.store import TokenStore
 from arriero.model.build import build_model
-from arriero.model.formats.recipe import own_tensors
+from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 
 SOURCE = Path(__file__).parents[2] / "src"

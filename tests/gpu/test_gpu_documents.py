@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from arriero.kernels import usable_on
-from arriero.model.documents import Documents, attend_by_document, document_mask
+from arriero.model.attention import Documents, attend_by_document, document_mask
 from arriero.model.layers import attend
 from gpu.alone import DEVICE, alone, apart
 

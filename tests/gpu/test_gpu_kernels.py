@@ -90,7 +90,7 @@ def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halv
 @pytest.mark.parametrize("shifted", [False, True], ids=["in line", "out of line"])
 def test_the_norm_of_many_tensors_is_that_of_all_their_elements(shifted):
     def work():
-        from arriero.kernels.many import sum_of_squares
+        from arriero.kernels.multi_tensor import sum_of_squares
 
         tensors = [out_of_line(fresh(n)) if shifted else fresh(n) for n in SIZES]
         return sum_of_squares(tensors).item(), sum(t.double().square().sum() for t in tensors).item()

@@ -25,7 +25,7 @@ from arriero.data.tokens.separators import separators_of
 from arriero.data.tokens.training import train_tokenizer
 from arriero.errors import UserError
 from arriero.model.build import build_model
-from arriero.model.formats.recipe import own_tensors
+from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from

@@ -19,8 +19,8 @@ from arriero.data.tokens.tokenizer import same_ids
 from arriero.data.tokens.training import train_tokenizer
 from arriero.errors import UserError
 from arriero.model.build import build_model
-from arriero.model.formats.description import model_at
-from arriero.model.formats.recipe import own_tensors
+from arriero.model.description import model_at
+from arriero.model.name_maps import own_tensors
 from arriero.model.presets import expand
 from arriero.model.spec import ModelSpec
 from arriero.parallel.world import world_from

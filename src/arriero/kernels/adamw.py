@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arriero.kernels.many import BLOCK, WARPS, addresses, blocks_of, place_of_block, pointer_to, triton_type
+from arriero.kernels.multi_tensor import (
+    BLOCK,
+    WARPS,
+    addresses,
+    blocks_of,
+    place_of_block,
+    pointer_to,
+    triton_type,
+)
 
 
 class Rates(NamedTuple):

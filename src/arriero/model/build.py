@@ -1,8 +1,8 @@
 """From a spec to the module."""
 
-from arriero.model.base import LanguageModel
-from arriero.model.gpt2 import GPT2
-from arriero.model.llama import Llama
+from arriero.model.gpt2.module import GPT2
+from arriero.model.language_model import LanguageModel
+from arriero.model.llama.module import Llama
 from arriero.model.spec import ModelSpec
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from arriero.model.documents import Documents, attend_by_blocks, attend_by_document, attend_causally
+from arriero.model.attention import Documents, attend_by_blocks, attend_by_document, attend_causally
 from arriero.model.spec import RopeScaling
 from arriero.model.tiles import in_tiles
 

@@ -43,7 +43,7 @@ def expand(
     sections = sections or {}
     start = sections.get("checkpoint")
     if start is not None and (start.start_from or start.resume_from):
-        from arriero.model.formats.description import expand_from
+        from arriero.model.description import expand_from
 
         spec = expand_from(table, sections, embedded)
     else:

@@ -13,16 +13,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from arriero.config.schema import MemorySection, PrecisionSection
 from arriero.kernels import kernels, usable_on
 from arriero.kernels.float8 import computes_float8
-from arriero.model.base import LanguageModel
 from arriero.model.build import build_model
 from arriero.model.init import Piece
+from arriero.model.language_model import LanguageModel
 from arriero.model.layers import Block, Gelu, HeadLoss, by_one_matmul
 from arriero.model.spec import ModelSpec
+from arriero.parallel.activation_checkpointing import apply_remat
 from arriero.parallel.context import apply_context
 from arriero.parallel.fsdp import Sharding, shard_weights
 from arriero.parallel.mesh import Mesh
 from arriero.parallel.precision import Float8Layers, apply_float8, joined_layers
-from arriero.parallel.remat import apply_remat
 from arriero.parallel.tensor import split_layers, use_async_tensor_parallel
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arriero.data.order.loader import Batch
-from arriero.model.base import LanguageModel
-from arriero.model.documents import Documents, document_mask
+from arriero.model.attention import Documents, document_mask
+from arriero.model.language_model import LanguageModel
 from arriero.model.layers import Attention, Mask, attend
 from arriero.parallel.ring import ring_attention
 from arriero.plan.layout import tokens_divisor

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from arriero.model.base import LanguageModel
+from arriero.model.language_model import LanguageModel
 from arriero.parallel.mesh import Mesh
 
 

@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from arriero.model.base import LanguageModel
+from arriero.model.language_model import LanguageModel
 from arriero.parallel.mesh import Mesh
 from arriero.plan.schedules import SCHEDULES, stages_of
 

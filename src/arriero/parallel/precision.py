@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from arriero.config.schema import PrecisionSection
 from arriero.errors import UserError, nearest
 from arriero.kernels.float8 import MULTIPLE
-from arriero.model.base import LanguageModel
 from arriero.model.float8 import use_float8
+from arriero.model.language_model import LanguageModel
 from arriero.model.layers import Block
 
 _RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp"}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arriero.model.documents import Documents
+from arriero.model.attention import Documents
 from arriero.parallel.blocks import block_backward, block_forward, merge
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from arriero.model.base import LanguageModel
+from arriero.model.language_model import LanguageModel
 from arriero.model.layers import Head
 
 _BLOCK = {

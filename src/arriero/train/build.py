@@ -31,7 +31,7 @@ from arriero.data.tokens.tokenizer import tokenizer_of
 from arriero.errors import UserError
 from arriero.kernels import want
 from arriero.kernels.float8 import computes_float8
-from arriero.model.base import LanguageModel
+from arriero.model.language_model import LanguageModel
 from arriero.model.spec import ModelSpec
 from arriero.parallel.apply import Recipe, parallelize
 from arriero.parallel.context import cut_to, positions_held

@@ -25,8 +25,8 @@ from arriero.data.tokens.tokenizer import Tokenizer, read_definition
 from arriero.errors import UserError
 from arriero.events import EVENTS, START_OVER, events_since
 from arriero.model.build import build_model
-from arriero.model.formats.hf import hf_from_own
-from arriero.model.formats.recipe import own_tensors
+from arriero.model.hf_names import hf_from_own
+from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.train.device import available_ram
 from arriero.train.outcome import Outcome

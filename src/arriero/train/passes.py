@@ -7,7 +7,7 @@ from torch import Tensor
 
 from arriero.data.order.loader import IGNORED, Batch
 from arriero.interrupt import STOPPING
-from arriero.model.base import LanguageModel
+from arriero.model.language_model import LanguageModel
 from arriero.parallel.fsdp import release, synchronize_gradients
 from arriero.parallel.mesh import Mesh
 from arriero.parallel.pipeline import Pipeline

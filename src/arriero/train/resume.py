@@ -23,7 +23,7 @@ from arriero.data.text.hub import local_model
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition, same_ids
 from arriero.errors import UserError
 from arriero.events import EVENTS, EventLog
-from arriero.model.formats.description import described, refuse_model_changes
+from arriero.model.description import described, refuse_model_changes
 from arriero.model.spec import ModelSpec
 from arriero.train.optim import Optimizer
 from arriero.train.outcome import Outcome

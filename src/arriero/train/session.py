@@ -18,7 +18,7 @@ from arriero.data.order.order import Stream
 from arriero.data.order.streams import Outlook
 from arriero.data.tokens.separators import Separators
 from arriero.data.tokens.tokenizer import Tokenizer
-from arriero.model.base import LanguageModel
+from arriero.model.language_model import LanguageModel
 from arriero.model.spec import ModelSpec, flops_per_token
 from arriero.parallel.mesh import Mesh
 from arriero.train.cadence import Cadence

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from arriero.checkpoint.formats.source import Source
 from arriero.model.build import build_model
-from arriero.model.formats.recipe import own_tensors
+from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 
 BASE = {"vocab_size": 96, "dim": 64, "layers": 2, "heads": 8, "ffn": 176, "max_seq_len": 4096}

@@ -7,8 +7,8 @@ from models import BASE
 from arriero.checkpoint.formats.single import NAME
 from arriero.checkpoint.formats.source import Source
 from arriero.checkpoint.formats.torchfile import TorchFile
-from arriero.model.formats.description import write_description
-from arriero.model.formats.recipe import own_tensors
+from arriero.model.description import write_description
+from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 
 GIB = 2**30

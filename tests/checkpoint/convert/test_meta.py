@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from arriero.checkpoint.convert import convert, open_source
 from arriero.checkpoint.formats.source import Writing
 from arriero.errors import UserError
-from arriero.model.formats.meta import ffn_width, meta_params, rule_of, spec_from_params
+from arriero.model.llama.meta_names import ffn_width, meta_params, rule_of, spec_from_params
 from arriero.model.presets import load_preset, preset_names
 from arriero.model.spec import ModelSpec
 

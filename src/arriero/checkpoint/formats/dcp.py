@@ -27,8 +27,8 @@ from arriero.checkpoint.formats.source import (
 )
 from arriero.checkpoint.manifest import unreadable
 from arriero.errors import UserError
-from arriero.model.formats.description import described, write_description
-from arriero.model.formats.recipe import own_tensors, refuse_misfit
+from arriero.model.description import described, write_description
+from arriero.model.name_maps import own_tensors, refuse_misfit
 
 _PREFIX = "model."
 _DIGEST = "copy the checkpoint again, or take another"

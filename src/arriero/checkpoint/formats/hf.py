@@ -22,9 +22,9 @@ from arriero.checkpoint.formats.source import (
 )
 from arriero.checkpoint.formats.torchfile import TorchReader
 from arriero.errors import UserError
-from arriero.model.formats.description import checked_token_ids, read_json, write_json
-from arriero.model.formats.hf import hf_config, hf_from_own, hf_names, own_from_hf, spec_from_hf, to_hf
-from arriero.model.formats.recipe import as_it_is, own_tensors, refuse_misfit
+from arriero.model.description import checked_token_ids, read_json, write_json
+from arriero.model.hf_names import hf_config, hf_from_own, hf_names, own_from_hf, spec_from_hf, to_hf
+from arriero.model.name_maps import as_it_is, own_tensors, refuse_misfit
 from arriero.model.spec import ModelSpec
 
 CONFIG = "config.json"

@@ -7,7 +7,7 @@ from typing import Any
 
 from arriero.data.tokens.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS, parsed, read_definition
 from arriero.errors import UserError
-from arriero.model.formats.description import write_json
+from arriero.model.description import write_json
 from arriero.model.spec import ModelSpec
 
 TEMPLATE = "add_bos_token"

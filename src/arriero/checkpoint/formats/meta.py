@@ -23,8 +23,8 @@ from arriero.checkpoint.formats.source import (
 )
 from arriero.checkpoint.formats.torchfile import TorchFile, TorchReader
 from arriero.errors import UserError
-from arriero.model.formats.description import read_description, write_description, write_json
-from arriero.model.formats.meta import (
+from arriero.model.description import read_description, write_description, write_json
+from arriero.model.llama.meta_names import (
     EMBEDDING,
     HEAD,
     Rule,
@@ -41,7 +41,7 @@ from arriero.model.formats.meta import (
     split,
     stored_kv_heads,
 )
-from arriero.model.formats.recipe import own_tensors, refuse_misfit, refuse_other_names
+from arriero.model.name_maps import own_tensors, refuse_misfit, refuse_other_names
 from arriero.model.spec import ModelSpec
 
 _NOT_WEIGHTS = "rope.freqs"

@@ -14,8 +14,8 @@ from arriero.checkpoint.formats.source import (
     silent,
 )
 from arriero.checkpoint.formats.torchfile import TorchFile, TorchReader
-from arriero.model.formats.description import described, write_description
-from arriero.model.formats.recipe import own_tensors, refuse_misfit
+from arriero.model.description import described, write_description
+from arriero.model.name_maps import own_tensors, refuse_misfit
 
 NAME = "model.pt"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arriero.errors import UserError
-from arriero.model.formats.meta import Rule
+from arriero.model.llama.meta_names import Rule
 from arriero.model.spec import ModelSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -44,7 +44,7 @@ def _sum_of_squares(parts: list[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=parts[0].device)
     if usable(filled[0]):
         kinds = alike(filled, lambda part: (part.dtype, in_line(part)))
-        return torch.stack([kernels("many").sum_of_squares(parts) for parts in kinds]).sum()
+        return torch.stack([kernels("multi_tensor").sum_of_squares(parts) for parts in kinds]).sum()
     # a long fp32 sum loses digits, and others in each layout
     norms = torch._foreach_norm(filled, 2, dtype=torch.float64)
     return torch.stack(list(norms)).double().square().sum()

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from arriero.model.base import LanguageModel
 from arriero.model.init import Rule
+from arriero.model.language_model import LanguageModel
 from arriero.model.layers import Attention, Block, Rope, Rotation, SwiGLU
 from arriero.model.spec import ModelSpec
 

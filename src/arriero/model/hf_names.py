@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from arriero.errors import UserError
-from arriero.model.formats.recipe import Made, as_it_is, refuse_other_names
+from arriero.model.name_maps import Made, as_it_is, refuse_other_names
 from arriero.model.spec import ModelSpec
 
 State = Mapping[str, Tensor]

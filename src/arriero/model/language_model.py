@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from arriero.model.documents import document_mask
+from arriero.model.attention import document_mask
 from arriero.model.init import Pieces, Rule, fill, plain_name, whole
 from arriero.model.layers import Block, Head, MaskOf, Rope, Rotation
 from arriero.model.spec import ModelSpec

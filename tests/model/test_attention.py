@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arriero.model.build import build_model
-from arriero.model.documents import (
+from arriero.model.attention import (
     Documents,
     attend_by_blocks,
     attend_by_document,
     block_mask,
     document_starts,
 )
+from arriero.model.build import build_model
 from arriero.model.presets import resolve
 
 

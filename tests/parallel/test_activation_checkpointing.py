@@ -22,7 +22,7 @@ from arriero.model.init import plain_name
 from arriero.model.layers import Block
 from arriero.model.presets import expand, resolve
 from arriero.parallel import offload
-from arriero.parallel.remat import apply_remat
+from arriero.parallel.activation_checkpointing import apply_remat
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from arriero.config.remat import Remat, evenly
 from arriero.errors import UserError
 from arriero.kernels import float8 as _float8  # noqa: F401 - names its operations
-from arriero.model.base import LanguageModel
+from arriero.model.language_model import LanguageModel
 from arriero.parallel.offload import Offloaded
 
 _MATMULS = ("mm", "addmm", "_scaled_mm")

@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from arriero.errors import UserError, first_problem
-from arriero.model.formats.description import read_json
-from arriero.model.formats.recipe import Made, as_it_is
+from arriero.model.description import read_json
+from arriero.model.name_maps import Made, as_it_is
 from arriero.model.spec import ModelSpec, RopeScaling
 
 Rule = Literal["llama2", "llama3"]

@@ -91,11 +91,11 @@ def model_at(path: Path, own: Mapping[str, Any]) -> ModelSpec:
     if (about := read_description(saved[-1].parent if saved else directory)) is not None:
         return about.spec
     if (directory / "config.json").is_file():
-        from arriero.model.formats.hf import spec_from_hf
+        from arriero.model.hf_names import spec_from_hf
 
         return spec_from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
     if (directory / "params.json").is_file():
-        from arriero.model.formats.meta import read_params, spec_from_params
+        from arriero.model.llama.meta_names import read_params, spec_from_params
 
         params = read_params(directory / "params.json")
         vocab_size = own.get("vocab_size", params.get("vocab_size", -1))

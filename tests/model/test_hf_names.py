@@ -10,7 +10,7 @@ from arriero.checkpoint.formats.hf import load_hf, write_hf
 from arriero.checkpoint.formats.source import AS_IT_IS, Source
 from arriero.errors import UserError
 from arriero.model.build import build_model
-from arriero.model.formats.hf import from_hf, hf_config, spec_from_hf, to_hf
+from arriero.model.hf_names import from_hf, hf_config, spec_from_hf, to_hf
 from arriero.model.presets import load_preset, preset_names
 from arriero.model.spec import ModelSpec
 
