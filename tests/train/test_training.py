@@ -529,11 +529,14 @@ def test_a_hook_that_fails_while_a_fault_is_told_does_not_silence_the_others(ses
     assert heard == ["first"]
 
 
-def test_where_a_run_lies_and_what_is_watched_may_change(session, corpus_cache, tmp_path):
-    train(session())
+def test_paths_and_logging_may_change_between_restarts(session, corpus_cache, tmp_path):
+    first = train(session("train.horizon=3 steps", "schedule.kind=constant"))
     moved = tmp_path / "elsewhere"
     moved.symlink_to(corpus_cache)
-    train(session(f"data.cache='{moved}'", "observe.log_every=2", "observe.sample='x'"))
+    changed = [f"data.cache='{moved}'", "observe.log_every=2", "observe.sample='x'"]
+    run = session(*changed, "schedule.kind=constant")
+    assert (first.steps, train(run).steps) == (3, 6)
+    assert [line["step"] for line in lines(run.run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 6]
 
 
 def test_a_wall_time_run_ends_well_where_its_data_may_not_be_read_again(session):
