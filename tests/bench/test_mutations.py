@@ -25,8 +25,8 @@ import arriero.train.optim.optimizer
 import arriero.train.passes
 from arriero.bench.cases import MODELS, Case, cases
 from arriero.bench.parity import Parity
+from arriero.parallel.dtensor import from_local, local_part
 from arriero.parallel.mesh import Mesh
-from arriero.train.optim.shards import local_of, placed
 from arriero.train.passes import Passes
 
 SHORT = {
@@ -68,12 +68,13 @@ def gradients_are_averaged_over_shards(patch):
 
 @mutation("one axis: dp_shard 2")
 def first_weights_are_keyed_by_their_place_in_the_shard(patch):
-    whole = parallel.apply.held_here
+    original = parallel.apply.local_shard
 
     def from_zero(parameter):
-        return [(piece, (0,) * piece.ndim) for piece, _ in whole(parameter)]
+        local, _ = original(parameter)
+        return local, (0,) * local.ndim
 
-    patch.setattr(parallel.apply, "held_here", from_zero)
+    patch.setattr(parallel.apply, "local_shard", from_zero)
 
 
 @mutation("one axis: dp_replicate 2")
@@ -108,7 +109,7 @@ def the_last_micro_batch_is_not_reduced(patch):
 
 @mutation("one axis: tp 2")
 def gradients_of_norms_stay_partial_sums(patch):
-    patch.setattr(train.optim.optimizer, "as_placed", lambda g, like: placed(local_of(g), like))
+    patch.setattr(train.optim.optimizer, "redistribute_like", lambda g, like: from_local(local_part(g), like))
 
 
 @mutation("one axis: tp 2")
@@ -129,7 +130,7 @@ def every_slice_of_the_vocabulary_begins_at_zero(patch):
 
 @mutation("one axis: tp 2")
 def replicated_tensors_count_once_a_rank_in_the_norm(patch):
-    patch.setattr(train.optim.clip, "split_dims", lambda tensor: tuple(range(tensor.device_mesh.ndim)))
+    patch.setattr(train.optim.clip, "sharded_dims", lambda tensor: tuple(range(tensor.device_mesh.ndim)))
 
 
 @mutation("one axis: cp 2")
@@ -220,13 +221,13 @@ def a_tied_table_counts_twice_in_the_norm(patch):
 @mutation("optimizers: muon, dp_shard 2 x tp 2")
 def muon_makes_each_shard_orthogonal(patch):
     """As if a rank's piece were the matrix."""
-    original = train.optim.muon.piece_of
+    original = train.optim.muon.shard_of
     rule = train.optim.muon
 
     def of_the_piece(whole, like):
         return rule.orthogonal(original(whole, like))
 
-    patch.setattr(rule, "piece_of", of_the_piece)
+    patch.setattr(rule, "shard_of", of_the_piece)
 
 
 @mutation("schedules: zbv, pp 2", loud=True)

@@ -26,10 +26,10 @@ from arriero.model.build import build_model
 from arriero.model.init import plain_name
 from arriero.model.presets import load_preset
 from arriero.parallel import precision
-from arriero.parallel.precision import apply_float8, ordinary, renew_scales
+from arriero.parallel.dtensor import from_local, local_part
+from arriero.parallel.precision import apply_float8, renew_scales
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
-from arriero.train.optim.shards import local_of
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_gw_hp"]
 STEPS = 20
@@ -222,7 +222,7 @@ def test_the_optimizer_gets_the_memory_of_weights_gathered_in_float8():
     def work():
         model, _, _ = laid_out("tensorwise", 2, 1, torch.float32, float8_all_gather=True)
         weight = model.blocks["0"].attention.q.weight
-        held = local_of(weight)
+        held = local_part(weight)
         with torch.no_grad():
             whole = weight.full_tensor().clone()
             held.mul_(2.0)
@@ -236,7 +236,7 @@ def test_the_optimizer_gets_the_memory_of_weights_gathered_in_float8():
 def test_a_checkpoint_of_weights_gathered_in_float8_needs_no_torchao(tmp_path, python):
     def work():
         model, _, _ = laid_out("tensorwise", 2, 1, torch.float32, float8_all_gather=True)
-        state = {name: ordinary(p) for name, p in model.named_parameters()}
+        state = {name: from_local(local_part(p), p) for name, p in model.named_parameters()}
         with torch.no_grad():
             state["blocks.0.attention.q.weight"].mul_(2.0)
         dcp.save(state, checkpoint_id=tmp_path / "dcp")

@@ -25,15 +25,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.tensor import DTensor
 
 from arriero.checkpoint.formats.dcp import CarefulReader
 from arriero.checkpoint.lazily import OneByOne
 from arriero.checkpoint.manifest import unreadable
 from arriero.checkpoint.plan import SavePlan, file_of
 from arriero.checkpoint.ranks import Ranks, cause_of
-from arriero.parallel.apply import held_here
-from arriero.parallel.precision import ordinary
+from arriero.parallel.dtensor import local_shard
 
 METADATA = ".metadata"
 
@@ -59,10 +57,8 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Piece]:
 
 
 def _piece(tensors: Mapping[str, Tensor], name: str) -> Piece:
-    tensor = ordinary(tensors[name])
-    for local, offset in held_here(tensor):
-        return Piece(local, tuple(offset), tensor.shape)
-    return Piece(cast(DTensor, tensor).to_local(), (0,) * tensor.ndim, tensor.shape)
+    tensor = tensors[name]
+    return Piece(*local_shard(tensor), tensor.shape)
 
 
 class Extremes:

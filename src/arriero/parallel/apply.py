@@ -6,20 +6,17 @@ from functools import partial
 from typing import cast
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from arriero.config.schema import MemorySection, PrecisionSection
 from arriero.kernels import kernels, usable_on
 from arriero.kernels.float8 import computes_float8
 from arriero.model.build import build_model
-from arriero.model.init import Piece
 from arriero.model.language_model import LanguageModel
 from arriero.model.layers import Block, Gelu, HeadLoss, by_one_matmul
 from arriero.model.spec import ModelSpec
 from arriero.parallel.activation_checkpointing import apply_remat
 from arriero.parallel.context import apply_context
+from arriero.parallel.dtensor import local_shard
 from arriero.parallel.fsdp import Sharding, shard_weights
 from arriero.parallel.mesh import Mesh
 from arriero.parallel.precision import Float8Layers, apply_float8, joined_layers
@@ -104,7 +101,7 @@ def _part(
         # weights may wait in host memory; what is computed with as it is may not
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
-    model.init_weights(recipe.seed, held_here)
+    model.init_weights(recipe.seed, lambda parameter: [local_shard(parameter)])
     return model, layers
 
 
@@ -135,16 +132,3 @@ def _compile(model: LanguageModel, recipe: Recipe) -> None:
     """Block by block: they are alike, so one compilation serves them all."""
     for block in model.blocks.values():
         block.compile(dynamic=recipe.dynamic)
-
-
-def held_here(parameter: Tensor) -> list[Piece]:
-    """The part of a parameter this rank holds, and where in the whole it begins."""
-    if not isinstance(parameter, DTensor):
-        return [(parameter, (0,) * parameter.ndim)]
-    local = parameter.to_local()
-    if local.numel() == 0:
-        return []
-    _, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return [(local, offset)]

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.distributed.tensor import DTensor
 
 from arriero.model.language_model import LanguageModel
+from arriero.parallel.dtensor import local_part
 from arriero.parallel.mesh import Mesh
 from arriero.plan.schedules import SCHEDULES, stages_of
 
@@ -118,7 +118,7 @@ def join_tied_table(gradients: dict[str, Tensor], ends: dist.ProcessGroup | None
     `ends` are the ranks of those stages; None where one rank holds both.
     """
     copies = [gradients[name] for name in ("embedding.weight", "head.weight") if name in gradients]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in copies]
+    local = [local_part(g) for g in copies]
     if not local:
         return
     total = local[0] if len(local) == 1 else local[0] + local[1]

@@ -10,8 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from arriero.config.schema import PrecisionSection
 from arriero.errors import UserError, nearest
@@ -85,27 +84,6 @@ def renew_scales(model: nn.Module, settings: PrecisionSection) -> None:
     it the next forward takes scales of its own, under tensor parallelism others."""
     if settings.float8 != "off" and settings.float8_all_gather:
         _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
-
-
-def bare(local: Tensor) -> Tensor:
-    """The memory of a local weight: one gathered in float8 is of torchao's class, which has none itself."""
-    return getattr(local, "_tensor", local)
-
-
-def ordinary(tensor: Tensor) -> Tensor:
-    """The same memory without torchao's class, which weights gathered in float8 have: for checkpoints, which
-    anyone must be able to read. Loading into it loads the weight."""
-    tensor = tensor.detach()
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    inner = bare(local)
-    if inner is local:
-        return tensor
-    if not isinstance(tensor, DTensor):
-        return inner
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(
-        inner, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
 
 
 def _reason_to_leave(name: str, linear: nn.Linear, settings: PrecisionSection, tp: int) -> str | None:

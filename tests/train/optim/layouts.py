@@ -6,9 +6,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from arriero.parallel.dtensor import from_local, shard_of
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
-from arriero.train.optim.shards import piece_of, placed
 
 # rows that four ranks do not share evenly, or not at all
 SHAPES = {
@@ -44,8 +44,8 @@ def parameters(layout, dtype=torch.float32):
 
 def set_gradients(held, step, size=1.0):
     for name, whole in values(100 + step).items():
-        piece = piece_of(whole.to(held[name].dtype) * size, held[name]).clone()
-        held[name].grad = placed(piece, held[name])
+        piece = shard_of(whole.to(held[name].dtype) * size, held[name]).clone()
+        held[name].grad = from_local(piece, held[name])
 
 
 def whole(tensor):

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from arriero.config.schema import OptimSection
+from arriero.parallel.dtensor import local_part, shard_index, shard_of
 from arriero.train.optim import Optimizer, named_parameters
-from arriero.train.optim.shards import local_of, piece_number, piece_of
 
 KINDS = {
     "adamw": {},
@@ -98,7 +98,7 @@ def test_a_state_moves_to_another_layout(kind):
         targets = {name: dict(kinds) for name, kinds in mixed.state().items()}
         for name, kinds in targets.items():
             for key, target in kinds.items():
-                local_of(target).copy_(piece_of(before[name][key], target))
+                local_part(target).copy_(shard_of(before[name][key], target))
         hand_over(mixed, {}, targets)
         return before, outcome(mixed, [])[2]
 
@@ -111,7 +111,7 @@ def test_a_state_moves_to_another_layout(kind):
 def test_ranks_that_hold_the_same_piece_round_it_alike(layout):
     def work():
         _, held, _ = trained(layout, OptimSection(state="int8"), range(3), torch.bfloat16)
-        mine = {(name, piece_number(p)): local_of(p).clone() for name, p in held.items()}
+        mine = {(name, shard_index(p)): local_part(p).clone() for name, p in held.items()}
         everyones = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
         return everyones
@@ -197,7 +197,7 @@ def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(scaled_loss
         before = {name: whole(p) for name, p in held.items()}
         set_gradients(held, 0)
         if dist.get_rank() == 3:
-            local_of(held["blocks.0.attention.q.weight"].grad).fill_(float("inf"))
+            local_part(held["blocks.0.attention.q.weight"].grad).fill_(float("inf"))
         optimizer.step(lr=1.0)
         seen = [None] * 4
         dist.all_gather_object(seen, (optimizer.skipped, optimizer.loss_scale))

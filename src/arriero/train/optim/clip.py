@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from arriero.kernels import alike, in_line, kernels, usable
-from arriero.train.optim.shards import local_of, split_dims
+from arriero.parallel.dtensor import local_part, sharded_dims
 
 _Spread = tuple[DeviceMesh | None, tuple[int, ...]]
 
@@ -23,8 +23,10 @@ def global_norm(gradients: Iterable[Tensor], groups: Sequence[ProcessGroup] = ()
     """
     by_spread: dict[_Spread, list[Tensor]] = {}
     for gradient in gradients:
-        spread = (gradient.device_mesh, split_dims(gradient)) if isinstance(gradient, DTensor) else (None, ())
-        by_spread.setdefault(spread, []).append(local_of(gradient))
+        spread = (
+            (gradient.device_mesh, sharded_dims(gradient)) if isinstance(gradient, DTensor) else (None, ())
+        )
+        by_spread.setdefault(spread, []).append(local_part(gradient))
     sums = {spread: _sum_of_squares(parts) for spread, parts in by_spread.items()}
     _reduce_over_meshes(sums)
     total = torch.stack(list(sums.values())).sum()

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from arriero.parallel.dtensor import from_local, local_part, redistribute_like
 from arriero.train.optim.rounding import split
-from arriero.train.optim.shards import as_placed, local_of, placed
 
 
 class Masters:
@@ -21,13 +21,13 @@ class Masters:
         self.low: dict[str, Tensor] = {}
         self.shadows: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
-            exact = local_of(parameter).contiguous()
+            exact = local_part(parameter).contiguous()
             if dtype == torch.bfloat16:
                 cast, self.low[name] = split(exact)
             else:
                 cast, self.shadows[name] = exact.to(dtype), exact.clone()
             # a DTensor's parts live in Python, where `parameter.data = ` does not reach
-            torch.utils.swap_tensors(parameter, nn.Parameter(placed(cast, parameter.detach())))
+            torch.utils.swap_tensors(parameter, nn.Parameter(from_local(cast, parameter.detach())))
             parameter.register_post_accumulate_grad_hook(self._gather(name))
 
     def _gather(self, name: str):
@@ -60,8 +60,8 @@ def _sum(gathered: Tensor | None, gradient: Tensor, like: Tensor) -> Tensor:
         return _fp32(gradient, like) if partial else gradient
     gathered = _fp32(gathered, like)
     if getattr(gathered, "placements", None) != getattr(gradient, "placements", None):
-        gathered, gradient = as_placed(gathered, like), as_placed(gradient, like)
-    local_of(gathered).add_(local_of(gradient))
+        gathered, gradient = redistribute_like(gathered, like), redistribute_like(gradient, like)
+    local_part(gathered).add_(local_part(gradient))
     return gathered
 
 
@@ -69,4 +69,4 @@ def _fp32(tensor: Tensor, like: Tensor) -> Tensor:
     if tensor.dtype == torch.float32:
         return tensor
     placements = tensor.placements if isinstance(tensor, DTensor) else None
-    return placed(local_of(tensor).float(), like, placements)
+    return from_local(local_part(tensor).float(), like, placements)

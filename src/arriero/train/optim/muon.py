@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from arriero.config.schema import OptimSection
+from arriero.parallel.dtensor import from_local, shard_count, shard_index, shard_of, sharded_dims
 from arriero.train.optim.rounding import Noise
 from arriero.train.optim.sgd import gathered
-from arriero.train.optim.shards import piece_number, piece_of, pieces, placed, split_dims
 from arriero.train.optim.states import SIGNED, Moment
 from arriero.train.optim.weight import Update, Weight
 
@@ -43,14 +43,14 @@ class Muon:
                 total = gathered(moment, gradient, self._momentum, weight, self._noise, update)
                 ahead = gradient + self._momentum * total
             whole = _whole(ahead, weight.parameter)
-            if piece_number(weight.parameter) == turn % pieces(weight.parameter):
+            if shard_index(weight.parameter) == turn % shard_count(weight.parameter):
                 done[name] = orthogonal(whole)
         for turn, name in enumerate(mine):
             weight = self._weights[name]
-            direction = _shared(done.pop(name, None), weight.parameter, turn % pieces(weight.parameter))
+            direction = _shared(done.pop(name, None), weight.parameter, turn % shard_count(weight.parameter))
             # the root mean square of an AdamW update is about 0.2
             rate = update.lr * 0.2 * math.sqrt(max(weight.parameter.shape))
-            piece = piece_of(direction, weight.parameter).float()
+            piece = shard_of(direction, weight.parameter).float()
             values = weight.values() * (1 - update.lr * weight.decay) - rate * piece
             bits = weight.bits(self._noise, update.number) if weight.rounds else None
             weight.write(values, bits, update.accepted)
@@ -70,7 +70,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _whole(local: Tensor, like: Tensor) -> Tensor:
-    tensor = placed(local, like)
+    tensor = from_local(local, like)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -80,7 +80,7 @@ def _shared(update: Tensor | None, like: Tensor, maker: int) -> Tensor:
         assert update is not None
         return update
     mesh, left, source = like.device_mesh, maker, {}
-    for dim in reversed(split_dims(like)):
+    for dim in reversed(sharded_dims(like)):
         left, source[dim] = divmod(left, mesh.size(dim))
     if update is None:
         dtype = torch.float32 if like.device.type == "cpu" else torch.bfloat16

@@ -11,6 +11,7 @@ from torch.profiler import record_function
 from arriero.checkpoint.lazily import OneByOne
 from arriero.config.schema import OptimSection
 from arriero.model.init import plain_name
+from arriero.parallel.dtensor import from_local, local_part, redistribute_like
 from arriero.train.optim.adamw import AdamW
 from arriero.train.optim.clip import factor_within, global_norm
 from arriero.train.optim.masters import Masters
@@ -18,7 +19,6 @@ from arriero.train.optim.muon import Muon
 from arriero.train.optim.rounding import Noise
 from arriero.train.optim.scaling import LossScale
 from arriero.train.optim.sgd import Sgd
-from arriero.train.optim.shards import as_placed, local_of, placed
 from arriero.train.optim.states import Moment
 from arriero.train.optim.weight import Update, Weight
 from arriero.train.ranges import OPTIMIZER
@@ -113,7 +113,7 @@ class Optimizer:
         self.skipped_in_a_row.add_(1).mul_(~accepted)
         # a skipped first update has taken none, and its bias correction divides by zero: its result is unused
         update = Update(lr, factor / scaled_by, accepted, self.taken, self.attempts)
-        local = {name: local_of(gradient) for name, gradient in gradients.items()}
+        local = {name: local_part(gradient) for name, gradient in gradients.items()}
         for rule in self._rules:
             rule.step(local, update)
         return norm
@@ -125,7 +125,7 @@ class Optimizer:
             found = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
             for parameter in self._parameters.values():
                 parameter.grad = None
-        return {name: as_placed(g, self._weights[name].parameter) for name, g in found.items()}
+        return {name: redistribute_like(g, self._weights[name].parameter) for name, g in found.items()}
 
     def weights(self) -> Mapping[str, Tensor]:
         """The model's parameters with all their bits, by their name in checkpoints; not copies. Each is put
@@ -165,7 +165,7 @@ class Optimizer:
             for name, moments in rule.moments.items():
                 weight = self._weights[name]
                 if weight.known_as == known_as:
-                    moments[kind].load(local_of(as_placed(values, weight.parameter)))
+                    moments[kind].load(local_part(redistribute_like(values, weight.parameter)))
 
     def _load_counter(self, kind: str, value: Tensor) -> None:
         if kind == "step":
@@ -179,7 +179,7 @@ class Optimizer:
 
 @torch.no_grad()
 def _placed(moment: Moment, weight: Weight) -> Tensor:
-    return placed(moment.values(), weight.parameter)
+    return from_local(moment.values(), weight.parameter)
 
 
 def _rules(weights: Mapping[str, Weight], config: OptimSection, noise: Noise) -> list[AdamW | Muon | Sgd]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from arriero.parallel.dtensor import from_local, local_part, redistribute_like, shard_index
 from arriero.train.optim.rounding import Noise, joined, split, third_half, to_bf16
-from arriero.train.optim.shards import as_placed, local_of, piece_number, placed
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class Weight:
 
     @property
     def local(self) -> Tensor:
-        return local_of(self.parameter)
+        return local_part(self.parameter)
 
     @property
     def rounds(self) -> bool:
         return self.parameter.dtype != torch.float32 and self.low is None and self.shadow is None
 
     def key(self, noise: Noise) -> Tensor:
-        return noise.key(self.known_as, piece_number(self.parameter))
+        return noise.key(self.known_as, shard_index(self.parameter))
 
     def bits(self, noise: Noise, step: int) -> Tensor:
-        return noise.bits(step, self.known_as, piece_number(self.parameter), self.local.numel())
+        return noise.bits(step, self.known_as, shard_index(self.parameter), self.local.numel())
 
     def values(self) -> Tensor:
         """In fp32; of an fp32 parameter itself."""
@@ -79,7 +79,7 @@ class Weight:
         """What a checkpoint holds of it: all its bits."""
         if self.low is None and self.shadow is None:
             return self.parameter.detach()
-        return placed(self.values(), self.parameter)
+        return from_local(self.values(), self.parameter)
 
     def load(self, kept: Tensor) -> None:
-        self.write(local_of(as_placed(kept, self.parameter)).to(self.local.device, torch.float32))
+        self.write(local_part(redistribute_like(kept, self.parameter)).to(self.local.device, torch.float32))
