@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from arriero.checkpoint.convert import convert, open_source
+from arriero.checkpoint.export import Gather, export_hf
 from arriero.checkpoint.formats.hf import write_hf
 from arriero.checkpoint.formats.source import Source, Writing
 from arriero.checkpoint.ranks import Ranks
@@ -31,7 +32,7 @@ from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
 from arriero.train.arrange import arrange
 from arriero.train.build import build
-from arriero.train.finish import WholeWeights, export_model, stream_model
+from arriero.train.finish import export_model
 from checkpoint.running import Runs
 
 TEXTS = [f"The {i}th llama carries {i * 7} kilograms of salt over the pass; the end." for i in range(60)]
@@ -276,9 +277,9 @@ def test_export_is_streamed_stoppable_and_replaces_the_old_model_only_when_compl
             ranks = Ranks(world.rank, world.size)
 
             def export(stop=lambda: False):
-                weights = WholeWeights(tensors, held, ranks, stop)
-                source = Source("memory", "a model", LARGE, tensors, weights.gather)
-                return stream_model(source, weights, directory, Writing(shard_bytes=40 * 10**6))
+                gather = Gather(tensors, held, ranks, stop)
+                source = Source("memory", "a model", LARGE, tensors, gather.tensor)
+                return export_hf(source, gather, directory, Writing(shard_bytes=40 * 10**6))
 
             asked = iter([False] * 20 + [True] * 1000)
             assert not export(lambda: world.rank == 1 and next(asked))
@@ -309,7 +310,7 @@ def test_an_interrupted_replacement_is_undone_by_the_next_export(tmp_path):
     (tmp_path / "model.old.tmp" / "old").write_text("")
     tensors = own_tensors(SPEC)
     state = build_model(SPEC).state_dict()
-    weights = WholeWeights(tensors, state, Ranks(), iter([False, False, True]).__next__)
-    source = Source("memory", "a model", SPEC, tensors, weights.gather)
-    assert not stream_model(source, weights, tmp_path / "model")
+    gather = Gather(tensors, state, Ranks(), iter([False, False, True]).__next__)
+    source = Source("memory", "a model", SPEC, tensors, gather.tensor)
+    assert not export_hf(source, gather, tmp_path / "model")
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "old"]
