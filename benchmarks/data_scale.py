@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from arriero.data.order.bestfit import Request, make_plan
 from arriero.data.order.loader import Loader
 from arriero.data.order.order import Stream
-from arriero.data.order.pack import Source
-from arriero.data.progress import silent
+from arriero.data.order.packing import Source
+from arriero.data.order.packing_plan import Request, make_plan
+from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import IDX_HEADER, IDX_MAGIC, IDX_VERSION, Shard
-from arriero.data.store.store import TokenStore, write_manifest
+from arriero.data.store.store import TokenStore
+from arriero.data.workers import silent
 
 
 def hollow_dataset(folder: Path, shards: int, documents: int, mean: float, seed: int = 1) -> TokenStore:

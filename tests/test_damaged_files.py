@@ -14,7 +14,8 @@ from arriero.checkpoint.formats.dcp import CarefulReader
 from arriero.cli import app
 from arriero.config.toml import toml_value
 from arriero.data.order.ledger import read_ledger
-from arriero.data.store.store import TokenStore, manifest_text
+from arriero.data.store.manifest import manifest_text
+from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 from checkpoint.running import Runs

@@ -20,8 +20,8 @@ import arriero.checkpoint.commands as checkpoint_verbs
 import arriero.checkpoint.convert_commands as convert_verbs
 import arriero.config.commands as config_verbs
 import arriero.data.commands.bench as data_bench_verbs
+import arriero.data.commands.datasets as dataset_verbs
 import arriero.data.commands.exchange as exchange_verbs
-import arriero.data.commands.look as look_verbs
 import arriero.data.commands.prepare as prepare_verbs
 import arriero.model.commands as model_verbs
 import arriero.train.commands as train_verbs
@@ -46,13 +46,13 @@ app.command(cls=WithRunFile)(train_verbs.train)
 app.add_typer(data, name="data")
 data.command()(prepare_verbs.prepare)
 data.command()(prepare_verbs.train_tokenizer)
-data.command()(look_verbs.pack)
-data.command()(look_verbs.show)
-data.command()(look_verbs.audit)
+data.command()(dataset_verbs.pack)
+data.command()(dataset_verbs.show)
+data.command()(dataset_verbs.audit)
 data.command("import")(exchange_verbs.import_tokens)
 data.command("export")(exchange_verbs.export_tokens)
-data.command()(exchange_verbs.inspect)
-data.command()(exchange_verbs.verify)
+data.command()(dataset_verbs.inspect)
+data.command()(dataset_verbs.verify)
 data.command()(data_bench_verbs.bench)
 app.add_typer(bench, name="bench")
 bench.command()(parity_verbs.parity)

@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from arriero.checkpoint.directory import CHECKPOINTS
 from arriero.config.load import load_run
-from arriero.data.order.audit import Audit
-from arriero.data.order.ledger import read_ledger
+from arriero.data.order.ledger import Audit, read_ledger
 from arriero.data.order.streams import build_streams
-from arriero.data.progress import silent
+from arriero.data.workers import silent
 from arriero.interrupt import Interrupted
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from arriero.config.load import load_run
-from arriero.data.progress import silent
+from arriero.data.workers import silent
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from

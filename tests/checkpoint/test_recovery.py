@@ -15,10 +15,9 @@ from arriero.checkpoint import directory, manifest
 from arriero.checkpoint.directory import CHECKPOINTS
 from arriero.checkpoint.manifest import MANIFEST
 from arriero.cli import app
-from arriero.data.order.audit import Audit
-from arriero.data.order.ledger import read_ledger
+from arriero.data.order.ledger import Audit, read_ledger
 from arriero.data.order.streams import build_streams
-from arriero.data.progress import silent
+from arriero.data.workers import silent
 from arriero.errors import UserError
 from arriero.parallel.spawn import RankFailed
 from arriero.parallel.world import world_from

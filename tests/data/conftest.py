@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from arriero.data.prepare.builtin import prepare_builtin
+from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import ShardWriter, dtype_for
-from arriero.data.store.store import TokenStore, write_manifest
+from arriero.data.store.store import TokenStore
 from arriero.data.text.sources import stdlib_documents
 from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN
-from arriero.data.tokens.training import train_tokenizer
+from arriero.data.tokens.tokenizer import train_tokenizer
 
 MakeStore = Callable[..., TokenStore]
 

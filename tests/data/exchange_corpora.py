@@ -9,9 +9,9 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from arriero.data.store.index import document_lengths, read_index
-from arriero.data.store.shards import ShardWriter, dtype_for
-from arriero.data.store.store import TokenStore, write_manifest
+from arriero.data.store.manifest import write_manifest
+from arriero.data.store.shards import ShardWriter, document_lengths, dtype_for, read_index
+from arriero.data.store.store import TokenStore
 
 EOS = 0
 SMALL, LARGE = 1000, 70_000

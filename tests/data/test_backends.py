@@ -6,13 +6,13 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arriero.data.prepare import preparation
-from arriero.data.prepare.preparation import Request
+from arriero.data.prepare import planning as preparation
+from arriero.data.prepare.planning import Request
 from arriero.data.prepare.prepare import Watcher, prepare
-from arriero.data.tokens import backends
-from arriero.data.tokens.backends import CHAIN, Encoded, choose_backend, load_backend
+from arriero.data.tokens import encoders as backends
+from arriero.data.tokens.encoders import CHAIN, choose_backend, load_backend
 from arriero.data.tokens.llama_tokenizers import from_model_file
-from arriero.data.tokens.separators import choose_separators
+from arriero.data.tokens.tokenizer import Encoded, choose_separators
 from arriero.errors import UserError
 
 FAST = [name for name in CHAIN if name != "tokenizers"]

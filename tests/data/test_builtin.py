@@ -13,8 +13,7 @@ from arriero.data.prepare import prepare as preparing
 from arriero.data.prepare.builtin import dataset_of, prepare_builtin
 from arriero.data.store.store import TokenStore
 from arriero.data.text.sources import stdlib_documents
-from arriero.data.tokens.tokenizer import load_tokenizer
-from arriero.data.tokens.training import train_tokenizer
+from arriero.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from arriero.errors import UserError
 from arriero.model.presets import expand
 

@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from exchange_corpora import EOS, LARGE, SMALL, make_dataset, tokenizer_file
 
-from arriero.data.exchange.exporting import export_dataset
-from arriero.data.exchange.importing import FORMATS, Import
+from arriero.data.exchange.convert import FORMATS, Import, export_dataset
 from arriero.data.store.staging import staged_directory
 from arriero.data.tokens.tokenizer import load_tokenizer
 from arriero.errors import UserError

@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 from exchange_corpora import EOS, make_dataset, tokenizer_file
 
-from arriero.data.exchange.importing import Import
-from arriero.data.order import bestfit
-from arriero.data.order.bestfit import make_plan
-from arriero.data.order.heldout import HELDOUT_SEED, heldout_last
+from arriero.data.exchange.convert import Import
+from arriero.data.order import packing_plan as bestfit
 from arriero.data.order.order import split_heldout
-from arriero.data.order.pack import Packing, Source
-from arriero.data.progress import silent
-from arriero.data.store.store import MANIFEST, TokenStore, manifest_text
+from arriero.data.order.packing import Packing, Source
+from arriero.data.order.packing_plan import make_plan
+from arriero.data.order.shuffle import HELDOUT_SEED, heldout_last
+from arriero.data.store.manifest import MANIFEST, manifest_text
+from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import load_tokenizer
+from arriero.data.workers import silent
 
 
 @pytest.fixture

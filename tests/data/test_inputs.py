@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from arriero.data.prepare import prepare as preparing
-from arriero.data.prepare.preparation import Request
+from arriero.data.prepare.planning import Request
 from arriero.data.prepare.prepare import Watcher, prepare
 from arriero.data.store.store import TokenStore
 from arriero.data.text import readers

@@ -4,9 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from arriero.data.order.audit import Audit
 from arriero.data.order.ledger import (
     LEDGER,
+    Audit,
     Ledger,
     begin_ledger,
     ledger_bytes,
@@ -15,7 +15,7 @@ from arriero.data.order.ledger import (
 )
 from arriero.data.order.loader import Loader
 from arriero.data.order.order import Change, Stream
-from arriero.data.order.pack import Packing, Source
+from arriero.data.order.packing import Packing, Source
 from arriero.errors import UserError
 
 
@@ -94,7 +94,7 @@ def test_a_sample_seen_twice_is_found(stream, monkeypatch, chunk):
         return located._replace(index=np.where(same, located.index // 2, located.index))
 
     monkeypatch.setattr(Stream, "locate", faulty)
-    monkeypatch.setattr("arriero.data.order.audit.CHUNK", chunk)
+    monkeypatch.setattr("arriero.data.order.ledger.CHUNK", chunk)
     ledger = ledger_of(stream, trained(stream, 0, 12))
     assert any("came twice within epoch 1" in problem for problem in problems(ledger, stream))
 

@@ -8,11 +8,10 @@ import pytest
 
 from arriero.config.load import load_run
 from arriero.config.toml import toml_value
-from arriero.data.commands.look import show
-from arriero.data.order.audit import Audit
-from arriero.data.order.ledger import read_ledger
+from arriero.data.commands.datasets import show
+from arriero.data.order.ledger import Audit, read_ledger
 from arriero.data.order.streams import build_streams, forecast
-from arriero.data.tokens.training import train_tokenizer
+from arriero.data.tokens.tokenizer import train_tokenizer
 from arriero.errors import UserError
 from arriero.model.presets import expand
 from arriero.parallel.world import World

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from arriero.data.order.loader import IGNORED, Loader
 from arriero.data.order.order import EvalStream
-from arriero.data.order.pack import Packing, Source
-from arriero.data.store.labels import attach_masks, attach_prompt_lengths
+from arriero.data.order.packing import Packing, Source
+from arriero.data.store.loss_mask import attach_masks, attach_prompt_lengths
 from arriero.errors import UserError
 from arriero.model.build import build_model
 from arriero.model.presets import resolve

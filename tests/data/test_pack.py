@@ -16,13 +16,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arriero.data.commands.look import pack
-from arriero.data.order import bestfit
-from arriero.data.order.bestfit import Plan, Request, best_fit_decreasing, make_plan
+from arriero.data.commands.datasets import pack
+from arriero.data.order import packing_plan as bestfit
 from arriero.data.order.loader import IGNORED, Loader
 from arriero.data.order.order import EvalStream, Stream, split_heldout
-from arriero.data.order.pack import Packing, Source
-from arriero.data.progress import silent
+from arriero.data.order.packing import Packing, Source
+from arriero.data.order.packing_plan import Plan, Request, best_fit_decreasing, make_plan
+from arriero.data.workers import silent
 from arriero.errors import UserError
 from arriero.ui import set_quiet
 
@@ -217,7 +217,7 @@ def test_a_plan_is_built_once_and_a_damaged_one_again(make_store, tmp_path):
 
 
 def test_large_sources_are_packed_group_by_group(make_store, tmp_path, monkeypatch):
-    monkeypatch.setattr("arriero.data.order.bestfit.GROUP", 7)
+    monkeypatch.setattr("arriero.data.order.packing_plan.GROUP", 7)
     documents = numbered([3, 9, 1, 30, 2, 2, 5] * 9)
     store = make_store([documents[:20], documents[20:25], documents[25:]])
     stream = EvalStream([Source(store)], 16, Packing("bestfit", cache=tmp_path))
@@ -299,7 +299,7 @@ def test_padding_carries_no_label_and_does_not_change_a_tensor_shape(make_store,
 @pytest.fixture
 def small_groups(monkeypatch):
     for name, size in (("GROUP", 64), ("GROUPS_AT_ONCE", 3), ("UNIT", 16), ("UNITS_AT_ONCE", 2)):
-        monkeypatch.setattr(f"arriero.data.order.bestfit.{name}", size)
+        monkeypatch.setattr(f"arriero.data.order.packing_plan.{name}", size)
 
 
 def long_tailed(make_store):
@@ -392,7 +392,7 @@ def test_a_plan_whose_work_is_removed_by_another_process_is_found(make_store, tm
 
 KILLED = """
 import os, signal
-from arriero.data.processes import worker_pool
+from arriero.data.workers import worker_pool
 if __name__ == "__main__":
     with worker_pool(1) as pool:
         pool.submit(os.getpid).result()

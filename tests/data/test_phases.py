@@ -3,12 +3,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arriero.data.order.audit import Audit
-from arriero.data.order.ledger import Ledger, difference, refuse_other_order
+from arriero.data.order.ledger import Audit, Ledger, difference, refuse_other_order
 from arriero.data.order.loader import Loader
-from arriero.data.order.mixture import BLOCK
 from arriero.data.order.order import Change, Stream
-from arriero.data.order.pack import Source
+from arriero.data.order.packing import Source
+from arriero.data.order.shuffle import BLOCK
 from arriero.errors import UserError
 
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -165,8 +164,8 @@ def test_no_token_is_lost_or_repeated_where_the_sequence_length_changes(
     sources = mixture(three_stores, weights)
     with pytest.MonkeyPatch.context() as patch:
         # small enough that the datasets have several groups
-        patch.setattr("arriero.data.order.reading.CHUNK_TOKENS", 32)
-        patch.setattr("arriero.data.order.reading.GROUP_CHUNKS", 3)
+        patch.setattr("arriero.data.order.packing.CHUNK_TOKENS", 32)
+        patch.setattr("arriero.data.order.packing.GROUP_CHUNKS", 3)
         stream = Stream(sources, 8, 3, changes=changes, version=version)
         end = firsts[-1] + 60
         located = stream.locate(np.arange(end))

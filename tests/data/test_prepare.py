@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from arriero.data.prepare import prepare as preparing
-from arriero.data.prepare.preparation import Request
+from arriero.data.prepare.planning import Request
 from arriero.data.prepare.prepare import Watcher, prepare
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import load_tokenizer, tokenizer_of
@@ -103,7 +103,9 @@ def test_checksums_hold_and_megatron_would_find_the_index(corpus, tokenizer_file
 KILLER = """
 import os, signal, sys
 from pathlib import Path
-from arriero.data.prepare import preparation, prepare as preparing, shard_making
+from arriero.data.prepare import planning as preparation
+from arriero.data.prepare import prepare as preparing
+from arriero.data.prepare import prepare as shard_making
 
 left = int(sys.argv[1])
 

@@ -6,12 +6,11 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
-from arriero.data.exchange.exporting import export_dataset
-from arriero.data.prepare.preparation import Request, draft
+from arriero.data.exchange.convert import export_dataset
+from arriero.data.prepare.planning import Request, draft
 from arriero.data.prepare.prepare import Watcher, prepare
 from arriero.data.store.store import TokenStore
-from arriero.data.tokens.tokenizer import load_tokenizer
-from arriero.data.tokens.training import train_tokenizer
+from arriero.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from arriero.errors import UserError
 
 END = "<|end_of_text|>"

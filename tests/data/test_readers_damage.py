@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from arriero.data.prepare.division import divide
+from arriero.data.prepare.planning import divide
 from arriero.data.text.readers import BadRecords, read_piece
 from arriero.data.text.sources import find_inputs
 from arriero.errors import UserError

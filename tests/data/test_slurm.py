@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from arriero.data.prepare.preparation import Request, begin_or_resume
+from arriero.data.prepare.planning import Request, begin_or_resume
 from arriero.data.prepare.prepare import Watcher, prepare
 from arriero.data.store.store import TokenStore
 from slurm import needs_slurm, slurm_cluster, wait_for_job

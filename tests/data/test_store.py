@@ -13,10 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from arriero.data.bench.loader import write_empty_shards
-from arriero.data.store.columns import parse_manifest
-from arriero.data.store.openfiles import FILES
+from arriero.data.store.manifest import manifest_text, parse_manifest
 from arriero.data.store.shards import ShardWriter
-from arriero.data.store.store import TokenStore, manifest_text
+from arriero.data.store.store import FILES, TokenStore
 from arriero.errors import UserError
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 999), max_size=6), max_size=5)

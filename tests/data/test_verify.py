@@ -8,10 +8,9 @@ from exchange_corpora import EOS, LARGE, make_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arriero.data.store.scan import scan_tokens
 from arriero.data.store.shards import DTYPES, index_bytes
 from arriero.data.store.store import TokenStore
-from arriero.data.store.verify import verify_dataset
+from arriero.data.store.verify import scan_tokens, verify_dataset
 
 SHARDS = [[[5, 6, EOS], [7, EOS]], [[8, 9, 10, EOS]], [[11, EOS]]]
 
@@ -150,7 +149,7 @@ def test_files_that_do_not_belong_are_remarked_on(store):
 @given(documents=st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=8), chunk=st.integers(1, 9))
 def test_a_scan_sees_the_same_in_chunks_of_any_size(tmp_path_factory, monkeypatch, documents, chunk):
     store = make_dataset(tmp_path_factory.mktemp("scan") / "set", [documents])
-    monkeypatch.setattr("arriero.data.store.scan.CHUNK_BYTES", 2 * chunk)
+    monkeypatch.setattr("arriero.data.store.verify.CHUNK_BYTES", 2 * chunk)
     lengths = np.array([len(d) for d in documents], dtype=int)
     scan = scan_tokens(store.directory / "00000.bin", "uint16", lengths, 3, EOS)
     flat = [token for document in documents for token in document]

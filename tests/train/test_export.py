@@ -19,11 +19,10 @@ from arriero.checkpoint.formats.hf import write_hf
 from arriero.checkpoint.formats.source import Source, Writing
 from arriero.checkpoint.ranks import Ranks
 from arriero.data.order.streams import build_streams, forecast
-from arriero.data.prepare.preparation import Request
+from arriero.data.prepare.planning import Request
 from arriero.data.prepare.prepare import Watcher, prepare
-from arriero.data.progress import silent
-from arriero.data.tokens.separators import separators_of
-from arriero.data.tokens.training import train_tokenizer
+from arriero.data.tokens.tokenizer import separators_of, train_tokenizer
+from arriero.data.workers import silent
 from arriero.errors import UserError
 from arriero.model.build import build_model
 from arriero.model.name_maps import own_tensors

@@ -15,7 +15,7 @@ import pytest
 
 from arriero.checkpoint.formats.hf import load_hf
 from arriero.config.load import load_run
-from arriero.data.progress import silent
+from arriero.data.workers import silent
 from arriero.errors import UserError
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks

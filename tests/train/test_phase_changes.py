@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from arriero.config.load import load_run
-from arriero.data.order.audit import Audit
-from arriero.data.order.ledger import order_version, read_ledger
-from arriero.data.progress import silent
+from arriero.data.order.ledger import Audit, order_version, read_ledger
+from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import ShardWriter, dtype_for
-from arriero.data.store.store import write_manifest
+from arriero.data.workers import silent
 from arriero.errors import UserError
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks

@@ -11,12 +11,10 @@ from tokenizers import Tokenizer
 from arriero.checkpoint.convert import convert
 from arriero.checkpoint.formats.source import Source
 from arriero.config.load import load_run
-from arriero.data.prepare.preparation import Request
+from arriero.data.prepare.planning import Request
 from arriero.data.prepare.prepare import Watcher, prepare
-from arriero.data.progress import silent
-from arriero.data.tokens.separators import separators_of
-from arriero.data.tokens.tokenizer import same_ids
-from arriero.data.tokens.training import train_tokenizer
+from arriero.data.tokens.tokenizer import same_ids, separators_of, train_tokenizer
+from arriero.data.workers import silent
 from arriero.errors import UserError
 from arriero.model.build import build_model
 from arriero.model.description import model_at

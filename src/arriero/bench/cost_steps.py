@@ -13,7 +13,7 @@ from arriero.bench.costs_result import Cost, Row
 from arriero.checkpoint.manager import Report
 from arriero.config.schema import RunConfig
 from arriero.data.order.loader import IGNORED
-from arriero.data.progress import silent
+from arriero.data.workers import silent
 from arriero.interrupt import interruptible
 from arriero.model.spec import flops_per_token
 from arriero.parallel.world import World

@@ -17,7 +17,7 @@ from arriero.bench.matrix import first_words
 from arriero.data.bench.loader import write_random_documents
 from arriero.data.order.loader import Loader
 from arriero.data.order.order import Stream
-from arriero.data.order.pack import Source
+from arriero.data.order.packing import Source
 from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
 

@@ -18,7 +18,7 @@ from arriero.bench.machine import describe_code, describe_machine
 from arriero.bench.result import Breakdown, Code, Losses, Machine
 from arriero.bench.trace import broken_down
 from arriero.config.schema import RunConfig
-from arriero.data.progress import silent
+from arriero.data.workers import silent
 from arriero.interrupt import interruptible
 from arriero.parallel.world import joined, world_from
 from arriero.train.arrange import arrange

@@ -18,7 +18,7 @@ from arriero.bench.cases import BASE, Case
 from arriero.checkpoint.formats.hf import load_hf
 from arriero.config.load import load_run
 from arriero.config.toml import toml_value
-from arriero.data.progress import silent
+from arriero.data.workers import silent
 from arriero.errors import UserError
 from arriero.interrupt import interruptible
 from arriero.model.presets import expand

@@ -17,8 +17,8 @@ from arriero.bench.machine import describe_code
 from arriero.bench.measure import Measured, Plan, measure
 from arriero.bench.result import Code, Energy, Gate, Memory, Rate, Result, Timing, Work
 from arriero.config.schema import RunConfig, SourceSection
+from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import ShardWriter, dtype_for
-from arriero.data.store.store import write_manifest
 from arriero.errors import UserError
 from arriero.kernels import usable_on
 from arriero.model.spec import CONVENTIONS, ModelSpec, attended_by, flops_per_token

@@ -24,10 +24,9 @@ from arriero.data.order.streams import (
     refuse_over_repetition,
     steps_within_caps,
 )
-from arriero.data.progress import Progress
 from arriero.data.store.store import TokenStore
-from arriero.data.tokens.separators import separators_of
-from arriero.data.tokens.tokenizer import tokenizer_of
+from arriero.data.tokens.tokenizer import separators_of, tokenizer_of
+from arriero.data.workers import Progress
 from arriero.errors import UserError
 from arriero.kernels import want
 from arriero.kernels.float8 import computes_float8

@@ -13,8 +13,7 @@ from arriero.checkpoint.formats.source import Source
 from arriero.checkpoint.ranks import Ranks
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import total_steps
-from arriero.data.tokens.separators import Separators
-from arriero.data.tokens.tokenizer import Tokenizer, read_definition
+from arriero.data.tokens.tokenizer import Separators, Tokenizer, read_definition
 from arriero.errors import UserError
 from arriero.events import EVENTS, START_OVER, events_since
 from arriero.model.build import build_model

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import record_function
 
-from arriero.data.order.rows import IGNORED
+from arriero.data.order.loader import IGNORED
 from arriero.kernels import kernels, usable
 from arriero.model.layers import HeadLoss
 from arriero.train.head_products import SumOfProducts, products_with

@@ -2,8 +2,7 @@
 
 import torch
 
-from arriero.data.tokens.separators import Separators
-from arriero.data.tokens.tokenizer import Tokenizer
+from arriero.data.tokens.tokenizer import Separators, Tokenizer
 
 
 @torch.no_grad()

@@ -16,8 +16,7 @@ from arriero.config.timeline import Timeline, total_steps
 from arriero.data.order.loader import Batch, Loader
 from arriero.data.order.order import Stream
 from arriero.data.order.streams import Outlook
-from arriero.data.tokens.separators import Separators
-from arriero.data.tokens.tokenizer import Tokenizer
+from arriero.data.tokens.tokenizer import Separators, Tokenizer
 from arriero.model.language_model import LanguageModel
 from arriero.model.spec import ModelSpec, flops_per_token
 from arriero.parallel.mesh import Mesh

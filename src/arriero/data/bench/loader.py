@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from arriero.data.order.pack import CONCAT, Packing, Source
+from arriero.data.order.packing import CONCAT, Packing, Source
+from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import Shard, ShardWriter, dtype_for
-from arriero.data.store.store import TokenStore, write_manifest
+from arriero.data.store.store import TokenStore
 
 
 class Opening(NamedTuple):

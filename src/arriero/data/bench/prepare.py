@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from arriero.data.tokens.backends import GigatokenBackend
+from arriero.data.tokens.encoders import GigatokenBackend
 from arriero.data.tokens.tokenizer import read_definition
 from arriero.errors import UserError
 

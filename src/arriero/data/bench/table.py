@@ -20,7 +20,7 @@ from arriero.data.bench.peers import (
     tokenize_datatrove,
 )
 from arriero.data.bench.prepare import bare_encode_speed, bare_file_encode_speed, prepare_speed
-from arriero.data.tokens.training import train_tokenizer
+from arriero.data.tokens.tokenizer import train_tokenizer
 from arriero.errors import UserError
 
 VOCABULARY = 8192

@@ -11,15 +11,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from arriero.data.prepare.preparation import Preparation
+from arriero.data.prepare.planning import Preparation, sample_texts
 from arriero.data.prepare.prepare import Watcher
 from arriero.data.store.store import TokenStore
 from arriero.data.text.readers import BadLimit, BadRecords, refuse_binary
 from arriero.data.text.sources import Input, TextSources
-from arriero.data.tokens.backends import REFERENCE
+from arriero.data.tokens.encoders import REFERENCE
 from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN
-from arriero.data.tokens.tokenizer import added_by_template
-from arriero.data.tokens.training import sample_texts, train_tokenizer
+from arriero.data.tokens.tokenizer import added_by_template, train_tokenizer
 from arriero.ui import make_console
 from arriero.units import counted, human_bytes, human_count, human_time
 

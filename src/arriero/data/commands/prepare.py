@@ -10,7 +10,7 @@ from arriero.config.options import read_size
 from arriero.errors import UserError
 
 if TYPE_CHECKING:
-    from arriero.data.prepare.preparation import Request
+    from arriero.data.prepare.planning import Request
     from arriero.data.prepare.slurm import Cluster
     from arriero.data.text.sources import TextSources
 
@@ -105,7 +105,7 @@ def prepare(
 
     Example: arriero data prepare corpus/*.jsonl.zst -o data/corpus --tokenizer tokenizer.json --workers 8
     """
-    from arriero.data.prepare.preparation import Request
+    from arriero.data.prepare.planning import Request
     from arriero.data.prepare.slurm import Cluster
     from arriero.data.text.hub import local_model
 
@@ -219,7 +219,7 @@ def _prepare_here(request: "Request", workers: int) -> None:
 
 def _prepare_part(request: "Request", part: str, workers: int) -> None:
     from arriero.data.commands.console import PrepareBar
-    from arriero.data.prepare.preparation import load_preparation
+    from arriero.data.prepare.planning import load_preparation
     from arriero.data.prepare.prepare import alone, make_shards, part_of, read_part
 
     which = read_part(part)
@@ -230,7 +230,7 @@ def _prepare_part(request: "Request", part: str, workers: int) -> None:
 
 def _prepare_on_slurm(request: "Request", cluster: "Cluster", dry_run: bool) -> None:
     from arriero.data.commands.console import show_submission
-    from arriero.data.prepare.preparation import draft
+    from arriero.data.prepare.planning import draft
     from arriero.data.prepare.prepare import plan
     from arriero.data.prepare.slurm import array_script, finish_script, submit
 

@@ -14,8 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from arriero.data.store.index import LONGEST_DOCUMENT, document_lengths, index_problems, read_index
-from arriero.data.store.shards import DTYPES, dtype_for
+from arriero.data.store.shards import (
+    DTYPES,
+    LONGEST_DOCUMENT,
+    document_lengths,
+    dtype_for,
+    index_problems,
+    read_index,
+)
 from arriero.data.tokens.tokenizer import Tokenizer
 from arriero.errors import UserError
 

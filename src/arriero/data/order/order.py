@@ -21,10 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from arriero.data.order.mixture import BLOCK, FixedQuotas, Shares, bad_weight
-from arriero.data.order.pack import CONCAT, Packing, PlannedRows, Source, Windows
-from arriero.data.order.permutation import block_keys, key_of, permute
-from arriero.data.order.reading import Reading
+from arriero.data.order.packing import CONCAT, Packing, PlannedRows, Reading, Source, Windows
+from arriero.data.order.shuffle import BLOCK, FixedQuotas, Shares, bad_weight, block_keys, key_of, permute
 from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
 

@@ -9,16 +9,13 @@ import numpy as np
 
 from arriero.config.schema import RunConfig, SourceSection
 from arriero.config.timeline import Timeline
-from arriero.data.order.heldout import heldout_last
-from arriero.data.order.mixture import BLOCK
 from arriero.data.order.order import ORDER_VERSION, Change, EvalStream, Stream, split_heldout
-from arriero.data.order.pack import Packing, Source
+from arriero.data.order.packing import Packing, Source
+from arriero.data.order.shuffle import BLOCK, heldout_last
 from arriero.data.prepare.builtin import dataset_of
-from arriero.data.progress import Progress
-from arriero.data.store.openfiles import FILES
-from arriero.data.store.store import TokenStore
-from arriero.data.tokens.separators import separators_of
-from arriero.data.tokens.tokenizer import tokenizer_of
+from arriero.data.store.store import FILES, TokenStore
+from arriero.data.tokens.tokenizer import separators_of, tokenizer_of
+from arriero.data.workers import Progress
 from arriero.errors import UserError
 
 # a vocabulary may be rounded up, but not several times over

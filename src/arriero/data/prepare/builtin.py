@@ -11,14 +11,15 @@ from dataclasses import replace
 from glob import has_magic
 from pathlib import Path
 
-from arriero.data.prepare.preparation import Preparation, Request, identity_of
+from arriero.data.prepare.planning import Preparation, Request, identity_of
 from arriero.data.prepare.prepare import Watcher, alone, prepare
-from arriero.data.progress import Progress, silent
-from arriero.data.store.store import MANIFEST, TokenStore
+from arriero.data.store.manifest import MANIFEST
+from arriero.data.store.store import TokenStore
 from arriero.data.text.hub import local_model
 from arriero.data.text.sources import HUB, STDLIB, SYNTHETIC, stdlib_documents
 from arriero.data.text.synthetic import DEFAULT_BYTES, markov_text
-from arriero.data.tokens.training import train_tokenizer
+from arriero.data.tokens.tokenizer import train_tokenizer
+from arriero.data.workers import Progress, silent
 from arriero.errors import UserError
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from arriero.data.store.index import read_index
+from arriero.data.store.shards import read_index
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import Tokenizer
 from arriero.errors import UserError

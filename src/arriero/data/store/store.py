@@ -11,8 +11,11 @@ import itertools
 import json
 import mmap
 import os
+import resource
 import struct
+import threading
 import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,60 +24,112 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from arriero.data.store.columns import Head, ShardColumns, parse_manifest
-from arriero.data.store.openfiles import FILES, INDEXES
-from arriero.data.store.shards import DTYPES, IDX_HEADER, IDX_MAGIC, IDX_VERSION, Shard, write_durably
+from arriero.data.store.manifest import (
+    MANIFEST,
+    VERSION,
+    Head,
+    ShardColumns,
+    fingerprint_of_manifest,
+    parse_manifest,
+)
+from arriero.data.store.shards import DTYPES, IDX_HEADER, IDX_MAGIC, IDX_VERSION
 from arriero.errors import UserError, first_problem
 
-MANIFEST = "manifest.json"
-CHECKSUMS = "checksums.sha256"
-VERSION = 1
+MOST_FILES = 2**14
+INDEX_BYTES = 2**28
+
+
+class Cache:
+    """The items used last, up to a total weight; safe for threads.
+
+    An item is closed when its last user lets go of it, so dropping one that is in use does no harm.
+    """
+
+    def __init__(self, capacity: Callable[[], int], weigh: Callable[[Any], int] = lambda _: 1) -> None:
+        self._items: OrderedDict[tuple[int, Hashable], Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self._make_capacity, self._weigh = capacity, weigh
+        self._capacity: int | None = None
+        self._held = 0
+        self._gone: deque[int] = deque()
+
+    def limit(self, capacity: int | None) -> None:
+        """None derives it again."""
+        with self._lock:
+            self._capacity = capacity
+            self._shrink()
+
+    def get(self, owner: int, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The item of an owner, made now if it is not held. Where the system has no more files to give, fewer
+        are kept open from then on."""
+        with self._lock:
+            while self._gone:
+                self._drop(self._gone.popleft())
+            if (owner, key) in self._items:
+                self._items.move_to_end((owner, key))
+                return self._items[owner, key]
+        while True:
+            try:
+                item = make()
+                break
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not FILES.halve():
+                    raise
+        with self._lock:
+            if (owner, key) not in self._items:
+                self._items[owner, key] = item
+                self._held += self._weigh(item)
+                self._shrink()
+        return item
+
+    def halve(self) -> bool:
+        """Hold half as many items from now on; false where there was none to drop."""
+        with self._lock:
+            if not self._items:
+                return False
+            self._capacity = len(self._items) // 2
+            self._shrink()
+            return True
+
+    def forget(self, owner: int) -> None:
+        with self._lock:
+            self._drop(owner)
+
+    def forget_later(self, owner: int) -> None:
+        """For finalizers, which may run at any moment, also while this thread holds the lock."""
+        self._gone.append(owner)
+
+    def _drop(self, owner: int) -> None:
+        for key in [key for key in self._items if key[0] == owner]:
+            self._held -= self._weigh(self._items.pop(key))
+
+    def _shrink(self) -> None:
+        if self._capacity is None:
+            self._capacity = self._make_capacity()
+        while self._items and self._held > self._capacity:
+            self._held -= self._weigh(self._items.popitem(last=False)[1])
+
+
+def _files_allowed() -> int:
+    """Half of what the process may open, after raising the soft limit as far as it is needed and allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = 2 * MOST_FILES if hard == unlimited else min(hard, 2 * MOST_FILES)
+    if soft not in (unlimited, wanted) and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return MOST_FILES if soft == unlimited else max(1, min(soft // 2, MOST_FILES))
+
+
+FILES = Cache(_files_allowed)
+INDEXES = Cache(lambda: INDEX_BYTES, len)
+
+
 SMALL_INDEX = 2**22
 
 _OWNERS = itertools.count()
 _LENGTH, _POINTER = struct.Struct("<i"), struct.Struct("<q")
 _REMAKE = "prepare the dataset again, or restore the file from a copy"
-
-
-def write_manifest(
-    directory: Path,
-    shards: list[Shard],
-    *,
-    tokenizer: str,
-    vocab_size: int,
-    eos_id: int,
-    dtype: str,
-    about: dict[str, Any],
-) -> None:
-    """Call last: a directory without a manifest is not a dataset. `tokenizer` names a file in `directory`."""
-    tokenizer_sha256 = hashlib.sha256((directory / tokenizer).read_bytes()).hexdigest()
-    sums = [(tokenizer_sha256, tokenizer)]
-    for shard in shards:
-        sums += [(shard.bin_sha256, f"{shard.name}.bin"), (shard.idx_sha256, f"{shard.name}.idx")]
-    checksums = "".join(f"{digest}  {name}\n" for digest, name in sums).encode()
-    write_durably(directory / CHECKSUMS, checksums)
-    manifest = {
-        "version": VERSION,
-        "about": about,
-        "tokenizer": {"file": tokenizer, "sha256": tokenizer_sha256},
-        "vocab_size": vocab_size,
-        "eos_id": eos_id,
-        "dtype": dtype,
-        "checksums": {"file": CHECKSUMS, "sha256": hashlib.sha256(checksums).hexdigest()},
-        "shards": {
-            "name": [shard.name for shard in shards],
-            "tokens": [shard.tokens for shard in shards],
-            "documents": [shard.documents for shard in shards],
-            "text_bytes": [shard.text_bytes for shard in shards],
-        },
-    }
-    write_durably(directory / MANIFEST, manifest_text(manifest))
-
-
-def manifest_text(manifest: dict[str, Any]) -> bytes:
-    """One key per line; `shards` comes last."""
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
-    return f"{{\n{lines}\n}}\n".encode()
 
 
 class TokenStore:
@@ -97,7 +152,7 @@ class TokenStore:
         self.tokens = int(tokens.sum())
         self.documents = int(documents.sum())
         self.text_bytes = columns.text_bytes
-        self.fingerprint = _fingerprint(manifest, tokens)
+        self.fingerprint = fingerprint_of_manifest(manifest, tokens)
         self._owner = next(_OWNERS)
         for cache in (FILES, INDEXES):
             weakref.finalize(self, cache.forget_later, self._owner)
@@ -249,17 +304,6 @@ class TokenStore:
                 pieces.append((shard, start - begin, count))
             start, n, shard = start + count, n - count, shard + 1
         return pieces
-
-
-def _fingerprint(manifest: dict[str, Any], tokens: np.ndarray) -> str:
-    identity = {key: manifest[key] for key in ("version", "vocab_size", "eos_id", "dtype")}
-    identity["tokenizer"] = manifest["tokenizer"]["sha256"]
-    identity["checksums"] = manifest["checksums"]["sha256"]
-    if manifest.get("labels"):
-        identity["labels"] = manifest["labels"]
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
-    digest.update(tokens.astype("<i8", copy=False).data)
-    return digest.hexdigest()
 
 
 class _OpenShard:

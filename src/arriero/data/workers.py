@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Protocol
 
 from arriero.errors import UserError
 
@@ -41,3 +41,13 @@ def _begin(begin: Callable[..., None] | None, arguments: tuple[Any, ...]) -> Non
 def _end_with(sentinel: int) -> None:
     wait([sentinel])
     os._exit(1)
+
+
+class Progress(Protocol):
+    """Called with a stage in words and how much of it is done."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None: ...
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    pass

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from arriero.data.store.manifest import CHECKSUMS, MANIFEST, manifest_text
 from arriero.data.store.shards import write_durably
-from arriero.data.store.store import CHECKSUMS, MANIFEST, TokenStore, manifest_text
+from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
 
 PROMPT_LENGTHS, MASK = "plen", "mask"

@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from arriero.data.order.heldout import heldout_last, heldout_tokens_of
-from arriero.data.processes import worker_pool
-from arriero.data.progress import Progress
+from arriero.data.order.shuffle import heldout_last, heldout_tokens_of
 from arriero.data.store.shards import write_durably
 from arriero.data.store.store import TokenStore
+from arriero.data.workers import Progress, worker_pool
 from arriero.errors import UserError
 
 PLANS = "plans"

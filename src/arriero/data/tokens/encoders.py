@@ -13,18 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import tokenizers
 
-from arriero.data.tokens.tokenizer import parsed
+from arriero.data.tokens.tokenizer import Encoded, parsed
 from arriero.errors import UserError
 
 REFERENCE = "tokenizers"
 CHECKED_CHARS = 150_000  # of the sample: `tokenizers` needs about a second for 3 MB
 LONG_CHARS = 2048
 FEW_CHARS = 2**16
-
-
-class Encoded(NamedTuple):
-    ids: np.ndarray
-    lengths: np.ndarray
 
 
 class Backend(Protocol):

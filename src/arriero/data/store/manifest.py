@@ -5,16 +5,21 @@ into arrays, and names of equal length are cut out of the text when asked for. J
 is read as JSON.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
-from arriero.data.store.shards import DTYPES
+from arriero.data.store.shards import DTYPES, Shard, write_durably
 
+MANIFEST = "manifest.json"
+CHECKSUMS = "checksums.sha256"
+VERSION = 1
 _TABLE = re.compile(
     rb'"shards": \{"name": \[([^\[\]]*)\], "tokens": \[([-\d, ]*)\], "documents": \[([-\d, ]*)\], '
     rb'"text_bytes": \[([-\d, ]*)\]\}\n\}\n$'
@@ -173,3 +178,55 @@ def _file_names(names: Any) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
         raise ValueError("the names of 'shards' are not a list of strings")
     return names
+
+
+def write_manifest(
+    directory: Path,
+    shards: list[Shard],
+    *,
+    tokenizer: str,
+    vocab_size: int,
+    eos_id: int,
+    dtype: str,
+    about: dict[str, Any],
+) -> None:
+    """Call last: a directory without a manifest is not a dataset. `tokenizer` names a file in `directory`."""
+    tokenizer_sha256 = hashlib.sha256((directory / tokenizer).read_bytes()).hexdigest()
+    sums = [(tokenizer_sha256, tokenizer)]
+    for shard in shards:
+        sums += [(shard.bin_sha256, f"{shard.name}.bin"), (shard.idx_sha256, f"{shard.name}.idx")]
+    checksums = "".join(f"{digest}  {name}\n" for digest, name in sums).encode()
+    write_durably(directory / CHECKSUMS, checksums)
+    manifest = {
+        "version": VERSION,
+        "about": about,
+        "tokenizer": {"file": tokenizer, "sha256": tokenizer_sha256},
+        "vocab_size": vocab_size,
+        "eos_id": eos_id,
+        "dtype": dtype,
+        "checksums": {"file": CHECKSUMS, "sha256": hashlib.sha256(checksums).hexdigest()},
+        "shards": {
+            "name": [shard.name for shard in shards],
+            "tokens": [shard.tokens for shard in shards],
+            "documents": [shard.documents for shard in shards],
+            "text_bytes": [shard.text_bytes for shard in shards],
+        },
+    }
+    write_durably(directory / MANIFEST, manifest_text(manifest))
+
+
+def manifest_text(manifest: dict[str, Any]) -> bytes:
+    """One key per line; `shards` comes last."""
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
+    return f"{{\n{lines}\n}}\n".encode()
+
+
+def fingerprint_of_manifest(manifest: dict[str, Any], tokens: np.ndarray) -> str:
+    identity = {key: manifest[key] for key in ("version", "vocab_size", "eos_id", "dtype")}
+    identity["tokenizer"] = manifest["tokenizer"]["sha256"]
+    identity["checksums"] = manifest["checksums"]["sha256"]
+    if manifest.get("labels"):
+        identity["labels"] = manifest["labels"]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
+    digest.update(tokens.astype("<i8", copy=False).data)
+    return digest.hexdigest()

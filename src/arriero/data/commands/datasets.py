@@ -1,30 +1,38 @@
 """`arriero data pack`, `show` and `audit`: what a run was or will be trained on, and the proof of it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
+from rich.bar import Bar
 from rich.console import Console
 from rich.markup import escape
+from rich.panel import Panel
 from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
 from arriero.config.options import AsJson, Sets
 from arriero.errors import UserError
-from arriero.ui import make_console, print_json
-from arriero.units import human_count
+from arriero.ui import byte_bar, make_console, print_json
+from arriero.units import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
     from arriero.config.schema import RunConfig
     from arriero.config.timeline import Timeline
-    from arriero.data.order.audit import Audit
+    from arriero.data.order.ledger import Audit
     from arriero.data.order.loader import Batch
     from arriero.data.order.order import Stream
     from arriero.data.order.streams import Streams
+    from arriero.data.store.inspect import Lengths, Sample
+    from arriero.data.store.store import TokenStore
+    from arriero.data.store.verify import Problem, Verified
     from arriero.data.tokens.tokenizer import Tokenizer
 
+Dataset = Annotated[Path, typer.Argument(metavar="DIR", help="A prepared dataset.")]
+_SAMPLE_TOKENS = 120
 Run = Annotated[Path, typer.Argument(help="A run directory, or a run file.", show_default=False)]
 LISTED = 16
 LAST_STEP = 10**9
@@ -55,13 +63,13 @@ def pack(
 
     Example: arriero data pack data/web --seq-len 8192 --heldout '10M tok' --workers 32
     """
-    from arriero.data.order.bestfit import PLANS, find_plan, make_plan
-    from arriero.data.order.heldout import heldout_last
     from arriero.data.order.order import split_heldout
-    from arriero.data.order.pack import Packing, Source
+    from arriero.data.order.packing import Packing, Source
+    from arriero.data.order.packing_plan import PLANS, find_plan, make_plan
+    from arriero.data.order.shuffle import heldout_last
     from arriero.data.store.store import TokenStore
     from arriero.data.tokens.tokenizer import tokenizer_of
-    from arriero.units import human_bytes, parse_span
+    from arriero.units import parse_span
 
     console = make_console()
     try:
@@ -104,8 +112,7 @@ def show(
     """
     from arriero.config.timeline import total_steps
     from arriero.data.order.loader import Loader
-    from arriero.data.tokens.separators import separators_of
-    from arriero.data.tokens.tokenizer import tokenizer_of
+    from arriero.data.tokens.tokenizer import separators_of, tokenizer_of
 
     console = make_console(as_json)
     config = _config(run, sets)
@@ -189,8 +196,7 @@ def audit(
 
     Example: arriero data audit runs/demo
     """
-    from arriero.data.order.audit import Audit
-    from arriero.data.order.ledger import read_ledger
+    from arriero.data.order.ledger import Audit, read_ledger
 
     console = make_console(as_json)
     directory = _directory(run)
@@ -360,3 +366,177 @@ def _drawn(work: Callable[..., T], *arguments: object, console: Console) -> T:
             bar.update(tasks[stage], completed=done)
 
         return work(*arguments, draw)
+
+
+def inspect(
+    directory: Dataset,
+    samples: Annotated[int, typer.Option(min=0, help="How many documents to decode.")] = 3,
+    document: Annotated[int | None, typer.Option(min=0, help="Decode this one, whole.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the samples.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a dataset holds: counts, origin, lengths of documents, decoded samples.
+
+    Example: arriero data inspect data/web --samples 5
+    """
+    from arriero.data.store.inspect import choose_documents, measure_lengths, read_document
+    from arriero.data.store.store import TokenStore
+    from arriero.data.tokens.tokenizer import tokenizer_of
+
+    console = make_console(as_json)
+    store = TokenStore.open(directory)
+    if document is not None:
+        sample = read_document(store, tokenizer_of(store), document, None)
+        if as_json:
+            print_json({"dataset": str(directory), "document": sample._asdict()})
+            return
+        console.print(_sample_panel(sample, whole=True))
+        return
+    lengths = measure_lengths(store)
+    numbers = choose_documents(store, samples, seed)
+    tokenizer = tokenizer_of(store) if numbers else None
+    decoded = [read_document(store, tokenizer, number, _SAMPLE_TOKENS) for number in numbers if tokenizer]
+    if as_json:
+        print_json(_inspected(store, lengths, decoded))
+        return
+    console.print(_facts(store, lengths))
+    if lengths.buckets:
+        console.print(_histogram(store, lengths))
+    for sample in decoded:
+        console.print(_sample_panel(sample, whole=False))
+
+
+def _inspected(store: "TokenStore", lengths: "Lengths", samples: "list[Sample]") -> dict[str, Any]:
+    return {
+        "dataset": str(store.directory),
+        "fingerprint": store.fingerprint,
+        "source": store.about.get("source"),
+        "from": list(map(str, store.about.get("from", []))),
+        "tokens": store.tokens,
+        "documents": store.documents,
+        "shards": store.shards,
+        "dtype": store.dtype.name,
+        "bytes": store.tokens * store.dtype.itemsize,
+        "text_bytes": store.text_bytes,
+        "tokenizer": {
+            "file": store.tokenizer_path.name,
+            "sha256": store.tokenizer_sha256,
+            "vocab_size": store.vocab_size,
+            "eos_id": store.eos_id,
+        },
+        "lengths": asdict(lengths) | {"buckets": [bucket._asdict() for bucket in lengths.buckets]},
+        "samples": [sample._asdict() for sample in samples],
+    }
+
+
+def verify(
+    directory: Dataset,
+    workers: Annotated[int, typer.Option(min=1, help="Shards checked at once.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Check every byte of a dataset: checksums, ids, indexes, counts, ends of documents.
+
+    Exit code 1 and the names of the bad files if anything is wrong.
+
+    Example: arriero data verify data/web --workers 8
+    """
+    from arriero.data.store.store import TokenStore
+    from arriero.data.store.verify import verify_dataset
+
+    console = make_console(as_json)
+    store = TokenStore.open(directory)
+    with byte_bar(console) as bar:
+        task = bar.add_task(f"checking {store.shards} shards", total=store.tokens * store.dtype.itemsize)
+        found = verify_dataset(store, workers, lambda got: bar.advance(task, got))
+    if as_json:
+        listed = {name: [p._asdict() for p in getattr(found, name)] for name in ("problems", "remarks")}
+        valid = {"dataset": str(directory), "valid": not found.problems}
+        print_json(valid | asdict(found) | listed)
+    else:
+        _show_verified(console, directory, found)
+    if found.problems:
+        raise typer.Exit(1)
+
+
+def _facts(store: "TokenStore", lengths: "Lengths") -> Table:
+    table = Table.grid(padding=(0, 2))
+    all_seen = lengths.documents == store.documents
+    of = "" if all_seen else f"of {lengths.documents} documents in {lengths.shards} shards looked at"
+    per_token = (
+        f"{store.text_bytes / store.tokens:.2f} bytes a token" if store.text_bytes and store.tokens else ""
+    )
+    origin = ", ".join(map(str, store.about.get("from", [])))
+    size = human_bytes(store.tokens * store.dtype.itemsize)
+    rows = [
+        ("dataset", str(store.directory), f"fingerprint {store.fingerprint[:16]}"),
+        ("from", str(store.about.get("source", "unknown")), origin),
+        ("tokens", f"{store.tokens:,}", f"{human_count(store.tokens)}, {size} as {store.dtype.name}"),
+        ("documents", f"{store.documents:,}", f"{lengths.empty} without a token {of}".rstrip()),
+        ("text", human_bytes(store.text_bytes) if store.text_bytes else "size unknown", per_token),
+        (
+            "tokenizer",
+            store.tokenizer_path.name,
+            f"{store.vocab_size} ids, end of document {store.eos_id}, sha256 {store.tokenizer_sha256[:16]}",
+        ),
+        ("shards", f"{store.shards:,}", ""),
+        (
+            "lengths",
+            f"{lengths.shortest} to {lengths.longest}",
+            f"median {lengths.median} tokens" + ("" if all_seen else f", {of}"),
+        ),
+    ]
+    for name, value, remark in rows:
+        table.add_row(f"[bold]{name}", escape(value), f"[dim]{escape(remark)}")
+    return table
+
+
+def _histogram(store: "TokenStore", lengths: "Lengths") -> Table:
+    whole = lengths.documents == store.documents
+    title = (
+        "documents by length" if whole else f"documents by length ({lengths.shards} of {store.shards} shards)"
+    )
+    table = Table(title=title, title_justify="left", box=None, header_style="bold")
+    for heading in ("tokens", "documents", ""):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    table.add_column("share of tokens", justify="right")
+    most = max(bucket.documents for bucket in lengths.buckets)
+    tokens = max(1, sum(bucket.tokens for bucket in lengths.buckets))
+    for low, high, documents, held in lengths.buckets:
+        name = str(low) if low == high else f"{low}-{high}"
+        share = f"{documents / lengths.documents:.1%}"
+        table.add_row(
+            name, f"{documents:,}", share, Bar(most, 0, documents, width=40), f"{held / tokens:.1%}"
+        )
+    return table
+
+
+def _sample_panel(sample: "Sample", whole: bool) -> Panel:
+    more = "" if whole or sample.tokens <= _SAMPLE_TOKENS else " [dim]...[/]"
+    return Panel(
+        escape(sample.text) + more,
+        title=f"document {sample.number}, {sample.tokens} tokens, shard {sample.shard}",
+        title_align="left",
+    )
+
+
+def _show_verified(console: Console, directory: Path, found: "Verified") -> None:
+    for problem in found.problems:
+        console.print(f"[bold red]bad[/]  {_line(problem)}", soft_wrap=True)
+    for remark in found.remarks:
+        console.print(f"[yellow]note[/] {_line(remark)}", soft_wrap=True)
+    files = len({problem.file for problem in found.problems})
+    verdict = (
+        f"[bold red]{counted(len(found.problems), 'problem')} in {counted(files, 'file')}"
+        if files
+        else "[bold green]valid"
+    )
+    console.print(
+        f"{escape(str(directory))}: {verdict}[/]; {counted(found.shards, 'shard')}, {found.tokens:,} tokens, "
+        f"{found.documents:,} documents, {found.empty} empty and {found.only_eos} with the end token alone",
+        soft_wrap=True,
+    )
+
+
+def _line(problem: "Problem") -> str:
+    return f"{escape(problem.file)}: {escape(problem.what)}"
