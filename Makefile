@@ -4,7 +4,7 @@ PYTHON ?= python3
 OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check test docs gpu parity bench-small reliability test-oldest test-peers clean
+.PHONY: demo check test docs gpu parity bench-small bench-costs bench-data reliability test-oldest test-peers clean
 
 # Anew each time: a finished run would only be shown again.
 demo: $(VENV)/.installed
@@ -36,6 +36,14 @@ parity: $(VENV)/.installed-test
 # Small sisters of the benchmark's models in every layout and mode: that all work. Half an hour on two cores.
 bench-small: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/arriero bench matrix --small --steps 5 --warmup 2 --out bench-small
+
+# What training costs beside the arithmetic of a step. Some minutes; ARGS="--only overhead --json FILE".
+bench-costs: $(VENV)/.installed-test
+	$(VENV)/bin/python -m benchmarks.costs $(ARGS)
+
+# Data preparation and reading, beside other systems that are installed. ARGS="--size 1GB".
+bench-data: $(VENV)/.installed-test
+	$(VENV)/bin/python -m benchmarks.data $(ARGS)
 
 # The oldest torch the package allows; its only build is the CUDA one, which also runs on CPU.
 test-oldest: .venv-oldest/.installed-test

@@ -103,11 +103,20 @@ def test_an_odd_path_ends_in_one_sentence(command, verb, path, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["nowhere/result.json", "."])
-@pytest.mark.parametrize("verb", [["step", "--json"], ["costs", "--json"], ["parity", "--write"]])
+@pytest.mark.parametrize("verb", [["step", "--json"], ["parity", "--write"]])
 def test_a_result_that_could_not_be_written_is_refused_before_the_work(command, verb, path):
     result = command("bench", *verb, path)
     assert result.returncode == 2
     assert f"{verb[-1]} {path} " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "now"), [("bench costs", "make bench-costs"), ("data bench", "make bench-data")]
+)
+def test_a_moved_verb_is_answered_by_its_new_name(command, verb, now):
+    result = command(*verb.split(), "--json", "x", "argument")
+    assert result.returncode == 2
+    assert f"`arriero {verb}` is now `{now}`" in result.stderr
 
 
 def test_an_argument_that_is_not_utf8_is_refused(command):

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-import arriero.bench.costs_commands as costs_verbs
 import arriero.bench.matrix_commands as matrix_verbs
 import arriero.bench.parity_commands as parity_verbs
 import arriero.bench.result_commands as result_verbs
@@ -19,7 +18,6 @@ import arriero.bench.step_commands as step_verbs
 import arriero.checkpoint.commands as checkpoint_verbs
 import arriero.checkpoint.convert_commands as convert_verbs
 import arriero.config.commands as config_verbs
-import arriero.data.commands.bench as data_bench_verbs
 import arriero.data.commands.datasets as dataset_verbs
 import arriero.data.commands.exchange as exchange_verbs
 import arriero.data.commands.prepare as prepare_verbs
@@ -53,12 +51,10 @@ data.command("import")(exchange_verbs.import_tokens)
 data.command("export")(exchange_verbs.export_tokens)
 data.command()(dataset_verbs.inspect)
 data.command()(dataset_verbs.verify)
-data.command()(data_bench_verbs.bench)
 app.add_typer(bench, name="bench")
 bench.command()(parity_verbs.parity)
 bench.command(cls=WithRunFile)(step_verbs.step)
 bench.command()(matrix_verbs.matrix)
-bench.command()(costs_verbs.costs)
 bench.command()(result_verbs.compare)
 bench.command()(result_verbs.page)
 app.add_typer(ckpt, name="ckpt")
@@ -74,6 +70,25 @@ config.command()(config_verbs.schema)
 config.command()(config_verbs.explain)
 config.command()(config_verbs.reference)
 config.command()(model_verbs.models)
+
+_MOVED = {
+    "bench costs": (bench, "`make bench-costs` in a clone of the repository"),
+    "data bench": (data, "`make bench-data` in a clone of the repository"),
+}
+
+
+def _register_moved(verb: str, group: typer.Typer, now: str) -> None:
+    """Add a hidden verb that takes any arguments and names what replaced it."""
+
+    def moved() -> None:
+        raise UserError(f"`arriero {verb}` is now {now}")
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    group.command(verb.split()[-1], hidden=True, context_settings=settings)(moved)
+
+
+for _verb, (_group, _now) in _MOVED.items():
+    _register_moved(_verb, _group, _now)
 
 
 def _print_version(wanted: bool) -> None:

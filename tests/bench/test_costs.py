@@ -1,33 +1,21 @@
-"""What `bench costs` says is made of the ordinary code, adds up, and tells nothing about where it ran."""
+"""`make bench-costs` measures the ordinary training code and stores results without paths."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from arriero.bench.cost_memory import (
-    PRECISIONS,
-    REMATS,
-    STATES,
-    LiveTensors,
-    beside_the_plan,
-    held_by,
-    memory,
-)
-from arriero.bench.cost_sizes import Place, Sizes
-from arriero.bench.cost_steps import growth, overhead, saves
-from arriero.bench.cost_waits import data_wait, start_up
-from arriero.bench.costs import MEASURES, measure_costs
-from arriero.bench.costs_commands import NAMES
-from arriero.bench.costs_result import Costs
-from arriero.bench.results_page import BEGIN, END, read_results, tables
+from arriero.bench.results_page import replace_section
 from arriero.errors import UserError
-from arriero.model.build import build_model
-from arriero.model.presets import load_preset
 from arriero.model.spec import ModelSpec
+from benchmarks.costs.__main__ import RESULTS, measure_costs
+from benchmarks.costs.result import Costs, section
+from benchmarks.costs.sizes import Place, Sizes
+from benchmarks.costs.steps import growth, overhead, saves
+from benchmarks.costs.waits import data_wait, start_up
+
+REPOSITORY = Path(__file__).parents[2]
 
 LEAST = Sizes().least
 TINY = Sizes(
@@ -45,7 +33,6 @@ TINY = Sizes(
     seq_len=16,
     longer=(1, 2),
     deeper=(1, 3),
-    kept=LEAST,
 )
 
 
@@ -60,23 +47,21 @@ def found(synthetic_cache):
     return measure_costs(quick, "cpu", synthetic_cache, lambda _: None, TINY)
 
 
-def test_the_trainers_share_is_the_step_less_the_bare_calls(place):
+def test_overhead_is_measured_at_two_logging_intervals(place):
     rows = overhead(place).rows
-    assert [row.what[-2:].strip() for row in rows] == ["1", "10"]
+    assert [row.what for row in rows] == ["observe.log_every = 1", "observe.log_every = 10"]
     for row in rows:
-        whole, bare, own, _ = row.values.values()
-        assert (whole, bare) == tuple(min(samples) for samples in row.samples.values())
-        assert own == pytest.approx(whole - bare)
         assert [len(samples) for samples in row.samples.values()] == [2, 2]
-        assert bare > 0
+        assert 0 < row.values["µs bare"] <= row.values["µs per step"]
+        assert row.values["µs of overhead"] <= row.values["µs per step"]
 
 
-def test_every_save_is_seen_and_only_one_kept(place):
+def test_every_save_is_recorded_and_only_one_is_kept(place):
     kinds = saves(place).rows
-    assert [row.what for row in kinds] == ["tiny, in the background", "tiny, at once"]
+    assert [row.what for row in kinds] == ["tiny, in the background", "tiny, in the foreground"]
     for row in kinds:
         assert len(row.samples["ms waited"]) == 3
-        assert row.values["ms until it was safe"] > 0
+        assert row.values["ms until written"] > 0
         assert row.values["MB on disk"] * 1e6 > 12 * ModelSpec.from_dict(_model(LEAST)).parameters
     assert len(list(place.folder.glob("*/bench/checkpoints/step-*"))) == 2
 
@@ -86,7 +71,7 @@ def _model(sets):
     return {"vocab_size": 4096, "max_seq_len": 64} | dims
 
 
-def test_data_is_drawn_at_the_asked_rate(place):
+def test_data_is_consumed_at_the_given_rate(place):
     rows = data_wait(place).rows
     assert [row.what for row in rows] == [
         "sequences of 16",
@@ -94,11 +79,11 @@ def test_data_is_drawn_at_the_asked_rate(place):
         "sequences of 16, with document masks",
         "sequences of 64, with document masks",
     ]
-    assert [row.values["ms a step"] for row in rows[:2]] == pytest.approx([32 * 16 / 1e5, 32 * 64 / 1e5])
+    assert [row.values["ms per step"] for row in rows[:2]] == pytest.approx([32 * 16 / 1e5, 32 * 64 / 1e5])
     assert all(0 < row.values["% of the time"] < 100 for row in rows)
 
 
-def test_growth_is_told_beside_the_formula(place):
+def test_growth_is_compared_with_the_flops(place):
     rows = growth(place).rows
     assert [row.what for row in rows] == ["16 tokens", "32 tokens", "1 layers", "3 layers"]
     for first in (rows[0], rows[2]):
@@ -119,71 +104,18 @@ def test_start_up_counts_to_the_first_step_of_the_embedded_default(place, corpus
     assert first["step"] == 1
 
 
-def test_a_run_that_does_not_start_is_said(place):
+def test_a_run_that_does_not_start_is_reported(place):
     with pytest.raises(UserError, match=r"did not start: run\.device is 'cuda'"):
         start_up(replace(place, device="cuda"))
 
 
-def test_live_tensors_are_counted_once_and_until_they_go():
-    with LiveTensors() as live:
-        a = torch.zeros(1000)
-        view = a.view(10, 100)
-        assert live.now() == 4000
-        b = view * 2
-        assert live.now() == 8000
-        del a, view
-        assert live.now() == 4000
-        del b
-    assert (live.now(), live.peak()) == (0, 8000)
-
-
-def test_live_tensors_see_what_only_the_backward_pass_holds():
-    weight = torch.ones(1000, requires_grad=True)
-    with LiveTensors() as live:
-        loss = (weight * 2).exp().sum()
-        kept = live.now()
-        loss.backward()
-    # the result of exp, and the loss
-    assert kept == 4000 + 4
-    assert weight.grad is not None
-
-
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_plan_knows_the_bytes_of_every_state(place, precision, state):
-    """All choices of the table but recomputation, which state does not depend on."""
-    # the quantiles that weights are drawn by are made once in a process, and are of no run
-    build_model(load_preset("llama-test")).init_weights(1)
-    sets = {**LEAST, "model.dim": 64, "model.ffn": 128, "model.heads": 1, **PRECISIONS[precision]}
-    place = replace(place, sizes=replace(TINY, kept=sets))
-    values = beside_the_plan(place, "it", {"optim.state": state}, on_gpu=False).values
-    assert values["ratio"] == pytest.approx(1.0, abs=0.02)
-    assert values["peak measured"] >= values["measured"]
-
-
-def test_the_table_of_memory_has_every_choice(place, monkeypatch):
-    held = held_by(place.run(2, LEAST), on_gpu=False)
-    monkeypatch.setattr("arriero.bench.cost_memory.held_by", lambda *_: held)
-    cost = memory(place)
-    assert (
-        len(cost.rows) == len({row.what for row in cost.rows}) == len(PRECISIONS) * len(STATES) * len(REMATS)
-    )
-    assert "all tensors alive" in cost.explanation
-
-
-def test_recomputation_leaves_less_alive(place):
-    sets = {**LEAST, "model.layers": 4, "data.seq_len": 256, "train.batch": "1024 tok"}
-    peaks = [held_by(place.run(2, sets | {"memory.remat": kind}), False).peak for kind in ("none", "full")]
-    assert peaks[1] < peaks[0]
-
-
-def test_a_result_has_its_provenance_and_no_places(found, tmp_path, synthetic_cache):
+def test_a_result_has_its_versions_and_no_paths(found, tmp_path, synthetic_cache):
     path = tmp_path / "costs.json"
     found.write(path)
     assert Costs.read(path) == found
     assert [cost.name for cost in found.costs] == ["overhead", "data-wait", "growth"]
     asked = ["--device", "cpu", "--only", "overhead,data-wait,growth"]
-    assert found.command == ["arriero", "bench", "costs", *asked]
+    assert found.command == ["python", "-m", "benchmarks.costs", *asked]
     assert found.code.versions["torch"]
     assert found.device.cpu
     text = path.read_text()
@@ -192,46 +124,35 @@ def test_a_result_has_its_provenance_and_no_places(found, tmp_path, synthetic_ca
     assert str(synthetic_cache) not in text
 
 
-def test_the_page_shows_costs_beside_speeds(arriero, found, tmp_path):
-    (tmp_path / "results").mkdir()
-    found.write(tmp_path / "results" / "costs.json")
-    (tmp_path / "page.md").write_text(f"# Speed\n{BEGIN}\nold\n{END}\n")
-    done = arriero("bench", "page", "--results", "results", "--write", "page.md")
-    assert done.returncode == 0, done.stderr
-    text = (tmp_path / "page.md").read_text()
-    assert "### Cost of the rest" in text
-    assert "[costs.json](results/costs.json)" in text
+def test_the_section_of_the_page_has_every_table(found, tmp_path):
+    found.write(tmp_path / "results" / "cpu.json")
+    text = section(tmp_path / "results", tmp_path)
+    assert "[cpu.json](results/cpu.json)" in text
     for cost in found.costs:
         assert f"**{cost.name}.** {cost.explanation}" in text
         assert f"| {cost.rows[0].what} |" in text
 
 
-def test_both_kinds_of_results_live_in_one_folder(found, measured, tmp_path):
-    shutil.copy(measured, tmp_path / "step.json")
-    found.write(tmp_path / "costs.json")
-    kept = read_results(tmp_path)
-    assert sorted(isinstance(result, Costs) for _, result in kept) == [False, True]
-    page = tables(kept, tmp_path)
-    assert page.index("Where a step goes") < page.index("### Cost of the rest")
+def test_the_committed_page_is_the_generated_one():
+    page = REPOSITORY / "docs" / "performance.md"
+    text = page.read_text()
+    assert replace_section(text, "costs", section(RESULTS, page.parent), "it") == text
 
 
-def test_costs_of_another_version_are_refused(found, tmp_path):
+def test_costs_of_another_version_are_rejected(found, tmp_path):
     changed = json.loads(found.model_dump_json()) | {"schema_version": 99}
     (tmp_path / "old.json").write_text(json.dumps(changed))
     with pytest.raises(UserError, match="schema_version"):
-        read_results(tmp_path)
+        section(tmp_path, tmp_path)
 
 
-def test_the_command_knows_every_cost():
-    assert tuple(MEASURES) == NAMES
-
-
-def test_a_mistake_ends_in_one_sentence(arriero, tmp_path):
+def test_a_mistake_ends_in_one_sentence(python, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     for arguments, words in [
         (["--only", "save"], "there is no 'save' (did you mean 'saves'?)"),
         (["--only", "growth", "--device", "cuda"], "torch sees no GPU here"),
     ]:
-        result = arriero("bench", "costs", *arguments)
+        result = python("-m", "benchmarks.costs", *arguments)
         assert result.returncode == 2, result.stderr
         assert words in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1

@@ -8,7 +8,7 @@ import pytest
 from arriero.bench.cases import BF16, FLOAT8, FP32, STATES
 from arriero.bench.gate import COMPILED, MASKED
 from arriero.bench.result import Energy, Result, Timing
-from arriero.bench.results_page import BEGIN, END, page_with, read_results, tables
+from arriero.bench.results_page import read_results, replace_section, tables
 from arriero.errors import UserError
 from arriero.model.spec import CONVENTIONS
 
@@ -19,7 +19,7 @@ PAGE = REPOSITORY / "docs" / "performance.md"
 def test_the_committed_page_is_the_generated_one():
     text = PAGE.read_text()
     kept = read_results(REPOSITORY / "benchmarks" / "results")
-    assert page_with(text, tables(kept, PAGE.parent), "it") == text
+    assert replace_section(text, "results", tables(kept, PAGE.parent), "it") == text
 
 
 def test_the_page_has_the_formula_of_every_convention():
@@ -55,7 +55,7 @@ def test_results_become_rows_with_every_convention_and_every_part(arriero, measu
     changed = {"mode": "bf16, compiled", "energy": energy, "gate": gate}
     result.model_copy(update=changed).write(tmp_path / "results" / "b.json")
     page = tmp_path / "page.md"
-    page.write_text(f"# Speed\n\n{BEGIN}\nold\n{END}\n\nafter\n")
+    page.write_text("# Speed\n\n<!-- results -->\nold\n<!-- /results -->\n\nafter\n")
     written = arriero("bench", "page", "--results", "results", "--write", "page.md")
     assert written.returncode == 0, written.stderr
     text = page.read_text()
@@ -80,4 +80,4 @@ def test_a_page_without_results_says_so(tmp_path):
 
 def test_a_page_without_marks_is_left_alone():
     with pytest.raises(UserError, match="has no"):
-        page_with("# nothing here\n", "tables", "page.md")
+        replace_section("# nothing here\n", "results", "tables", "page.md")

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from arriero.data.bench.prepare import bare_encode_speed, bare_file_encode_speed, prepare_speed
 from arriero.errors import UserError
+from benchmarks.data.preparing import bare_encode_speed, bare_file_encode_speed, prepare_speed
 
 
 def test_prepare_and_the_bare_encoder_are_measured_on_the_same_text(

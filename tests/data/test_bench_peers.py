@@ -7,7 +7,7 @@ import pytest
 from exchange_corpora import EOS, make_dataset, tokenizer_file
 from peer_python import peer_python
 
-from arriero.data.bench.peers import (
+from benchmarks.data.peers import (
     PeerAbsent,
     read_fms_path,
     read_hf_datasets,

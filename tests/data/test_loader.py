@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from arriero.data.bench.loader import measure_opening, measure_reading, write_random_documents
 from arriero.data.order.loader import IGNORED, Loader
 from arriero.data.order.order import EvalStream, Stream
 from arriero.data.order.packing import Packing, Source
 from arriero.errors import UserError
+from benchmarks.data.reading import measure_opening, measure_reading, write_random_documents
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arriero.data.bench.loader import write_empty_shards
 from arriero.data.store.manifest import manifest_text, parse_manifest
 from arriero.data.store.shards import ShardWriter
 from arriero.data.store.store import FILES, TokenStore
 from arriero.errors import UserError
+from benchmarks.data.reading import write_empty_shards
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 999), max_size=6), max_size=5)
 

@@ -56,7 +56,7 @@ def page(
 
     Example: arriero bench page --write docs/performance.md
     """
-    from arriero.bench.results_page import page_with, read_results, tables
+    from arriero.bench.results_page import read_results, replace_section, tables
 
     kept = read_results(results)
     if write is None:
@@ -66,5 +66,6 @@ def page(
         text = write.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"{write} cannot be read ({error})", "give a page that is there") from None
-    write.write_text(page_with(text, tables(kept, write.parent), str(write)), encoding="utf-8")
+    text = replace_section(text, "results", tables(kept, write.parent), str(write))
+    write.write_text(text, encoding="utf-8")
     typer.echo(f"{write}: {len(kept)} results")

@@ -6,53 +6,43 @@ from itertools import groupby
 from pathlib import Path
 
 from arriero.bench.breakdown import CATEGORIES
-from arriero.bench.costs_page import cost_tables
-from arriero.bench.costs_result import Costs, is_costs
 from arriero.bench.result import Result
 from arriero.errors import UserError
 from arriero.model.spec import CONVENTIONS
 
-BEGIN, END = "<!-- results -->", "<!-- /results -->"
-
 Kept = tuple[Path, Result]
 
 
-def read_results(folder: Path) -> list[tuple[Path, Result | Costs]]:
-    """Of both kinds, by device and by file name."""
+def read_results(folder: Path) -> list[Kept]:
+    """By device and by file name."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}", "give one with --results")
-    found = [
-        (path, Costs.read(path) if is_costs(path) else Result.read(path))
-        for path in sorted(folder.glob("*.json"))
-    ]
+    found = [(path, Result.read(path)) for path in sorted(folder.glob("*.json"))]
     return sorted(found, key=lambda kept: kept[1].device.name)
 
 
-def tables(results: Sequence[tuple[Path, Result | Costs]], beside: Path) -> str:
+def tables(results: Sequence[Kept], beside: Path) -> str:
     """Links are as seen from the folder `beside`."""
     if not results:
         return "No results yet.\n"
-    steps = [(path, result) for path, result in results if isinstance(result, Result)]
-    costs = [(path, result) for path, result in results if isinstance(result, Costs)]
-    parts: list[str] = [] if steps else ["No results of `bench step` yet.", ""]
-    for device, group in groupby(steps, lambda kept: kept[1].device.name):
+    parts: list[str] = []
+    for device, group in groupby(results, lambda kept: kept[1].device.name):
         members = list(group)
         parts += [f"### {device}\n", *_speeds(members, beside), ""]
         parts += ["Share of the bf16 peak, by each way of counting:\n", *_shares(members), ""]
         if any(result.breakdown for _, result in members):
             parts += ["Where a step goes, in ms:\n", *_breakdowns(members), ""]
-    if costs:
-        parts += cost_tables(costs, beside)
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def page_with(text: str, generated: str, where: str) -> str:
-    """The page with what stands between its marks replaced."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def replace_section(text: str, name: str, generated: str, where: str) -> str:
+    """Return the page with the text between <!-- name --> and <!-- /name --> replaced."""
+    first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise UserError(f"{where} has no {BEGIN} ... {END}", "put both where the tables belong")
-    return f"{before}{BEGIN}\n{generated}{END}{after}"
+        raise UserError(f"{where} has no {first} ... {last}", "put both where the tables belong")
+    return f"{before}{first}\n{generated}{last}{after}"
 
 
 def _speeds(members: Sequence[Kept], beside: Path) -> Iterator[str]:

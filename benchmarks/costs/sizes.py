@@ -1,4 +1,4 @@
-"""How large the runs are whose costs are measured, and how they are made."""
+"""Sizes of the measured runs, and the run files made from them."""
 
 import tempfile
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ def _batch(sequences: int, seq_len: int) -> Sets:
 
 @dataclass(frozen=True)
 class Sizes:
-    """`blocks` are of ten steps each; `tokens` those of the dataset that is read."""
+    """Each of the `blocks` has ten steps; `tokens` is the size of the dataset that is read."""
 
     starts: int = 3
     blocks: int = 15
@@ -53,20 +53,18 @@ class Sizes:
     seq_len: int = 256
     longer: tuple[int, ...] = (1, 2, 4, 8)
     deeper: tuple[int, ...] = (1, 2, 4)
-    kept: Sets = field(default_factory=lambda: _width(256, 4, 768) | _batch(2, 512))
 
 
 ON_GPU = Sizes(
     steps=20,
     grown=_width(1024, 4, 3072) | {"precision.compute": "bf16"},
     seq_len=2048,
-    kept=_width(2048, 8, 6144) | _batch(4, 2048),
 )
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where to measure: the device by its name in run files, a folder to fill, the built-in corpus."""
+    """Where to measure: the device as in run files, a scratch folder, the folder of the built-in corpus."""
 
     device: str
     folder: Path
@@ -74,7 +72,7 @@ class Place:
     sizes: Sizes
 
     def run(self, steps: int, sets: Sets) -> RunConfig:
-        """As `bench step` would run it: no evaluation, checkpoints or export."""
+        """Return a run like that of `bench step`: without evaluation, checkpoints or export."""
         keys = _SHARED | sets | {"run.device": self.device, "data.cache": str(self.cache)}
         config = load_run(None, [f"{key}={toml_value(value)}" for key, value in keys.items()], expand).config
         return benchmark_run(config, steps, Path(tempfile.mkdtemp(dir=self.folder)))

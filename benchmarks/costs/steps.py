@@ -1,4 +1,4 @@
-"""What steps cost beside their arithmetic, and how they grow: the trainer itself, saves, length and depth."""
+"""Measure the trainer's overhead, the wait for checkpoints, and how step time grows with length and depth."""
 
 import statistics
 import time
@@ -8,8 +8,6 @@ from itertools import pairwise
 
 from rich.console import Console
 
-from arriero.bench.cost_sizes import Place, Sets, recorded
-from arriero.bench.costs_result import Cost, Row
 from arriero.checkpoint.manager import Report
 from arriero.config.schema import RunConfig
 from arriero.data.order.loader import IGNORED
@@ -25,12 +23,14 @@ from arriero.train.loop import train
 from arriero.train.metrics import StepMetrics
 from arriero.train.session import Session
 from arriero.units import Span
+from benchmarks.costs.result import Cost, Row
+from benchmarks.costs.sizes import Place, Sets, recorded
 
 BLOCK = 10
 
 
 class StepEnds(Hook):
-    """When every so many steps ended, the device's work done."""
+    """Record the time after every `every` steps, with the device synchronized."""
 
     def __init__(self, every: int = 1) -> None:
         self._every = every
@@ -42,7 +42,7 @@ class StepEnds(Hook):
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Of a step, the mean of those between two marks; before the first mark all is cold."""
+        """Return the mean seconds per step between two marks; steps before the first mark are warm-up."""
         return [(b - a) / self._every for a, b in pairwise(self._marks)]
 
 
@@ -76,26 +76,26 @@ def overhead(place: Place) -> Cost:
     ]
     return Cost(
         name="overhead",
-        explanation="A step of the smallest model through train(), with loader, schedule, metrics.jsonl, "
-        "ledger, TensorBoard and progress line, less the bare calls: model(tokens, labels), backward() "
-        "of its mean, optimizer.step() with clipping, on one batch that is there already. The "
-        f"fastest stretch of {BLOCK} steps of each; beside it the difference of their medians.",
+        explanation="A step of the smallest model in the training loop with loader, schedule, metrics.jsonl, "
+        "ledger, TensorBoard and progress line, minus the bare calls: model(tokens, labels), backward() "
+        "of its mean, optimizer.step() with clipping, on one batch in memory. The fastest block of "
+        f"{BLOCK} steps of each, and the difference of their medians.",
         settings=recorded(sizes.least),
         rows=tuple(rows),
     )
 
 
 def _difference(what: str, whole: Sequence[float], bare: Sequence[float]) -> Row:
-    """At their fastest: two medians on a machine that others use differ by more than what is looked for."""
+    """Compare the fastest blocks: on a shared machine, medians vary by more than the overhead."""
     return Row(
         what=what,
         values={
-            "µs a step": min(whole),
-            "µs of it bare": min(bare),
-            "µs of the trainer": min(whole) - min(bare),
+            "µs per step": min(whole),
+            "µs bare": min(bare),
+            "µs of overhead": min(whole) - min(bare),
             "by medians": statistics.median(whole) - statistics.median(bare),
         },
-        samples={"µs a step": tuple(whole), "µs of it bare": tuple(bare)},
+        samples={"µs per step": tuple(whole), "µs bare": tuple(bare)},
     )
 
 
@@ -133,7 +133,7 @@ def _bare_step(session: Session) -> Callable[[], None]:
 
 
 class _Waits(Hook):
-    """Between saves the last one is let finish: none waits for the one before it."""
+    """Record the waits for saves; each save finishes before the next begins."""
 
     def __init__(self) -> None:
         self.waits_ms: list[float] = []
@@ -152,15 +152,17 @@ class _Waits(Hook):
 
 def saves(place: Place) -> Cost:
     rows = [
-        _saved(place, f"{name}, {'in the background' if background else 'at once'}", sets, background)
+        _saved(
+            place, f"{name}, {'in the background' if background else 'in the foreground'}", sets, background
+        )
         for name, sets in place.sizes.saved
         for background in (True, False)
     ]
     return Cost(
         name="saves",
         explanation="How long the loop waits for a checkpoint (save_s of metrics.jsonl): weights and both "
-        "moments in fp32, synced to the disk and read back. In the background only the copy of the tensors "
-        "is waited for; the first save makes room for it. Medians of the later ones.",
+        "moments in fp32, flushed to disk and read back. A background save only waits for a copy of the "
+        "tensors; the first save allocates its memory. Medians of the later saves.",
         settings=recorded({}),
         rows=tuple(rows),
     )
@@ -177,7 +179,7 @@ def _saved(place: Place, what: str, sets: Sets, background: bool) -> Row:
         "MB on disk": seen.reports[-1].size / 1e6,
         "ms waited": statistics.median(later),
         "ms waited at the first": first,
-        "ms until it was safe": 1e3 * statistics.median(report.written_s for report in seen.reports[1:]),
+        "ms until written": 1e3 * statistics.median(report.written_s for report in seen.reports[1:]),
     }
     return Row(what=what, values=values, samples={"ms waited": tuple(seen.waits_ms)})
 
@@ -189,16 +191,15 @@ def growth(place: Place) -> Cost:
     depths = [(f"{layers * n} layers", {"model.layers": layers * n}) for n in sizes.deeper]
     return Cost(
         name="growth",
-        explanation="A step of one sequence, longer or through more layers, beside what the formula `honest` "
-        "of FLOPs makes of it; both as multiples of the first row of their kind. The "
-        f"fastest of {sizes.steps * sizes.repeats} steps; not compiled.",
+        explanation="A step of one sequence with more tokens or layers, beside its causal FLOPs; both are "
+        f"multiples of the first row. The fastest of {sizes.steps * sizes.repeats} steps; not compiled.",
         settings=recorded(sizes.grown | {"data.seq_len": sizes.seq_len}),
         rows=(*_grown(place, lengths), *_grown(place, depths)),
     )
 
 
 def _grown(place: Place, cases: Sequence[tuple[str, Sets]]) -> Iterator[Row]:
-    """In rounds: what disturbs the machine for a while does not meet all steps of one row."""
+    """Measure in rounds, so that a temporary disturbance does not affect all steps of one row."""
     taken: dict[str, list[float]] = {what: [] for what, _ in cases}
     flops: dict[str, float] = {}
     for _ in range(place.sizes.repeats):
@@ -212,8 +213,8 @@ def _grown(place: Place, cases: Sequence[tuple[str, Sets]]) -> Iterator[Row]:
     first = cases[0][0]
     for what, steps in taken.items():
         values = {
-            "ms a step": min(steps),
+            "ms per step": min(steps),
             "times as long": min(steps) / min(taken[first]),
             "times the FLOPs": flops[what] / flops[first],
         }
-        yield Row(what=what, values=values, samples={"ms a step": tuple(steps)})
+        yield Row(what=what, values=values, samples={"ms per step": tuple(steps)})

@@ -1,7 +1,7 @@
-"""What the peers do with the same tokens or text, per CPU-second.
+"""Measure other systems on the same tokens or text, per CPU-second.
 
-A peer that is not installed here is looked for in the interpreter ARRIERO_PEERS_PYTHON names: this file runs
-there as a script, so it imports nothing but the standard library until it must.
+A system that is not installed here is searched for in the interpreter that ARRIERO_PEERS_PYTHON names. This
+file runs there as a script, so it imports only the standard library at the top.
 """
 
 import json
@@ -26,7 +26,7 @@ HF_BATCH = 1000
 
 
 class Measured(NamedTuple):
-    """`amount` in `unit` done in `cpu_s` seconds of user and system time, children included."""
+    """`amount` in `unit` processed in `cpu_s` seconds of user and system time, children included."""
 
     peer: str
     amount: float
@@ -43,7 +43,7 @@ class PeerAbsent(Exception):
 
 
 def read_hf_datasets(store: "TokenStore", seq_len: int = 8192, rows: int = 512) -> Measured:
-    """Rows of `seq_len` from a memory-mapped Arrow file through `datasets` with format torch."""
+    """Read rows of `seq_len` from a memory-mapped Arrow file through `datasets` with format torch."""
     _need("datasets")
     import datasets
     import numpy as np
@@ -66,7 +66,7 @@ def read_hf_datasets(store: "TokenStore", seq_len: int = 8192, rows: int = 512) 
 
 
 def read_fms_path(store: "TokenStore", seq_len: int = 8192, rows: int = 512) -> Measured:
-    """fms-fsdp's way in our own lines: a batch per document, chunks through `to_pylist`, a list as buffer."""
+    """Read like fms-fsdp: a batch per document, chunks through `to_pylist`, a list as buffer."""
     import torch
 
     from arriero.data.exchange.convert import export_dataset
@@ -86,7 +86,7 @@ def read_fms_path(store: "TokenStore", seq_len: int = 8192, rows: int = 512) -> 
                     made += 1
                 if made == rows:
                     break
-    return Measured("the path of fms-fsdp (our lines)", made * seq_len / 1e6, "Mtok", spent())
+    return Measured("fms-fsdp (reimplemented)", made * seq_len / 1e6, "Mtok", spent())
 
 
 def _fms_chunks(files: list[Path], eos_id: int) -> Iterator[list[int]]:
@@ -101,7 +101,7 @@ def _fms_chunks(files: list[Path], eos_id: int) -> Iterator[list[int]]:
 
 
 def tokenize_datasets_map(jsonl: Path, tokenizer: Path) -> Measured:
-    """`datasets.map`, batched, one process, with a fast tokenizer of `transformers`, from JSONL to Arrow."""
+    """Run `datasets.map`, batched, with a fast tokenizer of `transformers`, from JSONL to Arrow."""
     _need("datasets", "transformers")
     import datasets
     import transformers
@@ -121,7 +121,7 @@ def tokenize_datasets_map(jsonl: Path, tokenizer: Path) -> Measured:
 
 
 def tokenize_datatrove(jsonl: Path, tokenizer: Path) -> Measured:
-    """datatrove's DocumentTokenizer, one task, from JSONL to `.ds`."""
+    """Run datatrove's DocumentTokenizer, one task, from JSONL to `.ds`."""
     if not find_spec("datatrove"):
         return _elsewhere("datatrove", "tokenize_datatrove", jsonl, tokenizer)
     from datatrove.executor import LocalPipelineExecutor
@@ -139,7 +139,7 @@ def tokenize_datatrove(jsonl: Path, tokenizer: Path) -> Measured:
 
 
 def text_megabytes(jsonl: Path) -> float:
-    """UTF-8 bytes of the texts alone."""
+    """Return the size of the texts in UTF-8, without the JSON around them."""
     with jsonl.open("rb") as lines:
         return sum(len(json.loads(line)["text"].encode()) for line in lines) / 1e6
 
@@ -175,7 +175,7 @@ def _elsewhere(peer: str, function: str, *paths: Path) -> Measured:
 
 @contextmanager
 def _cpu():
-    """Gives a function that tells the CPU-seconds of the block, of this process and its ended children."""
+    """Yield a function that returns the CPU-seconds of the block, finished children included."""
 
     def now() -> float:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,6 +1,6 @@
-"""How fast text becomes shards on this machine, beside the bare encoder it is built on.
+"""Measure how fast text becomes shards, beside the bare encoder.
 
-Every speed is MB of the input files per second of CPU, of a process of its own, start-up included.
+Each speed is MB of input per CPU-second of a separate process, start-up included.
 """
 
 import json
@@ -31,7 +31,7 @@ class Speed(NamedTuple):
 
 
 def prepare_speed(files: Sequence[Path], tokenizer: Path, column: str = "text") -> Speed:
-    """`arriero data prepare` with one worker, JSONL to finished shards on disk."""
+    """Run `arriero data prepare` with one worker, from JSONL to finished shards on disk."""
     with tempfile.TemporaryDirectory(prefix="arriero-bench-") as folder:
         target = Path(folder) / "set"
         command = [sys.executable, "-m", "arriero", "data", "prepare", *map(str, files), "-o", str(target)]
@@ -41,12 +41,12 @@ def prepare_speed(files: Sequence[Path], tokenizer: Path, column: str = "text") 
 
 
 def bare_encode_speed(files: Sequence[Path], tokenizer: Path, column: str = "text") -> Speed:
-    """gigatoken alone on texts that lie parsed in memory, batch by batch: nothing is read or written."""
+    """Encode parsed texts in memory with gigatoken, batch by batch, without reading or writing."""
     return _in_process("gigatoken, texts in memory", encode_texts_in_memory, files, tokenizer, column)
 
 
 def bare_file_encode_speed(files: Sequence[Path], tokenizer: Path, column: str = "text") -> Speed:
-    """gigatoken alone from JSONL files to ids in memory, by its own reader."""
+    """Encode JSONL files to ids in memory with gigatoken and its own reader."""
     return _in_process("gigatoken, encode_files", encode_files_in_memory, files, tokenizer, column)
 
 
@@ -78,12 +78,10 @@ def encode_files_in_memory(files: Sequence[str], tokenizer: str, column: str) ->
 def _in_process(
     name: str, measure: Callable[..., tuple[float, int]], files: Sequence[Path], tokenizer: Path, column: str
 ) -> Speed:
+    """Call `measure` in a new interpreter, which runs this file as a script."""
     arguments = json.dumps([[str(file) for file in files], str(tokenizer), column])
-    code = (
-        f"import json, sys; from arriero.data.bench.prepare import {measure.__name__} as measure; "
-        "print(json.dumps(measure(*json.loads(sys.argv[1]))))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, arguments], capture_output=True, text=True)
+    command = [sys.executable, __file__, measure.__name__, arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{name} cannot be measured ({done.stderr.strip().splitlines()[-1]})")
     seconds, tokens = json.loads(done.stdout)
@@ -106,3 +104,7 @@ def _own_cpu() -> float:
 
 def _megabytes(files: Sequence[Path]) -> float:
     return sum(Path(file).stat().st_size for file in files) / 1e6
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](*json.loads(sys.argv[2]))))

@@ -1,4 +1,4 @@
-"""What is waited for before and between steps: the start of a process, and data."""
+"""Measure the waits before and between steps: start-up and data."""
 
 import os
 import statistics
@@ -11,23 +11,23 @@ from pathlib import Path
 import torch
 
 import arriero
-from arriero.bench.cost_sizes import Place
-from arriero.bench.costs_result import Cost, Row
 from arriero.bench.matrix import first_words
-from arriero.data.bench.loader import write_random_documents
 from arriero.data.order.loader import Loader
 from arriero.data.order.order import Stream
 from arriero.data.order.packing import Source
 from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
+from benchmarks.costs.result import Cost, Row
+from benchmarks.costs.sizes import Place
+from benchmarks.data.reading import write_random_documents
 
 _BATCH = 32
 _SKIPPED = 3
-_PATIENCE = 600.0
+_TIMEOUT_S = 600.0
 
 
 def start_up(place: Place) -> Cost:
-    """The corpus is made by the first start of all, in a folder that is empty before."""
+    """Measure start-up; the first start, in an empty folder, prepares the corpus."""
     folder = place.folder / "start-up"
     folder.mkdir(exist_ok=True)
     times = range(place.sizes.starts)
@@ -43,9 +43,9 @@ def start_up(place: Place) -> Cost:
     ]
     return Cost(
         name="start-up",
-        explanation="From the start of the process, each in one of its own. `arriero train` is the embedded "
-        "default: its first step comes after an evaluation of the fresh model; in an empty folder it first "
-        f"makes its corpus and tokenizer, once. Medians of {place.sizes.starts}, the last row of one.",
+        explanation="From the start of a new process. `arriero train` runs the embedded default: its first "
+        "step follows an evaluation of the initial model; in an empty folder it first prepares its corpus "
+        f"and tokenizer. Medians of {place.sizes.starts} starts; the last row is one start.",
         settings={},
         rows=tuple(rows),
     )
@@ -69,7 +69,7 @@ def _ended(folder: Path, arguments: Sequence[str]) -> float:
 
 
 def _first_step(folder: Path, device: str, name: str) -> float:
-    """A run writes its first line of metrics when its first step is done; then it is not needed any more."""
+    """Start a run and stop it when the first line of metrics.jsonl, after its first step, is written."""
     metrics = folder / "runs" / name / "metrics.jsonl"
     keys = ["--set", f"run.name={name}", "--set", f"run.device={device}"]
     began = time.perf_counter()
@@ -83,7 +83,7 @@ def _first_step(folder: Path, device: str, name: str) -> float:
         )
         try:
             while not metrics.exists() or not metrics.stat().st_size:
-                if process.poll() is not None or time.perf_counter() - began > _PATIENCE:
+                if process.poll() is not None or time.perf_counter() - began > _TIMEOUT_S:
                     said.seek(0)
                     why = first_words("", said.read()) or "it took no step"
                     raise UserError(f"`arriero train` did not start: {why}", "try it by itself")
@@ -102,10 +102,9 @@ def data_wait(place: Place) -> Cost:
     ]
     return Cost(
         name="data-wait",
-        explanation=f"The share of time spent waiting for a batch of {_BATCH} sequences when the step itself "
-        f"takes as long as {sizes.tokens_per_s:,.0f} tokens a second allow: a consumer that sleeps so long "
-        "between batches of the ordinary loader. One rank, one reading thread, documents of 1,000 tokens on "
-        "average, cached in memory.",
+        explanation=f"The share of time spent waiting for a batch of {_BATCH} sequences when steps consume "
+        f"{sizes.tokens_per_s:,.0f} tokens per second: a consumer sleeps between batches of the ordinary "
+        "loader. One rank, one reader thread, documents of 1,000 tokens on average in the page cache.",
         settings={},
         rows=tuple(rows),
     )
@@ -125,7 +124,7 @@ def _drawn(place: Place, store: TokenStore, seq_len: int, documents: bool) -> Ro
     waits = waits[_SKIPPED:]
     values = {
         "% of the time": 100 * sum(waits) / (sum(waits) + period * len(waits)),
-        "ms a step": 1e3 * period,
+        "ms per step": 1e3 * period,
         "ms waited, median": 1e3 * statistics.median(waits),
         "ms waited, longest": 1e3 * max(waits),
     }

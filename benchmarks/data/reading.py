@@ -1,4 +1,4 @@
-"""What reading costs: start-up, resident memory and tokens per CPU-second. Functions that return numbers."""
+"""Measure opening and reading a dataset: start-up, resident memory and tokens per CPU-second."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+import arriero
 from arriero.data.order.packing import CONCAT, Packing, Source
 from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import Shard, ShardWriter, dtype_for
@@ -17,7 +18,7 @@ from arriero.data.store.store import TokenStore
 
 
 class Opening(NamedTuple):
-    """A fresh process that imports numpy and opens a dataset."""
+    """Cost of a fresh process that imports numpy and opens a dataset."""
 
     cpu_seconds: float
     resident_bytes: int
@@ -48,7 +49,7 @@ print(json.dumps([spent, resident, peak]))
 
 
 def write_empty_shards(directory: Path, shards: int) -> None:
-    """The manifest of a dataset of so many shards; the shards themselves are not there."""
+    """Write the manifest of a dataset without the shards that it names."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text("{}")
     table = [Shard(f"{i:07d}", 10**9, 10**6, 4 * 10**9, "0" * 64, "1" * 64) for i in range(shards)]
@@ -60,7 +61,7 @@ def write_empty_shards(directory: Path, shards: int) -> None:
 def write_random_documents(
     directory: Path, tokens: int, mean_length: int = 1000, seed: int = 1
 ) -> TokenStore:
-    """A dataset of log-normally long documents of random tokens below 32,000."""
+    """Write documents of random tokens below 32,000 with log-normal lengths."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text("{}")
     generator = np.random.default_rng(seed)
@@ -78,7 +79,7 @@ def write_random_documents(
 
 def measure_opening(directory: Path) -> Opening:
     command = [sys.executable, "-c", _OPEN, str(directory)]
-    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(arriero.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return Opening(*json.loads(result.stdout))
@@ -92,7 +93,7 @@ def measure_reading(
     document_mask: bool = True,
     packing: Packing = CONCAT,
 ) -> Reading:
-    """CPU time of all threads of this process while a loader hands out so many real tokens."""
+    """Measure the CPU time of all threads of this process while a loader returns `tokens` real tokens."""
     from arriero.data.order.loader import Loader
     from arriero.data.order.order import Stream
 
