@@ -46,7 +46,7 @@ def test_the_exported_model_is_the_one_that_was_evaluated(arriero, corpus_cache,
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from arriero.data.order.order import split_heldout
+    from arriero.data.order.shuffle import split_heldout
     from arriero.data.store.store import TokenStore
 
     assert arriero("train", *TINY, "--set", f"data.cache='{corpus_cache}'").returncode == 0

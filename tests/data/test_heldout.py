@@ -6,10 +6,9 @@ from exchange_corpora import EOS, make_dataset, tokenizer_file
 
 from arriero.data.exchange.convert import Import
 from arriero.data.order import packing_plan as bestfit
-from arriero.data.order.order import split_heldout
 from arriero.data.order.packing import Packing, Source
 from arriero.data.order.packing_plan import make_plan
-from arriero.data.order.shuffle import HELDOUT_SEED, heldout_last
+from arriero.data.order.shuffle import HELDOUT_SEED, heldout_last, split_heldout
 from arriero.data.store.manifest import MANIFEST, manifest_text
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import load_tokenizer

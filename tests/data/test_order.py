@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arriero.data.order.order import EvalStream, Stream, split_heldout
+from arriero.data.order.order import EvalStream, Stream
 from arriero.data.order.packing import Source
-from arriero.data.order.shuffle import BLOCK, Shares, Shuffle, block_keys, key_of, permute
+from arriero.data.order.shuffle import BLOCK, Shares, Shuffle, block_keys, key_of, permute, split_heldout
 from arriero.errors import UserError
 
 

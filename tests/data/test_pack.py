@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from arriero.data.commands.datasets import pack
 from arriero.data.order import packing_plan as bestfit
 from arriero.data.order.loader import IGNORED, Loader
-from arriero.data.order.order import EvalStream, Stream, split_heldout
+from arriero.data.order.order import EvalStream, Stream
 from arriero.data.order.packing import Packing, Source
 from arriero.data.order.packing_plan import Plan, Request, best_fit_decreasing, make_plan
+from arriero.data.order.shuffle import split_heldout
 from arriero.data.workers import silent
 from arriero.errors import UserError
 from arriero.ui import set_quiet

@@ -22,16 +22,16 @@ from arriero.units import counted, human_bytes, human_count
 if TYPE_CHECKING:
     from arriero.config.schema import RunConfig
     from arriero.config.timeline import Timeline
+    from arriero.data.dataset import Document, Lengths
     from arriero.data.order.ledger import Audit
     from arriero.data.order.loader import Batch
     from arriero.data.order.order import Stream
     from arriero.data.order.streams import Streams
-    from arriero.data.store.inspect import Lengths, Sample
     from arriero.data.store.store import TokenStore
     from arriero.data.store.verify import Problem, Verified
     from arriero.data.tokens.tokenizer import Tokenizer
 
-Dataset = Annotated[Path, typer.Argument(metavar="DIR", help="A prepared dataset.")]
+DatasetPath = Annotated[Path, typer.Argument(metavar="DIR", help="A prepared dataset.")]
 _SAMPLE_TOKENS = 120
 Run = Annotated[Path, typer.Argument(help="A run directory, or a run file.", show_default=False)]
 LISTED = 16
@@ -63,10 +63,9 @@ def pack(
 
     Example: arriero data pack data/web --seq-len 8192 --heldout '10M tok' --workers 32
     """
-    from arriero.data.order.order import split_heldout
     from arriero.data.order.packing import Packing, Source
     from arriero.data.order.packing_plan import PLANS, find_plan, make_plan
-    from arriero.data.order.shuffle import heldout_last
+    from arriero.data.order.shuffle import heldout_last, split_heldout
     from arriero.data.store.store import TokenStore
     from arriero.data.tokens.tokenizer import tokenizer_of
     from arriero.units import parse_span
@@ -369,7 +368,7 @@ def _drawn(work: Callable[..., T], *arguments: object, console: Console) -> T:
 
 
 def inspect(
-    directory: Dataset,
+    directory: DatasetPath,
     samples: Annotated[int, typer.Option(min=0, help="How many documents to decode.")] = 3,
     document: Annotated[int | None, typer.Option(min=0, help="Decode this one, whole.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Chooses the samples.")] = 1,
@@ -379,23 +378,20 @@ def inspect(
 
     Example: arriero data inspect data/web --samples 5
     """
-    from arriero.data.store.inspect import choose_documents, measure_lengths, read_document
-    from arriero.data.store.store import TokenStore
-    from arriero.data.tokens.tokenizer import tokenizer_of
+    from arriero.data.dataset import Dataset, choose_documents, measure_lengths
 
     console = make_console(as_json)
-    store = TokenStore.open(directory)
+    dataset = Dataset(directory)
+    store = dataset.store
     if document is not None:
-        sample = read_document(store, tokenizer_of(store), document, None)
+        sample = dataset.document(document)
         if as_json:
             print_json({"dataset": str(directory), "document": sample._asdict()})
             return
         console.print(_sample_panel(sample, whole=True))
         return
     lengths = measure_lengths(store)
-    numbers = choose_documents(store, samples, seed)
-    tokenizer = tokenizer_of(store) if numbers else None
-    decoded = [read_document(store, tokenizer, number, _SAMPLE_TOKENS) for number in numbers if tokenizer]
+    decoded = [dataset.document(number, _SAMPLE_TOKENS) for number in choose_documents(store, samples, seed)]
     if as_json:
         print_json(_inspected(store, lengths, decoded))
         return
@@ -406,7 +402,7 @@ def inspect(
         console.print(_sample_panel(sample, whole=False))
 
 
-def _inspected(store: "TokenStore", lengths: "Lengths", samples: "list[Sample]") -> dict[str, Any]:
+def _inspected(store: "TokenStore", lengths: "Lengths", samples: "list[Document]") -> dict[str, Any]:
     return {
         "dataset": str(store.directory),
         "fingerprint": store.fingerprint,
@@ -430,7 +426,7 @@ def _inspected(store: "TokenStore", lengths: "Lengths", samples: "list[Sample]")
 
 
 def verify(
-    directory: Dataset,
+    directory: DatasetPath,
     workers: Annotated[int, typer.Option(min=1, help="Shards checked at once.")] = 2,
     as_json: AsJson = False,
 ) -> None:
@@ -511,7 +507,7 @@ def _histogram(store: "TokenStore", lengths: "Lengths") -> Table:
     return table
 
 
-def _sample_panel(sample: "Sample", whole: bool) -> Panel:
+def _sample_panel(sample: "Document", whole: bool) -> Panel:
     more = "" if whole or sample.tokens <= _SAMPLE_TOKENS else " [dim]...[/]"
     return Panel(
         escape(sample.text) + more,

@@ -23,7 +23,6 @@ import numpy as np
 
 from arriero.data.order.packing import CONCAT, Packing, PlannedRows, Reading, Source, Windows
 from arriero.data.order.shuffle import BLOCK, FixedQuotas, Shares, bad_weight, block_keys, key_of, permute
-from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
 
 ORDER_VERSION = 2
@@ -305,21 +304,6 @@ def trimmed(identity: dict[str, Any], sample: int | None) -> dict[str, Any]:
 
 def fingerprint_of(identity: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-
-
-def split_heldout(store: TokenStore, tokens: int) -> tuple[range, range]:
-    """Cut off at least `tokens` from the end, between two documents: (training range, held-out range)."""
-    if tokens < 0:
-        raise ValueError(f"{tokens} held-out tokens")
-    total = store.tokens
-    cut = store.document_start_before(total - tokens) if 0 < tokens <= total else total - tokens
-    if 2 * cut < total:
-        raise UserError(
-            f"holding out {tokens} tokens of {store.directory}, cut between documents, "
-            f"leaves {max(cut, 0)} of {total} for training",
-            "hold out less than half of the dataset, or prepare more text",
-        )
-    return range(cut), range(cut, total)
 
 
 def _indices(samples: np.ndarray) -> np.ndarray:

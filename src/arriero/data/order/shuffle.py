@@ -296,3 +296,18 @@ class _Moved(TokenStore):
 def heldout_tokens_of(store: TokenStore) -> int:
     """With which `heldout_last` makes this dataset again."""
     return store.heldout_tokens if isinstance(store, _Moved) else 0
+
+
+def split_heldout(store: TokenStore, tokens: int) -> tuple[range, range]:
+    """Cut off at least `tokens` from the end, between two documents: (training range, held-out range)."""
+    if tokens < 0:
+        raise ValueError(f"{tokens} held-out tokens")
+    total = store.tokens
+    cut = store.document_start_before(total - tokens) if 0 < tokens <= total else total - tokens
+    if 2 * cut < total:
+        raise UserError(
+            f"holding out {tokens} tokens of {store.directory}, cut between documents, "
+            f"leaves {max(cut, 0)} of {total} for training",
+            "hold out less than half of the dataset, or prepare more text",
+        )
+    return range(cut), range(cut, total)

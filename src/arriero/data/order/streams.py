@@ -9,9 +9,9 @@ import numpy as np
 
 from arriero.config.schema import RunConfig, SourceSection
 from arriero.config.timeline import Timeline
-from arriero.data.order.order import ORDER_VERSION, Change, EvalStream, Stream, split_heldout
+from arriero.data.order.order import ORDER_VERSION, Change, EvalStream, Stream
 from arriero.data.order.packing import Packing, Source
-from arriero.data.order.shuffle import BLOCK, heldout_last
+from arriero.data.order.shuffle import BLOCK, heldout_last, split_heldout
 from arriero.data.prepare.builtin import dataset_of
 from arriero.data.store.store import FILES, TokenStore
 from arriero.data.tokens.tokenizer import separators_of, tokenizer_of

@@ -240,11 +240,15 @@ class TokenStore:
         return self._index(shard).touching(first, count)
 
     def document_span(self, number: int) -> tuple[int, int]:
-        """Where document `number`, counted over the whole dataset, begins, and how many tokens it has."""
+        """Return the position of document `number`, counted over the whole dataset, and its length."""
+        shard, first, length = self.locate_document(number)
+        return int(self._ends[shard]) - self.shard_tokens(shard) + first, length
+
+    def locate_document(self, number: int) -> tuple[int, int, int]:
+        """Return the shard of a document, its first token in the shard and its length."""
         shard = int(self._document_ends.searchsorted(number, side="right"))
         inside = number - int(self._document_ends[shard]) + self.shard_documents(shard)
-        first, length = self._index(shard).document_span(inside)
-        return int(self._ends[shard]) - self.shard_tokens(shard) + first, length
+        return shard, *self._index(shard).document_span(inside)
 
     @cached_property
     def _document_ends(self) -> np.ndarray:

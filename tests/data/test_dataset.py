@@ -3,9 +3,8 @@ import json
 import pytest
 from exchange_corpora import EOS, make_dataset
 
-from arriero.data.store import inspect as inspect_module
-from arriero.data.store.inspect import choose_documents, measure_lengths, read_document
-from arriero.data.tokens.tokenizer import tokenizer_of
+from arriero.data import dataset as dataset_module
+from arriero.data.dataset import Dataset, choose_documents, measure_lengths
 from arriero.errors import UserError
 
 
@@ -27,8 +26,8 @@ def test_lengths_fall_into_powers_of_two(store):
 
 
 def test_of_many_shards_and_documents_a_part_is_looked_at(tmp_path, monkeypatch):
-    monkeypatch.setattr(inspect_module, "SAMPLED_SHARDS", 3)
-    monkeypatch.setattr(inspect_module, "SAMPLED_DOCUMENTS", 12)
+    monkeypatch.setattr(dataset_module, "SAMPLED_SHARDS", 3)
+    monkeypatch.setattr(dataset_module, "SAMPLED_DOCUMENTS", 12)
     store = make_dataset(tmp_path / "set", [[[shard + 1] * 4 for _ in range(10)] for shard in range(20)])
     lengths = measure_lengths(store)
     assert lengths.shards == 3
@@ -36,8 +35,8 @@ def test_of_many_shards_and_documents_a_part_is_looked_at(tmp_path, monkeypatch)
 
 
 def test_documents_are_counted_over_all_shards(store):
-    tokenizer = tokenizer_of(store)
-    read = [read_document(store, tokenizer, k, None) for k in range(5)]
+    dataset = Dataset(store.directory)
+    read = [dataset.document(k) for k in range(5)]
     assert [(sample.shard, sample.tokens) for sample in read] == [
         ("00000", 3),
         ("00000", 0),
@@ -47,21 +46,21 @@ def test_documents_are_counted_over_all_shards(store):
     ]
     assert read[0].text == "w5 w6 <|end|>"
     assert read[3].text == "w7 <|end|>"
-    assert read_document(store, tokenizer, 4, 2).text == "w1 w2"
+    assert dataset.document(4, 2).text == "w1 w2"
     with pytest.raises(UserError, match="choose one from 0 to 4"):
-        read_document(store, tokenizer, 5, None)
+        dataset.document(5)
 
 
 def test_a_document_that_cannot_be_read_is_named(store):
-    tokenizer = tokenizer_of(store)
+    dataset = Dataset(store.directory)
     path = store.directory / "00002.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    assert read_document(store, tokenizer, 3, None).text == "w7 <|end|>"
+    assert dataset.document(3).text == "w7 <|end|>"
     with pytest.raises(UserError, match=r"00002\.bin has no 100 tokens from byte 4 on"):
-        read_document(store, tokenizer, 4, None)
+        dataset.document(4)
     path.unlink()
     with pytest.raises(UserError, match=r"00002\.bin has no"):
-        read_document(store, tokenizer, 3, None)
+        dataset.document(3)
 
 
 def test_the_seed_chooses_the_samples(tmp_path):
@@ -109,3 +108,37 @@ def test_an_empty_dataset_is_shown_too(tmp_path, arriero):
     store = make_dataset(tmp_path / "set", [[]])
     result = arriero("data", "inspect", store.directory)
     assert result.returncode == 0, result.stderr
+
+
+def test_documents_are_a_sequence_of_token_arrays(store):
+    dataset = Dataset(store.directory)
+    assert len(dataset) == 5
+    assert [ids.tolist() for ids in dataset][:4] == [[5, 6, EOS], [], [EOS], [7, EOS]]
+    assert dataset[-1].tolist() == [*range(1, 100), EOS]
+    assert dataset.text(3) == "w7 <|end|>"
+    with pytest.raises(IndexError, match="document 5 of 5"):
+        dataset[5]
+
+
+def test_ranks_share_a_batch_and_any_start_gives_the_same_samples(counting_store):
+    dataset = Dataset(counting_store.directory)
+
+    def rows(steps, world_size, start=0):
+        loaders = [dataset.batches(4, 8, world_size, rank, seed=3, start=start) for rank in range(world_size)]
+        try:
+            steps = [[next(loader).tokens_BT.tolist() for loader in loaders] for _ in range(steps)]
+        finally:
+            for loader in loaders:
+                loader.close()
+        return [row for step in steps for part in step for row in part]
+
+    whole = rows(3, 1)
+    assert rows(3, 2) == rows(3, 4) == whole
+    assert rows(2, 2, start=4) == whole[4:]
+    assert len(whole) == 12
+
+
+def test_batches_leave_out_what_a_run_holds_out(counting_store):
+    with Dataset(counting_store.directory).batches(8, 8, heldout_tokens=500) as loader:
+        seen = {token for _ in range(30) for token in next(loader).tokens_BT.flatten().tolist()}
+    assert max(seen) <= counting_store.tokens - 500
