@@ -15,7 +15,7 @@ from hub_server import hub_of
 from arriero.checkpoint.convert import convert
 from arriero.checkpoint.formats.source import Source
 from arriero.data.store.store import TokenStore
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 

@@ -12,7 +12,7 @@ from arriero.data.order.order import EvalStream
 from arriero.data.order.packing import Packing, Source
 from arriero.data.store.loss_mask import attach_masks, attach_prompt_lengths
 from arriero.errors import UserError
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.presets import resolve
 
 SEQ_LEN = 24

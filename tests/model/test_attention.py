@@ -13,7 +13,7 @@ from arriero.model.attention import (
     block_mask,
     document_starts,
 )
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.presets import resolve
 
 

@@ -3,14 +3,15 @@ from copy import deepcopy
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from arriero.checkpoint.formats.hf import load_hf, write_hf
 from arriero.checkpoint.formats.source import AS_IT_IS, Source
 from arriero.errors import UserError
-from arriero.model.build import build_model
-from arriero.model.hf_names import from_hf, hf_config, spec_from_hf, to_hf
+from arriero.model.family import build_model
+from arriero.model.name_maps import hf_config, hf_names, own_from_hf, spec_from_hf, to_hf
 from arriero.model.presets import load_preset, preset_names
 from arriero.model.spec import ModelSpec
 
@@ -44,6 +45,13 @@ def lively(spec):
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.1)
     return model.eval()
+
+
+def from_hf(state, spec):
+    """Convert back, as a checkpoint in Hugging Face's format is read."""
+    found = hf_names(state, spec)
+    own = {name: rule.of(lambda theirs: state[found[theirs]]) for name, rule in own_from_hf(spec).items()}
+    return own | ({"head.weight": own["embedding.weight"]} if spec.tied else {})
 
 
 def save_hf(directory, state, spec, **more):
@@ -142,14 +150,17 @@ def test_gpt2_files_without_the_transformer_prefix_are_read():
     assert all(torch.equal(back[name], ours[name]) for name in ours)
 
 
-def test_tensors_that_do_not_fit_are_listed():
+def test_tensors_that_do_not_fit_are_listed(tmp_path):
     spec = spec_of("gqa")
-    state = to_hf(lively(spec).state_dict(), spec)
+    model = lively(spec)
+    save_hf(tmp_path, model.state_dict(), spec)
+    state = to_hf(model.state_dict(), spec)
     state["model.extra.weight"] = state.pop("model.norm.weight")
+    save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(
         UserError, match=r"1 missing \(model.norm.weight\); 1 unexpected \(model.extra.weight\)"
     ):
-        from_hf(state, spec)
+        load_hf(tmp_path)
     with pytest.raises(UserError, match="missing"):
         to_hf({}, spec)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.init import Rule, fill
 from arriero.model.presets import load_preset, resolve
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.layers import Rope, by_one_matmul, one_by_one, rope_frequencies
 from arriero.model.presets import load_preset, resolve
 from arriero.model.spec import RopeScaling

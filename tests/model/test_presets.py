@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from arriero.errors import UserError
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.layers import Head
 from arriero.model.presets import about, load_preset, preset_names, resolve
 

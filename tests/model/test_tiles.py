@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.presets import load_preset
 from arriero.model.tiles import in_tiles
 

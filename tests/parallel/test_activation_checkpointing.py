@@ -17,7 +17,7 @@ from arriero.config.load import config_from_toml, load_run
 from arriero.config.remat import Remat, parse_remat
 from arriero.config.toml import to_toml
 from arriero.errors import UserError
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.init import plain_name
 from arriero.model.layers import Block
 from arriero.model.presets import expand, resolve

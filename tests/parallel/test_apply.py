@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from arriero.config.remat import parse_remat
 from arriero.config.schema import MemorySection, PrecisionSection
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.presets import load_preset
 from arriero.parallel.apply import Recipe, parallelize
 from arriero.parallel.fsdp import Sharding

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from arriero.data.order.loader import IGNORED, Batch
 from arriero.model.attention import Documents
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.layers import Attention, attend
 from arriero.model.presets import load_preset
 from arriero.parallel.blocks import block_backward, block_forward, merge

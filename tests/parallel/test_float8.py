@@ -12,7 +12,7 @@ from arriero.config.problems import ConfigError
 from arriero.config.schema import PrecisionSection
 from arriero.errors import UserError
 from arriero.kernels.float8 import computes_float8, own_float8
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.presets import expand, load_preset
 from arriero.parallel.precision import apply_float8, renew_scales
 from arriero.plan.layout import Layout
@@ -108,7 +108,7 @@ import sys, torch
 sys.modules["torchao"] = None
 from arriero.config.schema import PrecisionSection
 from arriero.errors import UserError
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.presets import load_preset
 from arriero.parallel.precision import apply_float8
 try:
@@ -125,7 +125,7 @@ def test_torchao_comes_only_when_asked_for_and_quietly(python):
     code = """
 import sys
 from arriero.config.schema import PrecisionSection
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.presets import load_preset
 from arriero.parallel.precision import apply_float8
 model = build_model(load_preset("llama-test"))

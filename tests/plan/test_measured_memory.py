@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from arriero.config.load import load_run
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.presets import expand, load_preset
 from memory_gauge import LiveTensors, measured_bytes, predicted_bytes
 

@@ -24,7 +24,7 @@ from arriero.data.prepare.prepare import Watcher, prepare
 from arriero.data.tokens.tokenizer import separators_of, train_tokenizer
 from arriero.data.workers import silent
 from arriero.errors import UserError
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.parallel.spawn import run_ranks

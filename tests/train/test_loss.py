@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.layers import logits_loss
 from arriero.model.presets import resolve
 from arriero.parallel.spawn import run_ranks

@@ -16,8 +16,8 @@ from arriero.data.prepare.prepare import Watcher, prepare
 from arriero.data.tokens.tokenizer import same_ids, separators_of, train_tokenizer
 from arriero.data.workers import silent
 from arriero.errors import UserError
-from arriero.model.build import build_model
 from arriero.model.description import model_at
+from arriero.model.family import build_model
 from arriero.model.name_maps import own_tensors
 from arriero.model.presets import expand
 from arriero.model.spec import ModelSpec

@@ -17,7 +17,7 @@ from arriero.checkpoint.manifest import make_durable
 from arriero.checkpoint.pieces import Piece, pieces_of
 from arriero.checkpoint.ranks import Ranks
 from arriero.errors import UserError
-from arriero.model.hf_names import hf_from_own
+from arriero.model.name_maps import hf_from_own
 
 StopRequested = Callable[[], bool]
 Location = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape of a part

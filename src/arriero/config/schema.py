@@ -62,7 +62,9 @@ class ModelSection(Section):
         None,
         description="A model of `arriero config models`; the other keys here override its dimensions.",
     )
-    family: Literal["llama", "gpt2"] | None = Field(None, description="Architecture.")
+    family: str | None = Field(
+        None, description="Architecture: llama, gpt2, or a family registered with `arriero.register_model`."
+    )
     vocab_size: Positive | None = Field(None, description="Vocabulary size: rows of the embedding table.")
     dim: Positive | None = Field(None, description="Width of the residual stream (hidden size).")
     layers: Positive | None = Field(None, description="Number of transformer blocks.")
@@ -83,6 +85,9 @@ class ModelSection(Section):
         None, description="Llama 3.1 scaling of the rotary frequencies; false removes the preset's."
     )
     tied: bool | None = Field(None, description="Whether the head shares the embedding table.")
+    extra: dict[str, bool | int | float | str] | None = Field(
+        None, description="Fields that only this model family has, for example { activation = 'gelu' }."
+    )
 
 
 class SourceSection(Section):

@@ -11,6 +11,7 @@ from typing import Any
 from arriero.config.toml import toml_value
 from arriero.data.text.hub import local_model
 from arriero.errors import UserError
+from arriero.model.family import meta_names
 from arriero.model.presets import completed, resolve
 from arriero.model.spec import ModelSpec
 
@@ -91,17 +92,16 @@ def model_at(path: Path, own: Mapping[str, Any]) -> ModelSpec:
     if (about := read_description(saved[-1].parent if saved else directory)) is not None:
         return about.spec
     if (directory / "config.json").is_file():
-        from arriero.model.hf_names import spec_from_hf
+        from arriero.model.name_maps import spec_from_hf
 
         return spec_from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
     if (directory / "params.json").is_file():
-        from arriero.model.llama.meta_names import read_params, spec_from_params
-
-        params = read_params(directory / "params.json")
+        meta = meta_names()
+        params = meta.read_params(directory / "params.json")
         vocab_size = own.get("vocab_size", params.get("vocab_size", -1))
         if vocab_size == -1:
             raise UserError(f"{directory / 'params.json'} has no vocab_size", "set model.vocab_size")
-        return spec_from_params(params, vocab_size, own.get("tied", False))
+        return meta.spec_from_params(params, vocab_size, own.get("tied", False))
     raise UserError(f"{path} holds no model", "give a model directory, a checkpoint or a run")
 
 
@@ -147,6 +147,8 @@ def _laid_over(found: ModelSpec, own: Mapping[str, Any]) -> ModelSpec:
     scaling = own.get("rope_scaling")
     if isinstance(scaling, Mapping):
         own = {**own, "rope_scaling": {**fields.get("rope_scaling", {}), **scaling}}
+    if isinstance(own.get("extra"), Mapping):
+        own = {**own, "extra": {**fields.get("extra", {}), **own["extra"]}}
     merged = {**fields, **own}
     if scaling is False:
         del merged["rope_scaling"]

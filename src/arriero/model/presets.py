@@ -1,4 +1,4 @@
-"""The named models of presets.toml, and a user's own fields laid over them."""
+"""Named models (presets), and run-file fields that override them."""
 
 import math
 import re
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from arriero.errors import UserError, nearest
+from arriero.model.family import families
 from arriero.model.spec import ModelSpec
 
 _SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
-_SHAPE = {"family", "vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied"}
+_SHAPE = {"family", "vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "extra"}
 
 
 def preset_names() -> tuple[str, ...]:
@@ -28,7 +29,7 @@ def load_preset(name: str) -> ModelSpec:
 
 
 def resolve(preset: str | None, overrides: Mapping[str, object]) -> ModelSpec:
-    """None leaves a field as the preset has it; `rope_scaling = false` takes the preset's scaling away."""
+    """Override fields of a preset. None keeps the field; `rope_scaling = false` removes the scaling."""
     own = {name: value for name, value in overrides.items() if value is not None}
     return ModelSpec.from_dict(_overlay(_fields(preset) if preset else {}, own))
 
@@ -36,9 +37,9 @@ def resolve(preset: str | None, overrides: Mapping[str, object]) -> ModelSpec:
 def expand(
     table: Mapping[str, Any], sections: Mapping[str, Any] | None = None, embedded: Collection[str] = ()
 ) -> dict[str, object]:
-    """The [model] table of a run file with every dimension: from a preset, or from the model to start from.
+    """Complete the [model] table of a run file from a preset, or from the model that the run starts from.
 
-    `sections` are the others of the run file; the keys in `embedded` give way to a model to start from.
+    `sections` are the other sections of the run file. A model to start from overrides the keys in `embedded`.
     """
     sections = sections or {}
     start = sections.get("checkpoint")
@@ -54,7 +55,7 @@ def expand(
 
 
 def completed(table: Mapping[str, Any], sections: Mapping[str, Any]) -> ModelSpec:
-    """Without a preset, `max_seq_len` defaults to the longest sequence that the run trains on."""
+    """Complete a [model] table; without a preset, `max_seq_len` is the longest sequence of the run."""
     own = {name: value for name, value in table.items() if name != "preset"}
     if "preset" not in table and own and "data" in sections:
         data = sections["data"]
@@ -67,6 +68,8 @@ def _overlay(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, objec
     scaling = own.get("rope_scaling")
     if isinstance(scaling, Mapping):
         merged["rope_scaling"] = {**_SCALING, **(base.get("rope_scaling") or {}), **scaling}
+    if isinstance(own.get("extra"), Mapping):
+        merged["extra"] = {**(base.get("extra") or {}), **own["extra"]}
     if own.keys() & {"heads", "dim"} and "head_dim" not in own:
         merged.pop("head_dim", None)
     if "heads" in own and "kv_heads" not in own and base.get("kv_heads") == base.get("heads"):
@@ -94,18 +97,18 @@ def _entry(name: str) -> dict[str, Any]:
 
 
 def _suggestion(name: str) -> str:
-    """The preset of the same family and about the same size, the family's presets, or the families."""
-    families: dict[str, list[str]] = {}
+    """Suggest the preset of about the same size, else the presets of the series, else all series."""
+    series: dict[str, list[str]] = {}
     for preset in preset_names():
-        families.setdefault(_family_and_size(preset)[0], []).append(preset)
-    wanted, size = _family_and_size(name)
-    family = nearest(wanted, families, cutoff=0.8)
+        series.setdefault(_series_and_size(preset)[0], []).append(preset)
+    wanted, size = _series_and_size(name)
+    family = nearest(wanted, series, cutoff=0.8)
     if family and size:
         # 'llama-7b' is as near to llama2 as to llama3
         versions = [
-            each for each in families if each == wanted or (family != wanted and each[:-1] == family[:-1])
+            each for each in series if each == wanted or (family != wanted and each[:-1] == family[:-1])
         ]
-        found = [preset for each in versions for preset in families[each]] or families[family]
+        found = [preset for each in versions for preset in series[each]] or series[family]
         apart = {preset: abs(math.log(load_preset(preset).parameters / size)) for preset in found}
         best = min(apart, key=lambda preset: apart[preset])
         if apart[best] < math.log(1.5):
@@ -113,19 +116,24 @@ def _suggestion(name: str) -> str:
     elif close := nearest(name, preset_names(), cutoff=0.85):
         return f"did you mean '{close}'?"
     if family:
-        return f"presets of {family}: {', '.join(families[family])}"
-    plain = [each for each in families if families[each][0].startswith(f"{each}-")]
+        return f"presets of {family}: {', '.join(series[family])}"
+    plain = [each for each in series if series[each][0].startswith(f"{each}-")]
     return f"known families: {', '.join(plain)}; for other Llama-class models set the dimensions in [model]"
 
 
-def _family_and_size(name: str) -> tuple[str, float | None]:
-    """'meta-llama/Llama-3.1-8B' -> ('llama3.1', 8e9); the size is None where the name has none."""
+def _series_and_size(name: str) -> tuple[str, float | None]:
+    """Split a model name: 'meta-llama/Llama-3.1-8B' -> ('llama3.1', 8e9); without a size, (name, None)."""
     plain = name.rpartition("/")[2].lower().removeprefix("meta-")
     match = re.search(r"[-_]?(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", plain)
     family = re.sub(r"[-_]", "", plain[: match.start()] if match else plain)
     return family, float(match[1]) * {"b": 1e9, "m": 1e6}[match[2]] if match else None
 
 
-@cache
 def _table() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+    files = [family.presets for family in families().values() if family.presets]
+    return {name: entry for file in files for name, entry in _read(file).items()}
+
+
+@cache
+def _read(file: Path) -> dict[str, dict[str, Any]]:
+    return tomllib.loads(file.read_text(encoding="utf-8"))

@@ -1,30 +1,24 @@
-"""The shape of a model, and what follows from it by arithmetic alone: parameters, bytes, FLOPs per token."""
+"""The dimensions of a model and what follows from them: parameters, bytes, FLOPs per token. No torch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from arriero.errors import UserError, nearest
-
-Family = Literal["llama", "gpt2"]
-FAMILIES = ("llama", "gpt2")
+from arriero.model.family import ParameterCounts, families, family_of
 
 _REQUIRED = ("vocab_size", "dim", "layers", "heads", "ffn", "max_seq_len")
 _COUNTS = (*_REQUIRED, "kv_heads", "head_dim", "nominal_params")
 _REALS = ("norm_eps", "rope_theta")
-# far beyond any model, so that a damaged file cannot make a loop or an allocation that never ends
+# Limits far above any model: a damaged file must not cause an endless loop or a huge allocation.
 _MOST_LAYERS = 10_000
 _LARGEST_DIM = 2**31
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"norm_eps": 1e-5, "rope_theta": 10000.0, "tied": False},
-    "gpt2": {"norm_eps": 1e-5, "tied": True},
-}
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the slow rotations, to reach past the length first trained on."""
+    """Llama 3.1 scaling of the low RoPE frequencies, which extends the context length."""
 
     factor: float
     low_freq_factor: float
@@ -34,7 +28,9 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    family: Family
+    """`extra` holds the fields that only the model's family has."""
+
+    family: str
     vocab_size: int
     dim: int
     layers: int
@@ -48,17 +44,20 @@ class ModelSpec:
     rope_scaling: RopeScaling | None = None
     tied: bool = False
     nominal_params: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if problems := _shape_problems(vars(self)):
             raise _impossible(problems)
+        object.__setattr__(self, "extra", {**family_of(self.family).extra, **self.extra})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> "ModelSpec":
-        """Fills in kv_heads, head_dim, norm_eps, rope_theta and tied; reports every problem at once."""
+        """Complete the fields with the defaults of the family; all problems are reported at once."""
         given, problems = _typed(values)
         given.setdefault("family", "llama")
-        known = {**_DEFAULTS.get(str(given["family"]), {}), **given}
+        family = families().get(given["family"])
+        known = {**(family.defaults if family else {}), **given}
         heads, dim = known.get("heads", 0), known.get("dim", 0)
         if heads > 0 and "kv_heads" not in problems:
             known.setdefault("kv_heads", heads)
@@ -72,11 +71,16 @@ class ModelSpec:
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Return the fields that have a value."""
+        return {name: value for name, value in asdict(self).items() if value is not None and value != {}}
 
     @property
     def attention_width(self) -> int:
         return self.heads * self.head_dim
+
+    @property
+    def counts(self) -> ParameterCounts:
+        return family_of(self.family).count_parameters(self)
 
     @property
     def embedding_parameters(self) -> int:
@@ -84,32 +88,27 @@ class ModelSpec:
 
     @property
     def input_embedding_parameters(self) -> int:
-        """Tables that are only looked up: the tokens', and GPT-2's positions."""
-        positions = self.max_seq_len * self.dim if self.family == "gpt2" else 0
-        return self.embedding_parameters + positions
+        """Parameters of tables that are only looked up: tokens and, in some families, positions."""
+        return self.embedding_parameters + self.counts.other_embeddings
 
     @property
     def block_matmul_parameters(self) -> int:
-        attention = 2 * self.dim * (self.heads + self.kv_heads) * self.head_dim
-        return attention + (3 if self.family == "llama" else 2) * self.dim * self.ffn
+        return self.counts.block_matmul
 
     @property
     def block_parameters(self) -> int:
-        if self.family == "llama":
-            return self.block_matmul_parameters + 2 * self.dim
-        norms_and_biases = 4 * self.dim + 3 * self.attention_width + self.dim + self.ffn + self.dim
-        return self.block_matmul_parameters + norms_and_biases
+        return self.counts.block_matmul + self.counts.block_other
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights every token is multiplied by: all linears and the head once, tied or not."""
+        """Weights that every token is multiplied by: all linear layers and the head, tied or not."""
         return self.layers * self.block_matmul_parameters + self.embedding_parameters
 
     @property
     def parameters(self) -> int:
-        last_norm = self.dim if self.family == "llama" else 2 * self.dim
         head = 0 if self.tied else self.embedding_parameters
-        return self.input_embedding_parameters + self.layers * self.block_parameters + last_norm + head
+        blocks = self.layers * self.block_parameters
+        return self.input_embedding_parameters + blocks + self.counts.final_norm + head
 
     @property
     def bf16_bytes(self) -> int:
@@ -121,7 +120,7 @@ def _impossible(problems: Sequence[str]) -> UserError:
 
 
 def _typed(values: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The fields that are well formed, and a sentence for each that is not."""
+    """Return the fields of the right type, and a sentence for each other one."""
     names = [f.name for f in fields(ModelSpec)]
     good: dict[str, Any] = {}
     problems = {n: f"{n} is missing" for n in _REQUIRED if values.get(n) is None}
@@ -133,6 +132,8 @@ def _typed(values: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, str]
             continue
         elif name == "rope_scaling":
             _take_scaling(value, good, problems)
+        elif name == "extra":
+            _take_extra(value, str(values.get("family") or "llama"), good, problems)
         elif kind := _wrong_kind(name, value):
             problems[name] = f"{name} must be {kind}, not {value!r}"
         else:
@@ -141,7 +142,7 @@ def _typed(values: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, str]
 
 
 def _wrong_kind(name: str, value: object) -> str | None:
-    """What the value should have been."""
+    """Return what the value should have been, or None if it is right."""
     if name == "tied":
         return None if isinstance(value, bool) else "true or false"
     if name == "family":
@@ -167,6 +168,25 @@ def _take_scaling(value: object, good: dict[str, Any], problems: dict[str, str])
         good["rope_scaling"] = RopeScaling(**reals, original_max_seq_len=int(length))
 
 
+def _take_extra(value: object, family: str, good: dict[str, Any], problems: dict[str, str]) -> None:
+    """Check the family's own fields: known names, and the type of their default."""
+    known = families()[family].extra if family in families() else {}
+    if not isinstance(value, Mapping):
+        problems["extra"] = f"extra must be a table, not {value!r}"
+        return
+    for name, item in value.items():
+        if name not in known:
+            near = nearest(name, list(known))
+            hint = f" (did you mean {near}?)" if near else ""
+            problems[f"extra.{name}"] = f"extra.{name} is not a field of the family {family}{hint}"
+        elif type(item) is not type(known[name]) and not (
+            isinstance(known[name], float) and type(item) is int
+        ):
+            kind = type(known[name]).__name__
+            problems[f"extra.{name}"] = f"extra.{name} must be of type {kind}, not {item!r}"
+    good["extra"] = {name: item for name, item in value.items() if f"extra.{name}" not in problems}
+
+
 def _as_float(value: Any) -> float:
     try:
         return float(value)
@@ -175,7 +195,7 @@ def _as_float(value: Any) -> float:
 
 
 def _shape_problems(known: Mapping[str, Any]) -> list[str]:
-    """Judges the fields that are there, so that one bad field does not hide another."""
+    """Check the fields that are given, so that one bad field does not hide another."""
     f = {n: v for n, v in known.items() if v is not None}
     most = dict.fromkeys(_COUNTS, _LARGEST_DIM) | {"layers": _MOST_LAYERS, "nominal_params": 2**63}
     bad = {n: f"must be positive, not {f[n]}" for n in (*_COUNTS, *_REALS) if n in f and not f[n] > 0}
@@ -184,41 +204,11 @@ def _shape_problems(known: Mapping[str, Any]) -> list[str]:
     problems = [f"{n} {what}" for n, what in bad.items()]
     f = {n: v for n, v in f.items() if n not in bad}
     family = f.get("family")
-    if family not in FAMILIES:
-        problems.append(f"family must be {' or '.join(FAMILIES)}, not {family!r}")
+    if family not in families():
+        problems.append(f"family must be {' or '.join(families())}, not {family!r}")
     if {"heads", "kv_heads"} <= f.keys() and f["heads"] % f["kv_heads"]:
         problems.append(f"heads {f['heads']} is not divisible by kv_heads {f['kv_heads']}")
-    problems += _llama_problems(f) if family == "llama" else _gpt2_problems(f) if family == "gpt2" else []
-    return problems
-
-
-def _llama_problems(f: Mapping[str, Any]) -> list[str]:
-    problems = []
-    if f.get("head_dim", 0) % 2:
-        problems.append(f"head_dim {f['head_dim']} is odd, but rope turns pairs")
-    if "rope_theta" not in f:
-        problems.append("rope_theta is missing")
-    scaling = f.get("rope_scaling")
-    if scaling is None:
-        return problems
-    if not all(0 < value < _LARGEST_DIM for value in asdict(scaling).values()):
-        problems.append(f"rope_scaling must hold positive numbers below {_LARGEST_DIM:,}")
-    elif scaling.low_freq_factor >= scaling.high_freq_factor:
-        problems.append("rope_scaling needs low_freq_factor below high_freq_factor")
-    return problems
-
-
-def _gpt2_problems(f: Mapping[str, Any]) -> list[str]:
-    problems = [
-        f"gpt2 has learned positions: {n} does not apply" for n in ("rope_theta", "rope_scaling") if n in f
-    ]
-    if {"heads", "kv_heads"} <= f.keys() and f["heads"] != f["kv_heads"]:
-        problems.append(f"gpt2 has as many kv_heads as heads, not {f['kv_heads']} and {f['heads']}")
-    if {"heads", "head_dim", "dim"} <= f.keys() and f["heads"] * f["head_dim"] != f["dim"]:
-        problems.append(
-            f"gpt2 needs heads x head_dim = dim, not {f['heads']} x {f['head_dim']} and {f['dim']}"
-        )
-    return problems
+    return problems + families()[family].problems(f) if family in families() else problems
 
 
 @dataclass(frozen=True)

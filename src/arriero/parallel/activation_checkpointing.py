@@ -60,7 +60,7 @@ def _checkpointed(block: nn.Module, remat: Remat) -> nn.Module:
 
 
 def _selective_contexts(matmuls: bool) -> Any:
-    """Made anew for each forward pass of a block, whose matmuls are counted from the first."""
+    """TensorRule anew for each forward pass of a block, whose matmuls are counted from the first."""
     return create_selective_checkpoint_contexts(_Selection(matmuls))
 
 

@@ -10,7 +10,7 @@ import torch
 from arriero.config.schema import MemorySection, PrecisionSection
 from arriero.kernels import kernels, usable_on
 from arriero.kernels.float8 import computes_float8
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.language_model import LanguageModel
 from arriero.model.layers import Block, Gelu, HeadLoss, by_one_matmul
 from arriero.model.spec import ModelSpec

@@ -6,6 +6,7 @@ from math import lcm, prod
 
 from arriero.config.schema import ParallelSection
 from arriero.errors import UserError
+from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec
 from arriero.units import counted
 
@@ -101,6 +102,8 @@ def refuse_illegal(layout: Layout, work: Work) -> None:
 def obstacles(layout: Layout, work: Work) -> Iterator[tuple[str, str]]:
     """What stands against a layout: why, and what would mend it."""
     spec, tp = work.spec, layout.tp
+    if tp > 1 and not family_of(spec.family).placements:
+        yield f"the model family '{spec.family}' has no tensor-parallel placements", "set parallel.tp = 1"
     for name, count in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("ffn", spec.ffn)):
         if count % tp:
             yield f"model.{name} ({count}) does not divide over tp {tp}", "take a tp that divides it"

@@ -16,8 +16,8 @@ from arriero.config.timeline import total_steps
 from arriero.data.tokens.tokenizer import Separators, Tokenizer, read_definition
 from arriero.errors import UserError
 from arriero.events import EVENTS, START_OVER, events_since
-from arriero.model.build import build_model
-from arriero.model.name_maps import own_tensors
+from arriero.model.family import build_model
+from arriero.model.name_maps import has_hf_names, own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.train.device import available_ram
 from arriero.train.outcome import Outcome
@@ -39,6 +39,11 @@ def check_export(
     """Refuse before the first step whatever would make the export fail after the last."""
     if not config.checkpoint.export:
         return []
+    if not has_hf_names(spec):
+        raise UserError(
+            f"the model family '{spec.family}' has no Hugging Face name map, which the export needs",
+            "set checkpoint.export = false, or give the family `hf` when it is registered",
+        )
     directory, size = run_directory(config) / MODEL, spec.parameters * _dtype(config).itemsize
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is in the way of the exported model", "move it away")

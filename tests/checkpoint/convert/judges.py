@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from arriero.model.build import build_model
+from arriero.model.family import build_model
 from arriero.model.spec import ModelSpec
 
 

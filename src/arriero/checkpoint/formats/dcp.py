@@ -28,7 +28,7 @@ from arriero.checkpoint.formats.source import (
 from arriero.checkpoint.manifest import unreadable
 from arriero.errors import UserError
 from arriero.model.description import described, write_description
-from arriero.model.name_maps import own_tensors, refuse_misfit
+from arriero.model.name_maps import check_tensors, own_tensors
 
 _PREFIX = "model."
 _DIGEST = "copy the checkpoint again, or take another"
@@ -47,7 +47,7 @@ def open_dcp(directory: Path) -> Source:
             )
     if spec.tied:
         found.pop("head.weight", None)
-    refuse_misfit(found, own_tensors(spec), str(directory))
+    check_tensors(found, own_tensors(spec), str(directory))
     refuse_other_dtypes(found, str(directory))
 
     def load(name: str) -> Tensor:

@@ -23,8 +23,17 @@ from arriero.checkpoint.formats.source import (
 from arriero.checkpoint.formats.torchfile import TorchReader
 from arriero.errors import UserError
 from arriero.model.description import checked_token_ids, read_json, write_json
-from arriero.model.hf_names import hf_config, hf_from_own, hf_names, own_from_hf, spec_from_hf, to_hf
-from arriero.model.name_maps import as_it_is, own_tensors, refuse_misfit
+from arriero.model.name_maps import (
+    check_tensors,
+    hf_config,
+    hf_from_own,
+    hf_names,
+    own_from_hf,
+    own_tensors,
+    spec_from_hf,
+    to_hf,
+    unchanged,
+)
 from arriero.model.spec import ModelSpec
 
 CONFIG = "config.json"
@@ -39,7 +48,7 @@ def open_hf(directory: Path) -> Source:
     readers = {name: file for path in _files(directory) for file in [_reader(path)] for name in file.tensors}
     found = {name: file.tensors[name] for name, file in readers.items()}
     names = hf_names(found, spec)
-    refuse_misfit(
+    check_tensors(
         {theirs: found[name] for theirs, name in names.items()},
         to_hf(own_tensors(spec), spec),
         str(directory),
@@ -54,7 +63,7 @@ def open_hf(directory: Path) -> Source:
     def read_part(name: str, cut: Cut) -> Tensor:
         """GPT-2 stores matrices fused and transposed; its models are small enough to be read whole."""
         made = recipe[name]
-        if made.make is not as_it_is:
+        if made.make is not unchanged:
             return made.of(read)[cut]
         stored = names[made.parts[0]]
         reader = readers[stored]

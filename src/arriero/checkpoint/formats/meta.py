@@ -24,56 +24,43 @@ from arriero.checkpoint.formats.source import (
 from arriero.checkpoint.formats.torchfile import TorchFile, TorchReader
 from arriero.errors import UserError
 from arriero.model.description import read_description, write_description, write_json
-from arriero.model.llama.meta_names import (
-    EMBEDDING,
-    HEAD,
-    Rule,
-    merge,
-    merged_shape,
-    meta_from_own,
-    meta_params,
-    own_from_meta,
-    read_params,
-    refuse_indivisible,
-    rule_of,
-    rule_of_shards,
-    spec_from_params,
-    split,
-    stored_kv_heads,
-)
-from arriero.model.name_maps import own_tensors, refuse_misfit, refuse_other_names
+from arriero.model.family import meta_names
+from arriero.model.name_maps import check_names, check_tensors, own_tensors
 from arriero.model.spec import ModelSpec
 
 _NOT_WEIGHTS = "rope.freqs"
 
 
 def open_meta(directory: Path) -> Source:
+    meta = meta_names()
     if not (directory / "params.json").is_file():
         raise UserError(f"{directory} holds no params.json", "copy the one that came with the weights there")
-    params = read_params(directory / "params.json")
+    params = meta.read_params(directory / "params.json")
     files = [TorchReader(path) for path in _shard_files(directory)]
     pieces = [{n: t for n, t in file.tensors.items() if n != _NOT_WEIGHTS} for file in files]
     for file, shard in zip(files[1:], pieces[1:], strict=True):
-        refuse_other_names(shard, pieces[0], str(file.path))
-    if EMBEDDING not in pieces[0] or HEAD not in pieces[0]:
+        check_names(shard, pieces[0], str(file.path))
+    if meta.EMBEDDING not in pieces[0] or meta.HEAD not in pieces[0]:
         raise UserError(
-            f"{files[0].path} lacks {EMBEDDING} or {HEAD}", "give Meta's original weights of a Llama"
+            f"{files[0].path} lacks {meta.EMBEDDING} or {meta.HEAD}", "give Meta's original weights"
         )
-    rule = rule_of_shards(pieces[0][EMBEDDING], params.get("dim", 0))
+    rule = meta.rule_of_shards(pieces[0][meta.EMBEDDING], params.get("dim", 0))
     whole = {}
     for name, piece in pieces[0].items():
-        shape = merged_shape(name, [shard[name] for shard in pieces], rule)
+        shape = meta.merged_shape(name, [shard[name] for shard in pieces], rule)
         whole[name] = torch.empty(shape, dtype=piece.dtype, device="meta")
 
     def read(name: str) -> Tensor:
         parts = [partial(file.read, name) for file in files]
-        return merge(name, parts, whole[name].shape, rule)
+        return meta.merge(name, parts, whole[name].shape, rule)
 
     spec, tokens = _spec(directory, params, whole, read)
     kv_heads = params.get("n_kv_heads") or spec.kv_heads
-    wanted = {n: made.of(own_tensors(spec).__getitem__) for n, made in meta_from_own(spec, kv_heads).items()}
-    refuse_misfit(whole, wanted, str(directory))
-    recipe = own_from_meta(spec, kv_heads)
+    wanted = {
+        n: made.of(own_tensors(spec).__getitem__) for n, made in meta.meta_from_own(spec, kv_heads).items()
+    }
+    check_tensors(whole, wanted, str(directory))
+    recipe = meta.own_from_meta(spec, kv_heads)
     tensors = {name: t.to(whole[recipe[name].parts[0]].dtype) for name, t in own_tensors(spec).items()}
     refuse_other_dtypes(tensors, str(directory))
     companions = companions_of(directory)
@@ -83,13 +70,15 @@ def open_meta(directory: Path) -> Source:
 
 
 def write_meta(source: Source, directory: Path, writing: Writing, advance: Advance = silent) -> None:
-    spec, shards = source.spec, writing.model_parallel
-    rule: Rule = writing.meta_rule or rule_of(spec)
-    kv_heads = stored_kv_heads(spec, shards)
-    params = meta_params(spec, rule, kv_heads)
-    refuse_indivisible(spec, shards, rule)
-    recipe, own = meta_from_own(spec, kv_heads), retyped(source.tensors, writing.dtype)
-    planned = {name: split(name, made.of(own.__getitem__), shards, rule) for name, made in recipe.items()}
+    spec, shards, meta = source.spec, writing.model_parallel, meta_names(source.spec.family)
+    rule = writing.meta_rule or meta.rule_of(spec)
+    kv_heads = meta.stored_kv_heads(spec, shards)
+    params = meta.meta_params(spec, rule, kv_heads)
+    meta.refuse_indivisible(spec, shards, rule)
+    recipe, own = meta.meta_from_own(spec, kv_heads), retyped(source.tensors, writing.dtype)
+    planned = {
+        name: meta.split(name, made.of(own.__getitem__), shards, rule) for name, made in recipe.items()
+    }
     with ExitStack() as opened:
         files = [
             opened.enter_context(TorchFile(directory / _file_name(i), {n: p[i] for n, p in planned.items()}))
@@ -97,7 +86,7 @@ def write_meta(source: Source, directory: Path, writing: Writing, advance: Advan
         ]
         for name, made in recipe.items():
             tensor = cast(made.of(source.load), planned[name][0].dtype, name)
-            for file, piece in zip(files, split(name, tensor, shards, rule), strict=True):
+            for file, piece in zip(files, meta.split(name, tensor, shards, rule), strict=True):
                 file.put(name, piece)
             advance(tensor.nbytes)
     write_json(directory / "params.json", params)
@@ -123,17 +112,18 @@ def _spec(
     directory: Path, params: Mapping[str, Any], whole: Mapping[str, Tensor], read: Callable[[str], Tensor]
 ) -> tuple[ModelSpec, Mapping[str, Any]]:
     """What params.json cannot say comes from model.toml where it is ours, else from the weights."""
+    meta = meta_names()
     if (directory / "model.toml").is_file() and (found := read_description(directory)):
         spec, tokens = found.spec, found.tokens
         kv_heads = params.get("n_kv_heads") or spec.kv_heads
-        if _told(meta_params(spec, "llama3", kv_heads)) != _told(params):
+        if _told(meta.meta_params(spec, meta.rule_of(spec), kv_heads)) != _told(params):
             raise UserError(
                 f"{directory / 'params.json'} and model.toml tell of different models", "remove the wrong one"
             )
         return spec, tokens
     vocab_size = params.get("vocab_size", -1)
-    vocab_size = whole[HEAD].shape[0] if vocab_size == -1 else vocab_size
-    return spec_from_params(params, vocab_size, _is_tied(whole, read)), {}
+    vocab_size = whole[meta.HEAD].shape[0] if vocab_size == -1 else vocab_size
+    return meta.spec_from_params(params, vocab_size, _is_tied(whole, read)), {}
 
 
 def _told(params: Mapping[str, Any]) -> list[Any]:
@@ -144,6 +134,10 @@ def _told(params: Mapping[str, Any]) -> list[Any]:
 
 def _is_tied(whole: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> bool:
     """Meta's files of tied models hold the one table twice."""
-    if whole[EMBEDDING].shape != whole[HEAD].shape or whole[EMBEDDING].dtype != whole[HEAD].dtype:
+    meta = meta_names()
+    if (
+        whole[meta.EMBEDDING].shape != whole[meta.HEAD].shape
+        or whole[meta.EMBEDDING].dtype != whole[meta.HEAD].dtype
+    ):
         return False
-    return torch.equal(read(EMBEDDING), read(HEAD))
+    return torch.equal(read(meta.EMBEDDING), read(meta.HEAD))

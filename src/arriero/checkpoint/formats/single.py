@@ -15,7 +15,7 @@ from arriero.checkpoint.formats.source import (
 )
 from arriero.checkpoint.formats.torchfile import TorchFile, TorchReader
 from arriero.model.description import described, write_description
-from arriero.model.name_maps import own_tensors, refuse_misfit
+from arriero.model.name_maps import check_tensors, own_tensors
 
 NAME = "model.pt"
 
@@ -29,7 +29,7 @@ def open_torch(path: Path) -> Source:
     spec = about.spec
     if spec.tied:
         found.pop("head.weight", None)
-    refuse_misfit(found, own_tensors(spec), str(file))
+    check_tensors(found, own_tensors(spec), str(file))
     refuse_other_dtypes(found, str(file))
     return Source(
         "torch",

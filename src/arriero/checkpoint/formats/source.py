@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from arriero.errors import UserError
-from arriero.model.llama.meta_names import Rule
 from arriero.model.spec import ModelSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,7 +72,7 @@ class Writing:
     dtype: torch.dtype | None = None
     shard_bytes: int = SHARD_BYTES
     model_parallel: int = 1
-    meta_rule: Rule | None = None
+    meta_rule: str | None = None
 
 
 AS_IT_IS = Writing()

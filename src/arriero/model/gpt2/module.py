@@ -8,7 +8,7 @@ from arriero.model.layers import Attention, Block, Gelu
 from arriero.model.spec import ModelSpec
 
 
-class GPT2(LanguageModel):
+class GPT2Model(LanguageModel):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(
             spec, [_block(spec) for _ in range(spec.layers)], nn.LayerNorm(spec.dim, eps=spec.norm_eps)

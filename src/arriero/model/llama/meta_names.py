@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arriero.errors import UserError, first_problem
 from arriero.model.description import read_json
-from arriero.model.name_maps import Made, as_it_is
+from arriero.model.name_maps import TensorRule, unchanged
 from arriero.model.spec import ModelSpec, RopeScaling
 
 Rule = Literal["llama2", "llama3"]
@@ -69,18 +69,18 @@ def rule_of(spec: ModelSpec) -> Rule:
     return "llama3" if spec.rope_scaling is not None or spec.vocab_size > 2**16 else "llama2"
 
 
-def meta_from_own(spec: ModelSpec, kv_heads: int | None = None) -> dict[str, Made]:
+def meta_from_own(spec: ModelSpec, kv_heads: int | None = None) -> dict[str, TensorRule]:
     """Meta stores the head even where it is the embedding. `kv_heads` may be more than the model's own."""
     recipe = {}
     for ours, theirs in _names(spec).items():
-        recipe[theirs] = Made((ours,), _to_meta(theirs, spec, kv_heads or spec.kv_heads))
-    return recipe if not spec.tied else recipe | {HEAD: Made(("embedding.weight",))}
+        recipe[theirs] = TensorRule((ours,), _to_meta(theirs, spec, kv_heads or spec.kv_heads))
+    return recipe if not spec.tied else recipe | {HEAD: TensorRule(("embedding.weight",))}
 
 
-def own_from_meta(spec: ModelSpec, kv_heads: int | None = None) -> dict[str, Made]:
+def own_from_meta(spec: ModelSpec, kv_heads: int | None = None) -> dict[str, TensorRule]:
     recipe = {}
     for ours, theirs in _names(spec).items():
-        recipe[ours] = Made((theirs,), _from_meta(theirs, spec, kv_heads or spec.kv_heads))
+        recipe[ours] = TensorRule((theirs,), _from_meta(theirs, spec, kv_heads or spec.kv_heads))
     return recipe
 
 
@@ -215,7 +215,7 @@ def _to_meta(theirs: str, spec: ModelSpec, kv_heads: int) -> Callable[[Tensor], 
     if kind in ("wk", "wv"):
         repeats = kv_heads // spec.kv_heads
         return partial(_interleave if kind == "wk" else _repeat, spec.kv_heads, repeats)
-    return as_it_is
+    return unchanged
 
 
 def _from_meta(theirs: str, spec: ModelSpec, kv_heads: int) -> Callable[[Tensor], Tensor]:
@@ -225,7 +225,7 @@ def _from_meta(theirs: str, spec: ModelSpec, kv_heads: int) -> Callable[[Tensor]
     if kind in ("wk", "wv"):
         repeats = kv_heads // spec.kv_heads
         return partial(_deinterleave if kind == "wk" else _once, kv_heads, repeats)
-    return as_it_is
+    return unchanged
 
 
 def _interleave(heads: int, repeats: int, tensor: Tensor) -> Tensor:
@@ -270,8 +270,6 @@ def _context(theta: float, scaled: bool, vocab_size: int) -> int:
 
 
 def _refuse_inexpressible(spec: ModelSpec) -> None:
-    if spec.family != "llama":
-        raise UserError(f"Meta's layout knows only Llama, not {spec.family}", "convert to hf, dcp or torch")
     if spec.head_dim * spec.heads != spec.dim:
         raise UserError(
             f"Meta's layout needs heads x head_dim = dim, not {spec.heads} x {spec.head_dim} and {spec.dim}",

@@ -1,0 +1,113 @@
+"""Model families: one record per architecture and the registry that holds them. Imports no torch.
+
+`arriero.model.llama` and `arriero.model.gpt2` are the built-in families. Another family is a `Family` record
+passed to `register_model`; nothing outside its own folder needs to know its name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+from arriero.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from arriero.model.language_model import LanguageModel
+    from arriero.model.name_maps import HuggingFaceNames
+    from arriero.model.spec import ModelSpec
+
+# How tensor parallelism splits a module over ranks; arriero.parallel.tensor implements each.
+Placement = Literal[
+    "sequence parallel",
+    "gather sequence",
+    "column-wise",
+    "row-wise",
+    "vocabulary embedding",
+    "position embedding",
+    "vocabulary head",
+]
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters, without the token embedding and the head, which every family has."""
+
+    block_matmul: int
+    block_other: int
+    final_norm: int
+    other_embeddings: int = 0
+
+
+def _no_problems(_: Mapping[str, Any]) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class Family:
+    """Everything that the rest of the system asks of an architecture.
+
+    `build` returns the module and imports torch only when it is called. `defaults` are values of ModelSpec
+    fields; `extra` are fields of this family alone with their defaults, set under [model.extra]. `problems`
+    takes the fields that are known and returns a sentence for each contradiction. `placements` maps patterns
+    of module names to how tensor parallelism splits them; without them tp must be 1. `hf` and `meta` return
+    the name maps of Hugging Face and of Meta; without them these formats are not available. `presets` is a
+    TOML file of named models.
+    """
+
+    name: str
+    build: Callable[["ModelSpec"], "LanguageModel"]
+    count_parameters: Callable[["ModelSpec"], ParameterCounts]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    problems: Callable[[Mapping[str, Any]], list[str]] = _no_problems
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    hf: Callable[[], "HuggingFaceNames"] | None = None
+    meta: Callable[[], ModuleType] | None = None
+    presets: Path | None = None
+
+
+_registry: dict[str, Family] = {}
+
+
+def register_model(family: Family) -> None:
+    """Make a model family known to this process, for `model.family` in run files and for checkpoints."""
+    known = families().setdefault(family.name, family)
+    if known is not family:
+        raise ValueError(f"there is already a model family named '{family.name}'")
+
+
+def families() -> dict[str, Family]:
+    """Return the registered families by name, the built-in ones first."""
+    if not _registry:
+        from arriero.model.gpt2.family import GPT2
+        from arriero.model.llama.family import LLAMA
+
+        _registry.update({family.name: family for family in (LLAMA, GPT2)})
+    return _registry
+
+
+def family_of(name: str) -> Family:
+    """Return a registered family."""
+    if name in families():
+        return families()[name]
+    close = nearest(name, list(families()))
+    raise UserError(
+        f"there is no model family '{name}'" + (f" (did you mean '{close}'?)" if close else ""),
+        f"use {' or '.join(families())}, or register it with arriero.register_model",
+    )
+
+
+def build_model(spec: "ModelSpec") -> "LanguageModel":
+    """Build the module of a model on the current device, with weights that `init_weights` must fill."""
+    return family_of(spec.family).build(spec)
+
+
+def meta_names(family: str | None = None) -> ModuleType:
+    """Return the name map of Meta's format: that of a family, or of the first family that has one."""
+    found = [each for each in families().values() if each.meta and family in (None, each.name)]
+    if not found or found[0].meta is None:
+        raise UserError(
+            f"the model family '{family}' has no name map for Meta's format", "convert to hf, dcp or torch"
+        )
+    return found[0].meta()
