@@ -14,12 +14,12 @@ import numpy as np
 
 from arriero.data.order.loader import Loader
 from arriero.data.order.order import Stream
-from arriero.data.order.packing import Source
-from arriero.data.order.packing_plan import Request, make_plan
+from arriero.data.order.packing import TokenSource
+from arriero.data.order.packing_plan import PackingRequest, make_plan
 from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import IDX_HEADER, IDX_MAGIC, IDX_VERSION, Shard
 from arriero.data.store.store import TokenStore
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 
 
 def hollow_dataset(folder: Path, shards: int, documents: int, mean: float, seed: int = 1) -> TokenStore:
@@ -49,11 +49,11 @@ def hollow_dataset(folder: Path, shards: int, documents: int, mean: float, seed:
 
 def pack(arguments: argparse.Namespace) -> None:
     store = hollow_dataset(arguments.folder / "documents", 16, arguments.documents, 600)
-    request = Request(store, range(store.tokens), "bestfit", "split", arguments.seq_len, 0)
+    request = PackingRequest(store, range(store.tokens), "bestfit", "split", arguments.seq_len, 0)
     folder = arguments.folder / "plans"
     (folder / request.name).unlink(missing_ok=True)
     begin = time.perf_counter()
-    plan = make_plan(folder, request, arguments.workers, silent)
+    plan = make_plan(folder, request, arguments.workers, no_progress)
     seconds = time.perf_counter() - begin
     filled = plan.counts["tokens"] / (plan.rows * arguments.seq_len)
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -65,7 +65,7 @@ def pack(arguments: argparse.Namespace) -> None:
 
 def read(arguments: argparse.Namespace) -> None:
     store = hollow_dataset(arguments.folder / "shards", arguments.shards, 64 * arguments.shards, 600)
-    stream = Stream([Source(store)], arguments.seq_len, 1, version=arguments.order)
+    stream = Stream([TokenSource(store)], arguments.seq_len, 1, version=arguments.order)
     opened, original = [0], os.open
 
     def counting(*more, **options):

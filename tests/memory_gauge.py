@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 from arriero.parallel.world import World
 from arriero.plan.memory import need_of
 from arriero.train.arrange import arrange
@@ -88,7 +88,7 @@ def measured_bytes(config, on_gpu):
     """Take two steps: the gradients and temporaries of the second are added to what the first left."""
     state = 0
     with gauge(on_gpu) as memory:
-        session = build(arrange(config, World()), silent)
+        session = build(arrange(config, World()), no_progress)
         try:
             for _ in range(2):
                 session.passes.gradients(next(session.loader), session.optimizer.loss_scale)

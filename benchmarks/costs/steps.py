@@ -11,7 +11,7 @@ from rich.console import Console
 from arriero.checkpoint.manager import Report
 from arriero.config.schema import RunConfig
 from arriero.data.order.loader import IGNORED
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 from arriero.interrupt import interruptible
 from arriero.model.spec import flops_per_token
 from arriero.parallel.world import World
@@ -48,14 +48,14 @@ class StepEnds(Hook):
 
 def trained(config: RunConfig, *hooks: Hook) -> Session:
     with interruptible():
-        session = build(arrange(config, World()), silent, hooks)
+        session = build(arrange(config, World()), no_progress, hooks)
         train(session)
     return session
 
 
 @contextmanager
 def untrained(config: RunConfig) -> Iterator[Session]:
-    session = build(arrange(config, World()), silent)
+    session = build(arrange(config, World()), no_progress)
     try:
         yield session
     finally:

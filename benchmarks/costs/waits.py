@@ -14,7 +14,7 @@ import arriero
 from arriero.bench.matrix import first_words
 from arriero.data.order.loader import Loader
 from arriero.data.order.order import Stream
-from arriero.data.order.packing import Source
+from arriero.data.order.packing import TokenSource
 from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
 from benchmarks.costs.result import Cost, Row
@@ -112,7 +112,7 @@ def data_wait(place: Place) -> Cost:
 
 def _drawn(place: Place, store: TokenStore, seq_len: int, documents: bool) -> Row:
     period = _BATCH * seq_len / place.sizes.tokens_per_s
-    stream = Stream([Source(store)], seq_len, seed=1)
+    stream = Stream([TokenSource(store)], seq_len, seed=1)
     pin = place.device != "cpu" and torch.cuda.is_available()
     waits = []
     with Loader(stream, _BATCH, documents=documents, pin=pin) as loader:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from arriero.data.tokens.encoders import GigatokenBackend
+from arriero.data.tokens.encoders import GigatokenEncoder
 from arriero.data.tokens.tokenizer import read_definition
 from arriero.errors import UserError
 
@@ -51,7 +51,7 @@ def bare_file_encode_speed(files: Sequence[Path], tokenizer: Path, column: str =
 
 
 def encode_texts_in_memory(files: Sequence[str], tokenizer: str, column: str) -> tuple[float, int]:
-    backend = GigatokenBackend(read_definition(Path(tokenizer)))
+    backend = GigatokenEncoder(read_definition(Path(tokenizer)))
     seconds, tokens = 0.0, 0
     for file in files:
         with Path(file).open("rb") as lines:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 import arriero
-from arriero.data.order.packing import CONCAT, Packing, Source
+from arriero.data.order.packing import CONCAT, Packing, TokenSource
 from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import Shard, ShardWriter, dtype_for
 from arriero.data.store.store import TokenStore
@@ -97,7 +97,7 @@ def measure_reading(
     from arriero.data.order.loader import Loader
     from arriero.data.order.order import Stream
 
-    stream = Stream([Source(store)], seq_len, seed=1, packing=packing)
+    stream = Stream([TokenSource(store)], seq_len, seed=1, packing=packing)
     with Loader(stream, batch_sequences, documents=document_mask) as loader:
         next(loader)
         begin, read = time.process_time(), 0

@@ -26,7 +26,7 @@ from arriero.checkpoint.directory import CHECKPOINTS
 from arriero.config.load import load_run
 from arriero.data.order.ledger import Audit, read_ledger
 from arriero.data.order.streams import build_streams
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 from arriero.interrupt import Interrupted
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
@@ -127,7 +127,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def audited(run: Path, config) -> str | None:
-    audit = Audit(read_ledger(run), build_streams(config, silent).train)
+    audit = Audit(read_ledger(run), build_streams(config, no_progress).train)
     audit.run(lambda *_: None)
     if audit.ledger.samples != STEPS * config.train.batch.amount // config.data.seq_len:
         return f"the ledger ends at sample {audit.ledger.samples}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from arriero.config.load import load_run
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
@@ -52,7 +52,7 @@ class Runs:
             world = world_from()
             plan = arrange(config, world)
             with joined(world, plan.device.torch_device):
-                session = build(plan, silent, hooks)
+                session = build(plan, no_progress, hooks)
                 return train(session).remembered() | {
                     "decisions": [(d.name, d.value) for d in session.decisions]
                 }

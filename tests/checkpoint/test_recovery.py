@@ -17,7 +17,7 @@ from arriero.checkpoint.manifest import MANIFEST
 from arriero.cli import app
 from arriero.data.order.ledger import Audit, read_ledger
 from arriero.data.order.streams import build_streams
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 from arriero.errors import UserError
 from arriero.parallel.spawn import RankFailed
 from arriero.parallel.world import world_from
@@ -199,7 +199,7 @@ def test_start_over_applies_once_to_a_run_with_valid_checkpoints(runs):
     runs.train("run", "checkpoint.start_over=true")
     assert [line["step"] for line in runs.lines("run", "metrics.jsonl")] == [1, 2, 3, 1, 2, 3, 4, 5, 6]
     assert (runs.folder / "run" / "checkpoints.old" / "step-00000003").is_dir()
-    audit = Audit(read_ledger(runs.folder / "run"), build_streams(runs.config("run"), silent).train)
+    audit = Audit(read_ledger(runs.folder / "run"), build_streams(runs.config("run"), no_progress).train)
     audit.run(lambda *_: None)
     assert audit.problems == []
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arriero.data.prepare import planning as preparation
-from arriero.data.prepare.planning import Request
-from arriero.data.prepare.prepare import Watcher, prepare
+from arriero.data.prepare.planning import PrepareRequest
+from arriero.data.prepare.prepare import PrepareWatcher, prepare
 from arriero.data.tokens import encoders as backends
-from arriero.data.tokens.encoders import CHAIN, choose_backend, load_backend
+from arriero.data.tokens.encoders import CHAIN, choose_encoder, load_encoder
 from arriero.data.tokens.llama_tokenizers import from_model_file
 from arriero.data.tokens.tokenizer import Encoded, choose_separators
 from arriero.errors import UserError
@@ -91,13 +91,13 @@ def test_added_tokens_that_are_not_special_are_still_found(name, definition):
 
 
 def test_the_first_backend_that_agrees_is_used(definition, real_texts):
-    choice = choose_backend(definition, real_texts[:3])
+    choice = choose_encoder(definition, real_texts[:3])
     assert choice.used == "gigatoken"
     assert choice.tried == [{"name": "gigatoken", "outcome": "equal to tokenizers"}]
 
 
 def test_a_backend_with_other_ids_or_none_is_left_and_the_reason_kept(definition, real_texts, monkeypatch):
-    class OneIdOff(backends.TokenizersBackend):
+    class OneIdOff(backends.TokenizersEncoder):
         def encode(self, strings):
             ids, lengths = super().encode(strings)
             ids[-1] += 1
@@ -109,12 +109,12 @@ def test_a_backend_with_other_ids_or_none_is_left_and_the_reason_kept(definition
     backends._loaded.cache_clear()
     monkeypatch.setitem(CHAIN, "gigatoken", absent)
     monkeypatch.setitem(CHAIN, "fastokens", OneIdOff)
-    choice = choose_backend(definition, real_texts[:3])
+    choice = choose_encoder(definition, real_texts[:3])
     assert choice.used == "tokenizers"
     outcomes = {each["name"]: each["outcome"] for each in choice.tried}
     assert outcomes["gigatoken"] == "ImportError: no wheel for this machine"
     assert "other ids than tokenizers" in outcomes["fastokens"]
-    assert load_backend("gigatoken", definition)[0] == "tokenizers"
+    assert load_encoder("gigatoken", definition)[0] == "tokenizers"
     backends._loaded.cache_clear()
 
 
@@ -122,10 +122,10 @@ def test_a_tokenizer_no_fast_backend_can_read_falls_back():
     """Words by spaces: neither byte-level nor sentencepiece BPE."""
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1, "<eos>": 2}, unk_token="?"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    choice = choose_backend(inner.to_str(), ["a b a"])
+    choice = choose_encoder(inner.to_str(), ["a b a"])
     assert choice.used == "tokenizers"
     assert [each["name"] for each in choice.tried] == FAST
-    assert documents(load_backend(choice.used, inner.to_str())[1].encode(["a b a"])) == [[0, 1, 0]]
+    assert documents(load_encoder(choice.used, inner.to_str())[1].encode(["a b a"])) == [[0, 1, 0]]
 
 
 def test_a_sentencepiece_tokenizer_works_with_whatever_is_chosen(tmp_path, real_texts):
@@ -144,14 +144,14 @@ def test_a_sentencepiece_tokenizer_works_with_whatever_is_chosen(tmp_path, real_
     )
     definition = from_model_file((tmp_path / "tokenizer.model").read_bytes()).to_str()
     strings = [*real_texts[:12], "</s>", "<s>a</s>", *ODD]
-    choice = choose_backend(definition, strings)
-    assert documents(load_backend(choice.used, definition)[1].encode(strings)) == reference(
+    choice = choose_encoder(definition, strings)
+    assert documents(load_encoder(choice.used, definition)[1].encode(strings)) == reference(
         definition, strings
     )
     assert json.loads(definition)["model"]["byte_fallback"]
 
 
-class DiffersOn(backends.TokenizersBackend):
+class DiffersOn(backends.TokenizersEncoder):
     """An encoder that is right on the check before the work, and wrong on texts with a rare character."""
 
     def encode(self, strings):
@@ -184,9 +184,13 @@ def test_a_shard_on_which_the_encoders_differ_is_encoded_again(
     strings = [text[:2000] for text in real_texts] + [f"rare ŋ {i}" for i in range(2)]
     source = write_texts(tmp_path / "a.jsonl", strings)
     shards = {"shard_bytes": 20_000}
-    store = prepare(Request((str(source),), tmp_path / "set", tokenizer_file, **shards), 1, Watcher())
-    asked = Request((str(source),), tmp_path / "reference", tokenizer_file, encoder="tokenizers", **shards)
-    assert store.fingerprint == prepare(asked, 1, Watcher()).fingerprint
+    store = prepare(
+        PrepareRequest((str(source),), tmp_path / "set", tokenizer_file, **shards), 1, PrepareWatcher()
+    )
+    asked = PrepareRequest(
+        (str(source),), tmp_path / "reference", tokenizer_file, encoder="tokenizers", **shards
+    )
+    assert store.fingerprint == prepare(asked, 1, PrepareWatcher()).fingerprint
     backend = store.about["backend"]
     assert backend["used"] == "gigatoken"
     assert 1 <= backend["shards"]["tokenizers"] < store.shards
@@ -197,7 +201,9 @@ def test_a_shard_on_which_the_encoders_differ_is_encoded_again(
 @pytest.mark.parametrize("name", CHAIN)
 def test_an_encoder_can_be_forced(tmp_path, tokenizer_file, name):
     source = write_texts(tmp_path / "a.jsonl", ["some text"])
-    store = prepare(Request((str(source),), tmp_path / "set", tokenizer_file, encoder=name), 1, Watcher())
+    store = prepare(
+        PrepareRequest((str(source),), tmp_path / "set", tokenizer_file, encoder=name), 1, PrepareWatcher()
+    )
     assert store.about["backend"]["shards"] == {name: 1}
 
 
@@ -205,7 +211,11 @@ def test_an_encoder_can_be_forced(tmp_path, tokenizer_file, name):
 def test_a_forced_encoder_with_other_ids_is_refused(tmp_path, tokenizer_file):
     source = write_texts(tmp_path / "a.jsonl", ["ŋ"])
     with pytest.raises(UserError, match=r"--encoder gigatoken cannot be used .*other ids than tokenizers"):
-        prepare(Request((str(source),), tmp_path / "set", tokenizer_file, encoder="gigatoken"), 1, Watcher())
+        prepare(
+            PrepareRequest((str(source),), tmp_path / "set", tokenizer_file, encoder="gigatoken"),
+            1,
+            PrepareWatcher(),
+        )
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from exchange_corpora import EOS, make_dataset, tokenizer_file
 
 from arriero.data.exchange.convert import Import
 from arriero.data.order import packing_plan as bestfit
-from arriero.data.order.packing import Packing, Source
+from arriero.data.order.packing import Packing, TokenSource
 from arriero.data.order.packing_plan import make_plan
-from arriero.data.order.shuffle import HELDOUT_SEED, heldout_last, split_heldout
+from arriero.data.order.shuffle import HELDOUT_SEED, move_heldout_last, split_heldout
 from arriero.data.store.manifest import MANIFEST, manifest_text
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import load_tokenizer
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def documents(store, span):
 
 def test_imported_datasets_hold_out_documents_from_everywhere(unshuffled):
     plain, whole = unshuffled
-    store = heldout_last(with_seed(plain, 1), 150)
+    store = move_heldout_last(with_seed(plain, 1), 150)
     training, held = split_heldout(store, 150)
     trained, chosen = documents(store, training), documents(store, held)
     assert sorted(trained + chosen) == sorted(filter(None, whole))
@@ -62,10 +62,10 @@ def test_imported_datasets_hold_out_documents_from_everywhere(unshuffled):
 def test_rows_of_whole_documents_are_packed_from_the_moved_ones(unshuffled, tmp_path, monkeypatch):
     monkeypatch.setattr(bestfit, "UNITS_AT_ONCE", 1)
     plain, whole = unshuffled
-    store = heldout_last(with_seed(plain, 1), 150)
+    store = move_heldout_last(with_seed(plain, 1), 150)
     for part, span in enumerate(split_heldout(store, 150)):
-        request = Packing("bestfit").request(Source(store, span), 20)
-        plan = make_plan(tmp_path / "plans", request, 2 - part, silent)
+        request = Packing("bestfit").request(TokenSource(store, span), 20)
+        plan = make_plan(tmp_path / "plans", request, 2 - part, no_progress)
         found = [store.read(int(start), int(slots)).tolist() for start, slots, _ in plan.pieces]
         assert sorted(found) == sorted(documents(store, span))
         assert all(each in whole for each in found)
@@ -75,7 +75,7 @@ def test_the_held_out_documents_depend_on_the_seed_and_the_number_alone(unshuffl
     plain, _ = unshuffled
 
     def chosen(seed, tokens=150):
-        store = heldout_last(with_seed(plain, seed), tokens)
+        store = move_heldout_last(with_seed(plain, seed), tokens)
         return {
             document[0] for document in documents(store, split_heldout(store, tokens)[1])
         }, store.fingerprint
@@ -87,8 +87,8 @@ def test_the_held_out_documents_depend_on_the_seed_and_the_number_alone(unshuffl
 
 def test_datasets_without_a_seed_keep_their_tail(unshuffled):
     plain, _ = unshuffled
-    assert heldout_last(plain, 150) is plain
-    assert heldout_last(with_seed(plain, 1), 0).fingerprint == plain.fingerprint
+    assert move_heldout_last(plain, 150) is plain
+    assert move_heldout_last(with_seed(plain, 1), 0).fingerprint == plain.fingerprint
 
 
 def test_an_import_asks_for_held_out_documents_from_everywhere(tmp_path):
@@ -96,4 +96,4 @@ def test_an_import_asks_for_held_out_documents_from_everywhere(tmp_path):
     Import("megatron", [made.directory], load_tokenizer(tokenizer_file(tmp_path))).into(tmp_path / "imported")
     store = TokenStore.open(tmp_path / "imported")
     assert store.about[HELDOUT_SEED] == 1
-    assert heldout_last(store, 10).fingerprint != store.fingerprint
+    assert move_heldout_last(store, 10).fingerprint != store.fingerprint

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from arriero.data.prepare import prepare as preparing
-from arriero.data.prepare.planning import Request
-from arriero.data.prepare.prepare import Watcher, prepare
+from arriero.data.prepare.planning import PrepareRequest
+from arriero.data.prepare.prepare import PrepareWatcher, prepare
 from arriero.data.store.store import TokenStore
 from arriero.data.text import readers
-from arriero.data.text.readers import BadRecords, read_piece
+from arriero.data.text.readers import BadRecords, read_text_range
 from arriero.data.text.sources import Select, TextSources, find_inputs
 from arriero.errors import UserError
 
@@ -23,8 +23,8 @@ def write_jsonl(path, texts, column="text"):
 
 
 def prepared(sources, directory, tokenizer_file, **more):
-    request = Request(tuple(map(str, sources)), directory, tokenizer_file, **more)
-    return prepare(request, 1, Watcher())
+    request = PrepareRequest(tuple(map(str, sources)), directory, tokenizer_file, **more)
+    return prepare(request, 1, PrepareWatcher())
 
 
 def names(folder, **select):
@@ -44,7 +44,7 @@ def test_the_work_for_bad_lines_grows_with_their_number_and_not_its_square(tmp_p
     )
     bad, lengths = BadRecords(skip=True), []
     monkeypatch.setattr(readers, "sum", lambda of: lengths.append(1) or sum(of), raising=False)
-    list(read_piece(inputs, 0, inputs[0].size, "text", bad))
+    list(read_text_range(inputs, 0, inputs[0].size, "text", bad))
     assert bad.count == 20_000
     assert len(looked_back) == readers.EXAMPLES
     assert len(lengths) <= 2 * readers.EXAMPLES

@@ -9,19 +9,19 @@ from arriero.data.order.ledger import (
     Audit,
     Ledger,
     begin_ledger,
+    check_data_unchanged,
     ledger_bytes,
     read_ledger,
-    refuse_changed_since,
 )
 from arriero.data.order.loader import Loader
 from arriero.data.order.order import Change, Stream
-from arriero.data.order.packing import Packing, Source
+from arriero.data.order.packing import Packing, TokenSource
 from arriero.errors import UserError
 
 
 @pytest.fixture(params=["concat", "bestfit", "none"])
 def stream(request, three_stores, tmp_path):
-    one, two, three = (Source(store, None, w) for store, w in zip(three_stores, (3, 1, 2), strict=True))
+    one, two, three = (TokenSource(store, None, w) for store, w in zip(three_stores, (3, 1, 2), strict=True))
     packing = Packing(request.param, cache=tmp_path / "cache")
     return Stream([one, two], 16, 7, packing, [Change(96, [two, three])])
 
@@ -113,11 +113,11 @@ def test_a_sample_left_out_of_an_epoch_is_found(stream, monkeypatch):
 
 def test_a_dataset_that_changed_is_named_and_the_run_refused(stream, make_store, tmp_path):
     (tmp_path / LEDGER).write_bytes(ledger_bytes(stream, ledger_of(stream, trained(stream, 0, 14))))
-    refuse_changed_since(tmp_path, stream)
-    other = Source(make_store([[range(500)]], vocab_size=3000))
+    check_data_unchanged(tmp_path, stream)
+    other = TokenSource(make_store([[range(500)]], vocab_size=3000))
     changed = Stream([stream.sources[0], other], 16, 7, stream.packing)
     with pytest.raises(UserError, match=f"{stream.sources[1].name} has changed since the run began"):
-        refuse_changed_since(tmp_path, changed)
+        check_data_unchanged(tmp_path, changed)
     assert "has changed since the run began" in problems(read_ledger(tmp_path), changed)[0]
 
 

@@ -6,7 +6,7 @@ import torch
 
 from arriero.data.order.loader import IGNORED, Loader
 from arriero.data.order.order import EvalStream, Stream
-from arriero.data.order.packing import Packing, Source
+from arriero.data.order.packing import Packing, TokenSource
 from arriero.errors import UserError
 from benchmarks.data.reading import measure_opening, measure_reading, write_random_documents
 
@@ -14,7 +14,9 @@ from benchmarks.data.reading import measure_opening, measure_reading, write_rand
 @pytest.fixture
 def stream(counting_store):
     return Stream(
-        [Source(counting_store, range(600), 2), Source(counting_store, range(600, 1050), 1)], 16, seed=3
+        [TokenSource(counting_store, range(600), 2), TokenSource(counting_store, range(600, 1050), 1)],
+        16,
+        seed=3,
     )
 
 
@@ -93,7 +95,7 @@ def test_batches_keep_their_content_while_later_ones_are_read(stream):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_evaluation_ends_with_ignored_labels_on_every_rank(counting_store, ranks):
-    stream = EvalStream([Source(counting_store, range(51))], 5)
+    stream = EvalStream([TokenSource(counting_store, range(51))], 5)
     parts = []
     for rank in range(ranks):
         with Loader(stream, 8, rank=rank, ranks=ranks) as loader:
@@ -104,7 +106,7 @@ def test_evaluation_ends_with_ignored_labels_on_every_rank(counting_store, ranks
 
 
 def test_positions_and_documents_restart_where_a_document_begins(counting_store):
-    stream = EvalStream([Source(counting_store, range(3, 54))], 10)
+    stream = EvalStream([TokenSource(counting_store, range(3, 54))], 10)
     with Loader(stream, 2, documents=True) as loader:
         batches = list(loader)
     positions = torch.cat([b.positions_BT for b in batches])
@@ -117,7 +119,7 @@ def test_positions_and_documents_restart_where_a_document_begins(counting_store)
 
 def test_sources_of_different_token_width_mix(make_store):
     narrow, wide = make_store([[range(400)]]), make_store([[range(500, 900)]], vocab_size=70_000)
-    stream = Stream([Source(narrow), Source(wide)], 8, 1)
+    stream = Stream([TokenSource(narrow), TokenSource(wide)], 8, 1)
     tokens = torch.cat([b.tokens_BT for b in take(Loader(stream, 8), 20)])
     assert torch.equal(tokens, tokens[:, :1] + torch.arange(8))
     assert {bool(first >= 500) for first in tokens[:, 0]} == {True, False}
@@ -126,7 +128,7 @@ def test_sources_of_different_token_width_mix(make_store):
 def test_an_error_in_the_thread_reaches_the_consumer(make_store):
     store = make_store([[range(100)], [range(100)]])
     (store.directory / "00001.bin").unlink()
-    loader = Loader(EvalStream([Source(store)], 10), 1)
+    loader = Loader(EvalStream([TokenSource(store)], 10), 1)
     with pytest.raises(UserError, match=r"00001\.bin is missing"):
         list(loader)
     assert loader.state()["sample"] == 9
@@ -157,7 +159,7 @@ def test_the_cost_of_reading_is_measured_for_every_packing(tmp_path):
 
 @pytest.mark.parametrize("packing", ["concat", "bestfit"])
 def test_several_threads_read_the_same_batches(three_stores, tmp_path, packing):
-    stream = Stream([Source(s) for s in three_stores], 16, 3, Packing(packing, cache=tmp_path))
+    stream = Stream([TokenSource(s) for s in three_stores], 16, 3, Packing(packing, cache=tmp_path))
     for rows in (2, 7):
         one = take(Loader(stream, rows, documents=True), 4)
         many = take(Loader(stream, rows, documents=True, threads=3), 4)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from arriero.data.order.loader import IGNORED, Loader
 from arriero.data.order.order import EvalStream
-from arriero.data.order.packing import Packing, Source
-from arriero.data.store.loss_mask import attach_masks, attach_prompt_lengths
+from arriero.data.order.packing import Packing, TokenSource
+from arriero.data.store.loss_mask import attach_loss_masks, attach_prompt_lengths
 from arriero.errors import UserError
 from arriero.model.family import build_model
 from arriero.model.presets import resolve
@@ -62,7 +62,7 @@ def parts(document, prompt=(), own_prompt=0):
 @pytest.mark.parametrize("kind", ["bestfit", "none"])
 @pytest.mark.parametrize("prompt", [(), (7, 9, 8)])
 def test_packed_documents_lose_what_they_lose_alone(model, documents, make_store, tmp_path, kind, prompt):
-    source = Source(make_store([documents]), prompt=prompt)
+    source = TokenSource(make_store([documents]), prompt=prompt)
     expected = sum(alone(model, *part) for document in documents for part in parts(document, prompt))
     assert packed(model, source, Packing(kind, cache=tmp_path)) == pytest.approx(expected, rel=1e-9)
 
@@ -78,11 +78,11 @@ def test_the_documents_of_a_window_lose_what_they_lose_alone(model, documents, m
         for a, b in pairwise(edges):
             last = IGNORED if b in starts else flat[b]
             expected += alone(model, flat[a:b], [*flat[a + 1 : b], last])
-    assert packed(model, Source(store), Packing()) == pytest.approx(expected, rel=1e-9)
+    assert packed(model, TokenSource(store), Packing()) == pytest.approx(expected, rel=1e-9)
 
 
 def test_without_the_mask_documents_see_each_other(model, documents, make_store, tmp_path):
-    source, packing = Source(make_store([documents])), Packing("bestfit", cache=tmp_path)
+    source, packing = TokenSource(make_store([documents])), Packing("bestfit", cache=tmp_path)
     assert packed(model, source, packing, mask=False) != pytest.approx(
         packed(model, source, packing), rel=1e-4
     )
@@ -95,11 +95,11 @@ def test_a_documents_own_prompt_is_read_but_not_learnt(model, documents, make_st
     one, two = (make_store([documents[:7], documents[7:]]) for _ in range(2))
     prompted = attach_prompt_lengths(one.directory, [lengths[:7], lengths[7:]])
     learnt = [[i >= p for i in range(n)] for n, p in zip(LENGTHS, lengths, strict=True)]
-    masked = attach_masks(two.directory, [list(chain(*learnt[:7])), list(chain(*learnt[7:]))])
+    masked = attach_loss_masks(two.directory, [list(chain(*learnt[:7])), list(chain(*learnt[7:]))])
     packing = Packing(kind, cache=tmp_path)
-    loss = packed(model, Source(prompted), packing)
-    assert packed(model, Source(masked), packing) == pytest.approx(loss, rel=1e-12)
-    assert loss < 0.95 * packed(model, Source(make_store([documents])), packing)
+    loss = packed(model, TokenSource(prompted), packing)
+    assert packed(model, TokenSource(masked), packing) == pytest.approx(loss, rel=1e-12)
+    assert loss < 0.95 * packed(model, TokenSource(make_store([documents])), packing)
     if kind != "concat":
         expected = sum(
             alone(model, *part)
@@ -111,7 +111,7 @@ def test_a_documents_own_prompt_is_read_but_not_learnt(model, documents, make_st
 
 def test_the_loss_does_not_depend_on_what_a_prompt_should_be(model, documents, make_store, tmp_path):
     """Perturbing the logits that predict prompt tokens leaves the loss as it was; others change it."""
-    source = Source(make_store([documents]), prompt=(7, 9, 8))
+    source = TokenSource(make_store([documents]), prompt=(7, 9, 8))
     stream = EvalStream([source], SEQ_LEN, Packing("bestfit", cache=tmp_path))
     with Loader(stream, 4, documents=True) as loader:
         batch = next(loader)
@@ -134,10 +134,10 @@ def test_label_files_belong_to_the_fingerprint_and_are_checked(make_store):
     with pytest.raises(UserError, match="has 2 documents, and 3 prompt lengths"):
         attach_prompt_lengths(store.directory, [[1, 0, 0]])
     with pytest.raises(UserError, match="has 5 tokens, and a mask of 4"):
-        attach_masks(store.directory, [[True] * 4])
+        attach_loss_masks(store.directory, [[True] * 4])
     (store.directory / "00000.plen").unlink()
     with (
         pytest.raises(UserError, match=r"00000\.plen is missing"),
-        Loader(EvalStream([Source(again)], 2), 1) as loader,
+        Loader(EvalStream([TokenSource(again)], 2), 1) as loader,
     ):
         next(loader)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arriero.data.order.order import EvalStream, Stream
-from arriero.data.order.packing import Source
+from arriero.data.order.packing import TokenSource
 from arriero.data.order.shuffle import BLOCK, Shares, Shuffle, block_keys, key_of, permute, split_heldout
 from arriero.errors import UserError
 
@@ -54,7 +54,10 @@ def test_the_order_is_the_one_that_earlier_runs_used(counting_store):
     """A change here breaks the resumption of every run begun before: it needs a new ORDER_VERSION."""
     image = permute(np.arange(10), 10, block_keys(12345, np.array([3])))
     assert image.tolist() == [1, 4, 2, 0, 5, 3, 6, 9, 7, 8]
-    sources = [Source(counting_store, range(600), 0.7), Source(counting_store, range(600, 1050), 0.3)]
+    sources = [
+        TokenSource(counting_store, range(600), 0.7),
+        TokenSource(counting_store, range(600, 1050), 0.3),
+    ]
     first = Stream(sources, 16, seed=1, version=1)
     located = first.locate(np.arange(20_000, 20_012))
     assert located.source.tolist() == [0, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1]
@@ -71,7 +74,7 @@ def test_the_order_is_the_one_that_earlier_runs_used(counting_store):
 
 def test_a_run_of_an_unknown_order_version_is_refused(counting_store):
     with pytest.raises(UserError, match="ordered by version 3"):
-        Stream([Source(counting_store)], 16, 1, version=3)
+        Stream([TokenSource(counting_store)], 16, 1, version=3)
 
 
 @settings(max_examples=40, deadline=None)
@@ -90,7 +93,7 @@ def test_a_shuffle_visits_every_index_once_and_knows_the_rest(n, chunk, group, d
 @given(seq_len=st.integers(1, 1049), seed=st.integers(0, 2**63), begin=st.integers(0, 3))
 def test_an_epoch_predicts_every_token_of_the_source_once(counting_store, seq_len, seed, begin):
     span = range(begin, 1050) if 1050 - begin > seq_len else range(1050)
-    stream = Stream([Source(counting_store, span)], seq_len, seed)
+    stream = Stream([TokenSource(counting_store, span)], seq_len, seed)
     n = stream.samples_per_epoch
     located = stream.locate(np.arange(3 * n))
     assert located.epoch.tolist() == [epoch for epoch in range(3) for _ in range(n)]
@@ -103,18 +106,20 @@ def test_an_epoch_predicts_every_token_of_the_source_once(counting_store, seq_le
 
 
 def test_epochs_seeds_and_sources_are_shuffled_apart(counting_store):
-    stream = Stream([Source(counting_store)], 5, seed=1)
+    stream = Stream([TokenSource(counting_store)], 5, seed=1)
     n = stream.samples_per_epoch
     first, second = stream.locate(np.arange(n)).index, stream.locate(np.arange(n, 2 * n)).index
     assert not np.array_equal(first, second)
-    assert not np.array_equal(first, Stream([Source(counting_store)], 5, seed=2).locate(np.arange(n)).index)
+    assert not np.array_equal(
+        first, Stream([TokenSource(counting_store)], 5, seed=2).locate(np.arange(n)).index
+    )
     assert not np.array_equal(first, np.sort(first))
 
 
 @settings(max_examples=25, deadline=None)
 @given(weights=st.lists(st.floats(1e-9, 100), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_a_mixture_is_exact_at_the_end_of_every_block(counting_store, weights, seed):
-    sources = [Source(counting_store, range(100 * i, 100 * i + 100), w) for i, w in enumerate(weights)]
+    sources = [TokenSource(counting_store, range(100 * i, 100 * i + 100), w) for i, w in enumerate(weights)]
     stream = Stream(sources, 9, seed)
     for blocks in (1, 2, 1000, 10**9):
         exact = blocks * BLOCK * np.array(weights) / sum(weights)
@@ -158,7 +163,9 @@ def test_a_source_of_any_weight_gets_its_share(weights):
 def test_shares_and_proportions_are_one_mixture(counting_store):
     def stream(a, b):
         return Stream(
-            [Source(counting_store, range(500), a), Source(counting_store, range(500, 900), b)], 9, 1
+            [TokenSource(counting_store, range(500), a), TokenSource(counting_store, range(500, 900), b)],
+            9,
+            1,
         )
 
     assert stream(0.9, 0.1).fingerprint == stream(9, 1).fingerprint == stream(45, 5).fingerprint
@@ -171,7 +178,7 @@ def test_shares_and_proportions_are_one_mixture(counting_store):
     ranks=st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), min_size=1, max_size=4),
 )
 def test_the_list_of_samples_does_not_depend_on_ranks_or_restarts(counting_store, weights, start, ranks):
-    sources = [Source(counting_store, range(100 * i, 100 * i + 100), w) for i, w in enumerate(weights)]
+    sources = [TokenSource(counting_store, range(100 * i, 100 * i + 100), w) for i, w in enumerate(weights)]
     whole = Stream(sources, 7, 5).locate(np.arange(start, start + 24 * len(ranks)))
     seen = []
     for step, world in enumerate(ranks):
@@ -186,7 +193,7 @@ def test_the_list_of_samples_does_not_depend_on_ranks_or_restarts(counting_store
 
 
 def test_changing_the_mixture_keeps_each_sources_own_order(counting_store):
-    a, b = Source(counting_store, range(500), 1), Source(counting_store, range(500, 1000), 1)
+    a, b = TokenSource(counting_store, range(500), 1), TokenSource(counting_store, range(500, 1000), 1)
     alone = Stream([a], 4, 1).locate(np.arange(100)).index
     mixed = Stream([b, a], 4, 1).locate(np.arange(BLOCK))
     assert mixed.index[mixed.source == 1][:100].tolist() == alone.tolist()
@@ -194,8 +201,8 @@ def test_changing_the_mixture_keeps_each_sources_own_order(counting_store):
 
 def test_the_fingerprint_names_everything_that_moves_a_sample(counting_store, make_store):
     def fingerprint(store=counting_store, span=None, weight=1.0, seq_len=8, seed=1):
-        other = Source(make_store([[range(50)]], vocab_size=2000), None, 1.0)
-        return Stream([Source(store, span, weight), other], seq_len, seed).fingerprint
+        other = TokenSource(make_store([[range(50)]], vocab_size=2000), None, 1.0)
+        return Stream([TokenSource(store, span, weight), other], seq_len, seed).fingerprint
 
     changes = [{}, {"span": range(900)}, {"weight": 2.0}, {"seq_len": 9}, {"seed": 2}]
     changes.append({"store": make_store([[range(60)]], vocab_size=2000)})
@@ -204,7 +211,7 @@ def test_the_fingerprint_names_everything_that_moves_a_sample(counting_store, ma
 
 
 def test_evaluation_visits_every_window_once_in_plain_order(counting_store):
-    sources = [Source(counting_store, range(10, 31)), Source(counting_store, range(100, 111))]
+    sources = [TokenSource(counting_store, range(10, 31)), TokenSource(counting_store, range(100, 111))]
     stream = EvalStream(sources, 5)
     located = stream.locate(np.arange(stream.samples))
     assert starts(stream, located).tolist() == [10, 15, 20, 25, 100, 105]
@@ -235,16 +242,16 @@ def test_unusable_sources_are_refused(counting_store, make_store):
     with pytest.raises(UserError, match="no data source"):
         Stream([], 8, 1)
     with pytest.raises(UserError, match="needs 1051"):
-        Stream([Source(counting_store)], 1050, 1)
+        Stream([TokenSource(counting_store)], 1050, 1)
     with pytest.raises(UserError, match="weight 0"):
-        Stream([Source(counting_store, None, 0)], 8, 1)
-    rare = [Source(counting_store, range(500)), Source(counting_store, range(500, 900), 1e-9)]
+        Stream([TokenSource(counting_store, None, 0)], 8, 1)
+    rare = [TokenSource(counting_store, range(500)), TokenSource(counting_store, range(500, 900), 1e-9)]
     with pytest.raises(UserError, match="less than 1 sample"):
         Stream(rare, 8, 1, version=1)
     with pytest.raises(UserError, match="same tokens"):
-        Stream([Source(counting_store, range(500)), Source(counting_store, range(499, 900))], 8, 1)
+        Stream([TokenSource(counting_store, range(500)), TokenSource(counting_store, range(499, 900))], 8, 1)
     foreign = make_store([[range(50)]], tokenizer="[]")
     with pytest.raises(UserError, match="different tokenizers"):
-        Stream([Source(counting_store), Source(foreign)], 8, 1)
+        Stream([TokenSource(counting_store), TokenSource(foreign)], 8, 1)
     with pytest.raises(IndexError):
-        Stream([Source(counting_store)], 8, 1).locate(np.array([-1]))
+        Stream([TokenSource(counting_store)], 8, 1).locate(np.array([-1]))

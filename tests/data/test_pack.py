@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from arriero.data.commands.datasets import pack
-from arriero.data.order import packing_plan as bestfit
+from arriero.data.order import packing_plan
 from arriero.data.order.loader import IGNORED, Loader
 from arriero.data.order.order import EvalStream, Stream
-from arriero.data.order.packing import Packing, Source
-from arriero.data.order.packing_plan import Plan, Request, best_fit_decreasing, make_plan
+from arriero.data.order.packing import Packing, TokenSource
+from arriero.data.order.packing_plan import PackingPlan, PackingRequest, best_fit_decreasing, make_plan
 from arriero.data.order.shuffle import split_heldout
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 from arriero.errors import UserError
 from arriero.ui import set_quiet
 
@@ -70,9 +70,9 @@ def test_whole_documents_predict_each_token_from_the_one_before_once(
     packing = Packing(kind, long_docs, tmp_path / "cache")
     if not any(kept):
         with pytest.raises(UserError, match="gives no sample"):
-            EvalStream([Source(store)], seq_len, packing)
+            EvalStream([TokenSource(store)], seq_len, packing)
         return
-    stream = EvalStream([Source(store)], seq_len, packing)
+    stream = EvalStream([TokenSource(store)], seq_len, packing)
     with Loader(stream, sequences, documents=mask) as loader:
         batches = list(loader)
 
@@ -93,7 +93,7 @@ def test_positions_count_from_a_documents_first_token_in_the_row(
     documents = numbered([*lengths, 50])
     store = make_store([documents], vocab_size=10_000)
     number = {t: i for i, document in enumerate(documents) for t in document}
-    stream = EvalStream([Source(store)], seq_len, Packing(kind, cache=tmp_path / "cache"))
+    stream = EvalStream([TokenSource(store)], seq_len, Packing(kind, cache=tmp_path / "cache"))
     with Loader(stream, 1, documents=True) as loader:
         for batch in loader:
             row = batch.tokens_BT[0, : batch.real_tokens].tolist()
@@ -113,7 +113,7 @@ def test_positions_count_from_a_documents_first_token_in_the_row(
 def test_windows_predict_every_token_once_and_with_a_mask_no_first_one(make_store, lengths, seq_len, mask):
     documents = numbered([*lengths, 50])
     store = make_store([documents], vocab_size=10_000)
-    stream = EvalStream([Source(store)], seq_len)
+    stream = EvalStream([TokenSource(store)], seq_len)
     with Loader(stream, 3, documents=mask) as loader:
         seen = pairs(loader)
     predicted = range(1, store.tokens - stream.cuts[0].unused)
@@ -133,7 +133,7 @@ def test_any_ranks_and_restarts_read_the_same_samples(
     three_stores, tmp_path, kind, weights, start, worlds, mask
 ):
     def stream():
-        sources = [Source(store, None, w) for store, w in zip(three_stores, weights, strict=False)]
+        sources = [TokenSource(store, None, w) for store, w in zip(three_stores, weights, strict=False)]
         return Stream(sources, 16, 5, Packing(kind, cache=tmp_path / "cache"))
 
     with Loader(stream(), 24, start_sample=start, documents=mask) as loader:
@@ -160,7 +160,7 @@ def test_any_ranks_and_restarts_read_the_same_samples(
 
 @pytest.mark.parametrize("kind", ["concat", "bestfit", "none"])
 def test_each_sample_comes_once_per_epoch(three_stores, tmp_path, kind):
-    stream = Stream([Source(three_stores[0])], 16, 1, Packing(kind, cache=tmp_path))
+    stream = Stream([TokenSource(three_stores[0])], 16, 1, Packing(kind, cache=tmp_path))
     n = stream.samples_per_epoch
     located = stream.locate(np.arange(3 * n))
     for epoch in range(3):
@@ -172,7 +172,9 @@ def test_each_sample_comes_once_per_epoch(three_stores, tmp_path, kind):
 def test_weights_are_shares_of_tokens_however_long_the_samples_are(make_store, tmp_path):
     short = make_store([[range(5)] * 400], vocab_size=1000)
     long = make_store([[range(500, 540)] * 400], vocab_size=1000)
-    stream = Stream([Source(short, None, 3), Source(long, None, 1)], 64, 1, Packing("none", cache=tmp_path))
+    stream = Stream(
+        [TokenSource(short, None, 3), TokenSource(long, None, 1)], 64, 1, Packing("none", cache=tmp_path)
+    )
     located = stream.locate(np.arange(8192))
     tokens = np.bincount(located.source) * [5, 40]
     assert tokens[0] / tokens.sum() == pytest.approx(0.75, abs=0.001)
@@ -200,20 +202,20 @@ def test_a_plan_is_built_once_and_a_damaged_one_again(make_store, tmp_path):
     store = make_store([[range(5)] * 30])
     stages = []
     packing = Packing("bestfit", cache=tmp_path / "c", progress=lambda *call: stages.append(call))
-    first = EvalStream([Source(store)], 16, packing)
+    first = EvalStream([TokenSource(store)], 16, packing)
     assert stages[-1] == ("packing", 1, 1)
     built = len(stages)
     (plan,) = (tmp_path / "c" / "plans").iterdir()
     content = plan.read_bytes()
-    EvalStream([Source(store)], 16, packing)
+    EvalStream([TokenSource(store)], 16, packing)
     assert len(stages) == built
     for times, damaged in enumerate((content[:-20], content[:5], b""), 2):
         plan.write_bytes(damaged)
-        again = EvalStream([Source(store)], 16, packing)
+        again = EvalStream([TokenSource(store)], 16, packing)
         assert len(stages) == times * built
         assert plan.read_bytes() == content
     assert again.fingerprint == first.fingerprint
-    assert EvalStream([Source(store)], 17, packing).fingerprint != first.fingerprint
+    assert EvalStream([TokenSource(store)], 17, packing).fingerprint != first.fingerprint
     assert len(list((tmp_path / "c" / "plans").iterdir())) == 2
 
 
@@ -221,7 +223,7 @@ def test_large_sources_are_packed_group_by_group(make_store, tmp_path, monkeypat
     monkeypatch.setattr("arriero.data.order.packing_plan.GROUP", 7)
     documents = numbered([3, 9, 1, 30, 2, 2, 5] * 9)
     store = make_store([documents[:20], documents[20:25], documents[25:]])
-    stream = EvalStream([Source(store)], 16, Packing("bestfit", cache=tmp_path))
+    stream = EvalStream([TokenSource(store)], 16, Packing("bestfit", cache=tmp_path))
     with Loader(stream, 4, documents=True) as loader:
         seen = pairs(loader)
     assert seen == Counter(pair for document in documents for pair in itertools.pairwise(document))
@@ -233,14 +235,14 @@ def test_large_sources_are_packed_group_by_group(make_store, tmp_path, monkeypat
 )
 def test_what_happens_to_long_documents_is_counted(make_store, tmp_path, long_docs, words):
     store = make_store([[range(5), range(40), range(16)]])
-    stream = EvalStream([Source(store)], 16, Packing("bestfit", long_docs, tmp_path))
+    stream = EvalStream([TokenSource(store)], 16, Packing("bestfit", long_docs, tmp_path))
     assert stream.cuts[0].remarks == [f"1 of 3 documents are longer than a row: {words}" + (
         " trained on" if long_docs != "split" else "")]  # fmt: skip
 
 
 def test_rows_without_packing_are_as_wide_as_their_longest_document(make_store, tmp_path):
     store = make_store([[range(3), range(9), range(4), range(2)]])
-    stream = EvalStream([Source(store)], 16, Packing("none", cache=tmp_path))
+    stream = EvalStream([TokenSource(store)], 16, Packing("none", cache=tmp_path))
     with Loader(stream, 2) as loader:
         shapes = [(batch.tokens_BT.shape, batch.real_tokens) for batch in loader]
     assert shapes == [((2, 9), 12), ((2, 4), 6)]
@@ -249,7 +251,7 @@ def test_rows_without_packing_are_as_wide_as_their_longest_document(make_store, 
 def test_a_prompt_stands_before_each_document_and_is_not_learnt(make_store, tmp_path):
     store = make_store([[[11, 12, 0], [21, 0], list(range(30, 40))]])
     for kind in ("bestfit", "none"):
-        stream = EvalStream([Source(store, prompt=(7, 8))], 8, Packing(kind, cache=tmp_path))
+        stream = EvalStream([TokenSource(store, prompt=(7, 8))], 8, Packing(kind, cache=tmp_path))
         with Loader(stream, 1, documents=True) as loader:
             rows = [(b.tokens_BT[0].tolist(), b.labels_BT[0].tolist()) for b in loader]
         together = {
@@ -267,29 +269,29 @@ def test_a_prompt_stands_before_each_document_and_is_not_learnt(make_store, tmp_
 def test_a_prompt_needs_whole_documents_and_room(make_store, tmp_path):
     store = make_store([[range(50)]])
     with pytest.raises(UserError, match="packing 'concat' cuts documents"):
-        Stream([Source(store, prompt=(1,))], 8, 1)
+        Stream([TokenSource(store, prompt=(1,))], 8, 1)
     with pytest.raises(UserError, match="has 8 tokens, a sequence only 8"):
-        Stream([Source(store, prompt=(1,) * 8)], 8, 1, Packing("none", cache=tmp_path))
+        Stream([TokenSource(store, prompt=(1,) * 8)], 8, 1, Packing("none", cache=tmp_path))
 
 
 def test_an_empty_source_is_refused_by_name(make_store, tmp_path):
     empty = make_store([[[], []]])
     with pytest.raises(UserError, match=f"{empty.directory} gives 0 tokens"):
-        Stream([Source(empty)], 8, 1)
+        Stream([TokenSource(empty)], 8, 1)
     with pytest.raises(UserError, match=f"{empty.directory} gives no sample"):
-        Stream([Source(empty)], 8, 1, Packing("bestfit", cache=tmp_path))
+        Stream([TokenSource(empty)], 8, 1, Packing("bestfit", cache=tmp_path))
 
 
 def test_one_gigantic_document_is_read_part_by_part(make_store, tmp_path):
     store = make_store([[np.arange(5001)]], vocab_size=6000)
-    stream = EvalStream([Source(store)], 64, Packing("bestfit", cache=tmp_path))
+    stream = EvalStream([TokenSource(store)], 64, Packing("bestfit", cache=tmp_path))
     with Loader(stream, 8) as loader:
         assert pairs(loader) == Counter((t, t + 1) for t in range(5000))
 
 
 def test_padding_carries_no_label_and_does_not_change_a_tensor_shape(make_store, tmp_path):
     store = make_store([[range(1, 6)] * 3])
-    stream = EvalStream([Source(store)], 16, Packing("bestfit", cache=tmp_path))
+    stream = EvalStream([TokenSource(store)], 16, Packing("bestfit", cache=tmp_path))
     with Loader(stream, 1, documents=True) as loader:
         (batch,) = loader
     assert torch.equal(batch.labels_BT[0, 14:], torch.full((2,), IGNORED))
@@ -331,8 +333,8 @@ OLD_PLANS = {
 def test_a_plan_is_the_one_that_earlier_runs_used(make_store, tmp_path, long_docs, span):
     """A change here gives other rows to every run that packs documents: it needs a new ORDER_VERSION."""
     store = long_tailed(make_store)
-    request = Request(store, span or range(store.tokens), "bestfit", long_docs, 64, 3)
-    plan = make_plan(tmp_path / "plans", request, 1, silent)
+    request = PackingRequest(store, span or range(store.tokens), "bestfit", long_docs, 64, 3)
+    plan = make_plan(tmp_path / "plans", request, 1, no_progress)
     assert content(plan)[:16] == OLD_PLANS[long_docs, span is None]
     assert plan.counts["documents"] == (1960 if span is None else plan.counts["documents"])
 
@@ -340,10 +342,10 @@ def test_a_plan_is_the_one_that_earlier_runs_used(make_store, tmp_path, long_doc
 @pytest.mark.usefixtures("small_groups")
 def test_a_plan_that_was_interrupted_is_resumed(make_store, tmp_path, monkeypatch):
     store = long_tailed(make_store)
-    request = Request(store, range(store.tokens), "bestfit", "split", 64, 0)
-    whole = content(make_plan(tmp_path / "whole", request, 1, silent))
+    request = PackingRequest(store, range(store.tokens), "bestfit", "split", 64, 0)
+    whole = content(make_plan(tmp_path / "whole", request, 1, no_progress))
     parts = []
-    original = bestfit._pack_part
+    original = packing_plan._pack_part
 
     def interrupted(*arguments):
         if len(parts) == 4:
@@ -351,13 +353,13 @@ def test_a_plan_that_was_interrupted_is_resumed(make_store, tmp_path, monkeypatc
         parts.append(arguments[-1])
         return original(*arguments)
 
-    monkeypatch.setattr(bestfit, "_pack_part", interrupted)
+    monkeypatch.setattr(packing_plan, "_pack_part", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        make_plan(tmp_path / "plans", request, 1, silent)
+        make_plan(tmp_path / "plans", request, 1, no_progress)
     assert not (tmp_path / "plans" / request.name).exists()
     done, parts[:] = list(parts), []
-    monkeypatch.setattr(bestfit, "_pack_part", lambda *a: parts.append(a[-1]) or original(*a))
-    assert content(make_plan(tmp_path / "plans", request, 1, silent)) == whole
+    monkeypatch.setattr(packing_plan, "_pack_part", lambda *a: parts.append(a[-1]) or original(*a))
+    assert content(make_plan(tmp_path / "plans", request, 1, no_progress)) == whole
     assert parts and not set(parts) & set(done)
     assert [path.name for path in (tmp_path / "plans").iterdir()] == [request.name]
 
@@ -366,19 +368,19 @@ def test_a_plan_that_is_gone_is_made_from_its_documents_and_not_from_old_records
     make_store, tmp_path, monkeypatch
 ):
     store = long_tailed(make_store)
-    request = Request(store, range(store.tokens), "bestfit", "split", 64, 0)
+    request = PackingRequest(store, range(store.tokens), "bestfit", "split", 64, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(bestfit.shutil, "rmtree", lambda *_, **__: None)  # as if killed after publishing
-        whole = content(make_plan(tmp_path, request, 1, silent))
+        patch.setattr(packing_plan.shutil, "rmtree", lambda *_, **__: None)  # as if killed after publishing
+        whole = content(make_plan(tmp_path, request, 1, no_progress))
     (tmp_path / request.name).unlink()
-    assert content(make_plan(tmp_path, request, 1, silent)) == whole
+    assert content(make_plan(tmp_path, request, 1, no_progress)) == whole
 
 
 def test_a_plan_whose_work_is_removed_by_another_process_is_found(make_store, tmp_path, monkeypatch):
     store = long_tailed(make_store)
-    request = Request(store, range(store.tokens), "bestfit", "split", 64, 0)
-    whole = content(make_plan(tmp_path, request, 1, silent))
-    original, removed = bestfit.Path.mkdir, []
+    request = PackingRequest(store, range(store.tokens), "bestfit", "split", 64, 0)
+    whole = content(make_plan(tmp_path, request, 1, no_progress))
+    original, removed = packing_plan.Path.mkdir, []
 
     def mkdir(path, *arguments, **options):
         original(path, *arguments, **options)
@@ -386,8 +388,8 @@ def test_a_plan_whose_work_is_removed_by_another_process_is_found(make_store, tm
             removed.append(path)
             path.rmdir()
 
-    monkeypatch.setattr(bestfit.Path, "mkdir", mkdir)
-    assert content(make_plan(tmp_path, request, 1, silent)) == whole
+    monkeypatch.setattr(packing_plan.Path, "mkdir", mkdir)
+    assert content(make_plan(tmp_path, request, 1, no_progress)) == whole
     assert len(removed) == 1
 
 
@@ -403,7 +405,7 @@ if __name__ == "__main__":
 
 def test_workers_end_when_the_process_that_started_them_is_killed(tmp_path):
     (tmp_path / "script.py").write_text(KILLED)
-    environment = {**os.environ, "PYTHONPATH": str(Path(bestfit.__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(packing_plan.__file__).parents[3])}
     # returns when the last worker has closed its output
     done = subprocess.run(
         [sys.executable, str(tmp_path / "script.py")], env=environment, capture_output=True, timeout=120
@@ -412,23 +414,23 @@ def test_workers_end_when_the_process_that_started_them_is_killed(tmp_path):
 
 
 def test_a_dataset_of_many_documents_is_packed_ahead(make_store, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bestfit, "UNITS_AT_ONCE", 1)
+    monkeypatch.setattr(packing_plan, "UNITS_AT_ONCE", 1)
     store = long_tailed(make_store)
     packing = Packing("bestfit", cache=tmp_path / "cache")
     train, heldout = split_heldout(store, 300)
-    monkeypatch.setattr(bestfit, "MOST_PLANNED", 1000)
+    monkeypatch.setattr(packing_plan, "MOST_PLANNED", 1000)
     command = re.escape(f"arriero data pack {store.directory} --seq-len 64 --heldout '{len(heldout)} tok'")
     with pytest.raises(UserError, match=f"documents of .* are not packed yet.*{command}"):
-        Stream([Source(store, train)], 64, 1, packing)
+        Stream([TokenSource(store, train)], 64, 1, packing)
     pack(store.directory, 64, heldout=f"{len(heldout)} tok", workers=2)
     printed = capsys.readouterr().out
     assert "training: 1" in printed and "held-out: " in printed and "filled" in printed
     pack(store.directory, 64, heldout=f"{len(heldout)} tok")
     assert "made before" in capsys.readouterr().out
-    stream = Stream([Source(store, train)], 64, 1, packing)
+    stream = Stream([TokenSource(store, train)], 64, 1, packing)
     request = packing.request(stream.sources[0], 64)
-    assert content(Plan(store.directory / "plans" / request.name)) == content(
-        make_plan(tmp_path / "again", request, 1, silent)
+    assert content(PackingPlan(store.directory / "plans" / request.name)) == content(
+        make_plan(tmp_path / "again", request, 1, no_progress)
     )
     assert not (tmp_path / "cache").exists()
     set_quiet(True)

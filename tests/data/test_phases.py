@@ -3,10 +3,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arriero.data.order.ledger import Audit, Ledger, difference, refuse_other_order
+from arriero.data.order.ledger import Audit, Ledger, check_same_order, difference
 from arriero.data.order.loader import Loader
 from arriero.data.order.order import Change, Stream
-from arriero.data.order.packing import Source
+from arriero.data.order.packing import TokenSource
 from arriero.data.order.shuffle import BLOCK
 from arriero.errors import UserError
 
@@ -15,7 +15,7 @@ MIXTURE = st.lists(st.sampled_from([0, 0.3, 1, 2.5]), min_size=3, max_size=3).fi
 
 
 def mixture(stores, weights, **more):
-    return [Source(store, None, w, **more) for store, w in zip(stores, weights, strict=True) if w]
+    return [TokenSource(store, None, w, **more) for store, w in zip(stores, weights, strict=True) if w]
 
 
 def draws(stream, end):
@@ -55,7 +55,7 @@ def test_a_later_phase_keeps_the_past_and_every_sources_place(three_stores, mixt
     seen = draws(stream, end)
     assert stream.drawn(end).tolist() == [len(seen[s.store.fingerprint]) for s in stream.sources]
     for source, n in zip(stream.sources, stream.counts, strict=True):
-        alone = Stream([Source(source.store)], 16, 3)
+        alone = Stream([TokenSource(source.store)], 16, 3)
         mine = seen[source.store.fingerprint]
         if mine:
             assert mine == draws(alone, len(mine))[source.store.fingerprint]
@@ -97,7 +97,7 @@ def test_phases_out_of_order_or_with_a_source_twice_are_refused(three_stores):
             Stream(first, 16, 1, changes=changes)
     with pytest.raises(UserError, match="same tokens"):
         Stream(first, 16, 1, changes=[Change(5, [*first, *first])])
-    part = Source(three_stores[0], range(100))
+    part = TokenSource(three_stores[0], range(100))
     with pytest.raises(UserError, match="same tokens"):
         Stream(first, 16, 1, changes=[Change(5, [part])])
 
@@ -105,7 +105,7 @@ def test_phases_out_of_order_or_with_a_source_twice_are_refused(three_stores):
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
 def test_a_weight_that_is_no_share_is_refused_by_name(three_stores, weight):
     with pytest.raises(UserError, match=rf"{three_stores[1].directory} has weight"):
-        Stream([Source(three_stores[0]), Source(three_stores[1], None, weight)], 16, 1)
+        Stream([TokenSource(three_stores[0]), TokenSource(three_stores[1], None, weight)], 16, 1)
 
 
 def test_a_state_is_accepted_by_the_same_past_alone(three_stores):
@@ -114,8 +114,8 @@ def test_a_state_is_accepted_by_the_same_past_alone(three_stores):
     with Loader(stream, 4) as loader:
         next(loader)
         state = loader.state()
-    refuse_other_order(state, stream, "the checkpoint")
-    refuse_other_order(state, Stream(first, 16, 1, changes=[Change(4, second)]), "the checkpoint")
+    check_same_order(state, stream, "the checkpoint")
+    check_same_order(state, Stream(first, 16, 1, changes=[Change(4, second)]), "the checkpoint")
     for other in (
         Stream(first, 16, 1, changes=[Change(3, second)]),
         Stream(second, 16, 1),
@@ -123,14 +123,14 @@ def test_a_state_is_accepted_by_the_same_past_alone(three_stores):
         Stream(first, 8, 1),
     ):
         with pytest.raises(UserError, match="the checkpoint was trained on other data"):
-            refuse_other_order(state, other, "the checkpoint")
+            check_same_order(state, other, "the checkpoint")
 
 
 def test_what_changed_is_named(three_stores, make_store):
     stream = Stream(mixture(three_stores, [1, 1, 0]), 16, 1)
     names = [source.name for source in stream.sources]
     other = make_store([[range(500)]], vocab_size=3000)
-    changed = Stream([Source(three_stores[0]), Source(other)], 16, 1)
+    changed = Stream([TokenSource(three_stores[0]), TokenSource(other)], 16, 1)
     assert difference(stream.identity, names, stream, 100) is None
     words = difference(stream.identity, names, changed, 100)
     assert words.startswith(f"{names[1]} has changed since the run began")
@@ -196,8 +196,8 @@ def read_by(stream, widths):
 def test_an_audit_finds_a_token_that_comes_twice_after_a_change_of_length(three_stores):
     """A change that cut the whole source anew would repeat what the epoch has read."""
     stream = Stream(mixture(three_stores, [1, 0, 0]), 8, 3, changes=[Change(20, seq_len=16)])
-    leg = stream.readings[0].legs[1]
-    stream.readings[0].legs[1] = leg.__class__(leg.first, leg.seq_len, leg.epoch, leg.whole, leg.whole)
+    leg = stream.source_orders[0].legs[1]
+    stream.source_orders[0].legs[1] = leg.__class__(leg.first, leg.seq_len, leg.epoch, leg.whole, leg.whole)
     stretch = read_by(stream, [8] * 20 + [16] * 30)
     audit = Audit(Ledger(1, stream.identity, [s.name for s in stream.sources], [stretch]), stream)
     audit.run(lambda *_: None)

@@ -13,8 +13,8 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from arriero.data.prepare import prepare as preparing
-from arriero.data.prepare.planning import Request
-from arriero.data.prepare.prepare import Watcher, prepare
+from arriero.data.prepare.planning import PrepareRequest
+from arriero.data.prepare.prepare import PrepareWatcher, prepare
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import load_tokenizer, tokenizer_of
 from arriero.errors import UserError
@@ -40,7 +40,7 @@ def corpus(tmp_path_factory, real_texts):
 
 def request(corpus, directory, tokenizer_file, **more):
     more.setdefault("shard_bytes", 150_000)
-    return Request((str(corpus[0]),), directory, tokenizer_file, **more)
+    return PrepareRequest((str(corpus[0]),), directory, tokenizer_file, **more)
 
 
 def documents_of(store):
@@ -54,7 +54,7 @@ def bytes_of(directory):
 
 
 def test_every_document_is_there_once_and_ends_once(corpus, tokenizer_file, tmp_path):
-    store = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+    store = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, PrepareWatcher())
     tokenizer = load_tokenizer(tokenizer_file)
     wanted = sorted([*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch([t for t in corpus[1] if t]))
     assert sorted(documents_of(store)) == wanted
@@ -70,7 +70,9 @@ def test_every_document_is_there_once_and_ends_once(corpus, tokenizer_file, tmp_
 
 def test_documents_are_shuffled_within_a_shard(tokenizer_file, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(200)])
-    store = prepare(Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file), 1, Watcher())
+    store = prepare(
+        PrepareRequest((str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file), 1, PrepareWatcher()
+    )
     decode = load_tokenizer(tokenizer_file).decode
     numbers = [int(decode(ids[:-1])) for ids in documents_of(store)]
     assert sorted(numbers) == list(range(200))
@@ -78,7 +80,7 @@ def test_documents_are_shuffled_within_a_shard(tokenizer_file, tmp_path):
 
 
 def test_inputs_are_interleaved(corpus, tokenizer_file, tmp_path):
-    store = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+    store = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, PrepareWatcher())
     decode = load_tokenizer(tokenizer_file).decode
     numbers = [decode(ids).split(" ")[0] for ids in documents_of(store)[:60]]
     assert {int(number) % 3 for number in numbers if number.isdecimal()} == {0, 1, 2}
@@ -86,14 +88,14 @@ def test_inputs_are_interleaved(corpus, tokenizer_file, tmp_path):
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, tokenizer_file, tmp_path):
     for workers in (1, 3):
-        prepare(request(corpus, tmp_path / str(workers), tokenizer_file), workers, Watcher())
+        prepare(request(corpus, tmp_path / str(workers), tokenizer_file), workers, PrepareWatcher())
     assert bytes_of(tmp_path / "1") == bytes_of(tmp_path / "3")
-    prepare(request(corpus, tmp_path / "seed", tokenizer_file, seed=2), 1, Watcher())
+    prepare(request(corpus, tmp_path / "seed", tokenizer_file, seed=2), 1, PrepareWatcher())
     assert bytes_of(tmp_path / "1")["00000.bin"] != bytes_of(tmp_path / "seed")["00000.bin"]
 
 
 def test_checksums_hold_and_megatron_would_find_the_index(corpus, tokenizer_file, tmp_path):
-    prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+    prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, PrepareWatcher())
     for line in (tmp_path / "set" / "checksums.sha256").read_text().splitlines():
         digest, name = line.split("  ")
         assert hashlib.sha256((tmp_path / "set" / name).read_bytes()).hexdigest() == digest
@@ -123,7 +125,9 @@ shard_making._Gathering._encode = dying(shard_making._Gathering._encode)
 preparing.shutil.rmtree = dying(preparing.shutil.rmtree)
 corpus, directory, tokenizer = map(Path, sys.argv[2:])
 preparing.prepare(
-    preparation.Request((str(corpus),), directory, tokenizer, shard_bytes=150_000), 1, preparing.Watcher()
+    preparation.PrepareRequest((str(corpus),), directory, tokenizer, shard_bytes=150_000),
+    1,
+    preparing.PrepareWatcher(),
 )
 print(int(sys.argv[1]) - left)
 """
@@ -165,17 +169,19 @@ def test_finished_shards_are_not_made_again(corpus, tokenizer_file, tmp_path, mo
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(preparing, "make_shard", dying)
-        prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+        prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, PrepareWatcher())
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "set").glob("*.bin")}
     assert len(before) == 3
-    prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+    prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, PrepareWatcher())
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 def test_when_the_command_is_killed_its_workers_end_and_the_rest_is_resumed(corpus, tokenizer_file, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [f"{i} {text}" for i in range(5) for text in corpus[1]])
-    asked = Request((str(tmp_path / "a.jsonl"),), tmp_path / "whole", tokenizer_file, shard_bytes=10**6)
-    assert prepare(asked, 1, Watcher()).shards >= 3
+    asked = PrepareRequest(
+        (str(tmp_path / "a.jsonl"),), tmp_path / "whole", tokenizer_file, shard_bytes=10**6
+    )
+    assert prepare(asked, 1, PrepareWatcher()).shards >= 3
     command = [
         sys.executable,
         "-m",
@@ -201,10 +207,10 @@ def test_when_the_command_is_killed_its_workers_end_and_the_rest_is_resumed(corp
 
 
 def test_a_finished_prepare_is_found_again(corpus, tokenizer_file, tmp_path, monkeypatch):
-    first = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+    first = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, PrepareWatcher())
     before = bytes_of(tmp_path / "set")
     monkeypatch.setattr(preparing, "make_shard", None)
-    again = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, Watcher())
+    again = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, PrepareWatcher())
     assert again.fingerprint == first.fingerprint
     assert bytes_of(tmp_path / "set") == before
 
@@ -222,11 +228,11 @@ def test_other_settings_or_inputs_in_the_same_directory_are_refused(
         (copy / path.name).write_bytes(path.read_bytes())
     first = request((copy,), tmp_path / "set", tokenizer_file)
     if finished:
-        prepare(first, 1, Watcher())
+        prepare(first, 1, PrepareWatcher())
     else:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(preparing, "make_shard", interrupted)
-            prepare(first, 1, Watcher())
+            prepare(first, 1, PrepareWatcher())
     for changed, complaint in (
         ({"seed": 2}, "begun with seed 1, now it is 2"),
         ({"shard_bytes": 99_000}, "begun with shard_bytes"),
@@ -234,33 +240,39 @@ def test_other_settings_or_inputs_in_the_same_directory_are_refused(
         ({"eos": "none"}, "begun with eos"),
     ):
         with pytest.raises(UserError, match=complaint):
-            prepare(request((copy,), tmp_path / "set", tokenizer_file, **changed), 1, Watcher())
+            prepare(request((copy,), tmp_path / "set", tokenizer_file, **changed), 1, PrepareWatcher())
     write_jsonl(copy / "1.jsonl", ["changed"])
     with pytest.raises(UserError, match="other input files"):
-        prepare(first, 1, Watcher())
+        prepare(first, 1, PrepareWatcher())
 
 
 def test_a_directory_with_other_files_is_left_alone(corpus, tokenizer_file, tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(UserError, match="is not empty"):
-        prepare(request(corpus, tmp_path, tokenizer_file), 1, Watcher())
+        prepare(request(corpus, tmp_path, tokenizer_file), 1, PrepareWatcher())
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_refused_prepare_leaves_no_directory(tokenizer_file, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
     with pytest.raises(UserError, match="not a string"):
-        prepare(Request((str(tmp_path / "bad.jsonl"),), tmp_path / "set", tokenizer_file), 1, Watcher())
+        prepare(
+            PrepareRequest((str(tmp_path / "bad.jsonl"),), tmp_path / "set", tokenizer_file),
+            1,
+            PrepareWatcher(),
+        )
     assert not (tmp_path / "set").exists()
 
 
 def test_an_input_that_changes_during_the_work_is_noticed(corpus, tokenizer_file, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", corpus[1])
-    asked = Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file, shard_bytes=150_000)
+    asked = PrepareRequest(
+        (str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file, shard_bytes=150_000
+    )
     plan = preparing.begin_or_resume(asked)
     write_jsonl(tmp_path / "a.jsonl", [*corpus[1], "more"])
     with pytest.raises(UserError, match="has changed since this prepare began"):
-        preparing.make_shards(plan, [0], 1, Watcher())
+        preparing.make_shards(plan, [0], 1, PrepareWatcher())
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -273,8 +285,10 @@ def test_a_bad_record_late_in_the_corpus_stops_the_work_and_skipping_resumes_it(
         file.write('{"text": "cut')
     asked = {"directory": tmp_path / "set", "tokenizer": tokenizer_file, "shard_bytes": 300_000}
     with pytest.raises(UserError, match=rf"line {len(texts) + 1}: broken JSON"):
-        prepare(Request((str(tmp_path / "a.jsonl"),), **asked), workers, Watcher())
-    store = prepare(Request((str(tmp_path / "a.jsonl"),), skip_bad=True, **asked), workers, Watcher())
+        prepare(PrepareRequest((str(tmp_path / "a.jsonl"),), **asked), workers, PrepareWatcher())
+    store = prepare(
+        PrepareRequest((str(tmp_path / "a.jsonl"),), skip_bad=True, **asked), workers, PrepareWatcher()
+    )
     assert store.documents == len(texts)
     assert store.about["skipped_records"] == 1
     assert "broken JSON" in store.about["skipped_examples"][0]
@@ -285,7 +299,9 @@ def test_a_bad_record_late_in_the_corpus_stops_the_work_and_skipping_resumes_it(
 )
 def test_tiny_and_gigantic_documents(tokenizer_file, tmp_path, texts):
     write_jsonl(tmp_path / "a.jsonl", texts)
-    store = prepare(Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file), 1, Watcher())
+    store = prepare(
+        PrepareRequest((str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file), 1, PrepareWatcher()
+    )
     kept = [text for text in texts if text]
     wanted = [[*ids, store.eos_id] for ids in load_tokenizer(tokenizer_file).encode_batch(kept)]
     assert store.tokens == sum(map(len, wanted))
@@ -296,7 +312,11 @@ def test_tiny_and_gigantic_documents(tokenizer_file, tmp_path, texts):
 def test_an_empty_file_is_refused(tokenizer_file, tmp_path):
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(UserError, match="no text"):
-        prepare(Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file), 1, Watcher())
+        prepare(
+            PrepareRequest((str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file),
+            1,
+            PrepareWatcher(),
+        )
 
 
 def test_separators_are_as_asked(tokenizer_file, tmp_path):
@@ -311,8 +331,10 @@ def test_separators_are_as_asked(tokenizer_file, tmp_path):
         ({"eos": "none"}, [[a], [b]], end),
     ]
     for number, (marks, wanted, eos_id) in enumerate(cases):
-        asked = Request((str(tmp_path / "a.jsonl"),), tmp_path / str(number), tmp_path / "t.json", **marks)
-        store = prepare(asked, 1, Watcher())
+        asked = PrepareRequest(
+            (str(tmp_path / "a.jsonl"),), tmp_path / str(number), tmp_path / "t.json", **marks
+        )
+        store = prepare(asked, 1, PrepareWatcher())
         assert sorted(documents_of(store)) == sorted(wanted)
         assert store.eos_id == eos_id
         assert tokenizer_of(store).eos_id == eos_id
@@ -321,7 +343,7 @@ def test_separators_are_as_asked(tokenizer_file, tmp_path):
 @pytest.mark.parametrize("marks", [{"bos": "auto"}, {"bos": "<nope>"}, {"eos": "<nope>"}])
 def test_a_separator_the_tokenizer_lacks_is_refused(corpus, tokenizer_file, tmp_path, marks):
     with pytest.raises(UserError, match="the tokenizer has no token"):
-        prepare(request(corpus, tmp_path / "set", tokenizer_file, **marks), 1, Watcher())
+        prepare(request(corpus, tmp_path / "set", tokenizer_file, **marks), 1, PrepareWatcher())
 
 
 def test_the_tokenizers_own_template_does_not_double_the_separators(tokenizer_file, tmp_path):
@@ -333,7 +355,9 @@ def test_the_tokenizers_own_template_does_not_double_the_separators(tokenizer_fi
     inner.save(str(tmp_path / "t.json"))
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     store = prepare(
-        Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tmp_path / "t.json"), 1, Watcher()
+        PrepareRequest((str(tmp_path / "a.jsonl"),), tmp_path / "set", tmp_path / "t.json"),
+        1,
+        PrepareWatcher(),
     )
     assert documents_of(store) == [[inner.token_to_id("a"), end]]
 
@@ -342,8 +366,10 @@ def test_texts_that_already_end_with_the_end_token_are_refused(tokenizer_file, t
     write_jsonl(tmp_path / "a.jsonl", [f"some text{END}\n", f"more {END}", "other"])
     asked = {"sources": (str(tmp_path / "a.jsonl"),), "tokenizer": tokenizer_file}
     with pytest.raises(UserError, match=r"2 of the first 3 documents end with the text <\|end_of_text\|>"):
-        prepare(Request(directory=tmp_path / "set", **asked), 1, Watcher())
-    store = prepare(Request(directory=tmp_path / "set", literal_eos=True, **asked), 1, Watcher())
+        prepare(PrepareRequest(directory=tmp_path / "set", **asked), 1, PrepareWatcher())
+    store = prepare(
+        PrepareRequest(directory=tmp_path / "set", literal_eos=True, **asked), 1, PrepareWatcher()
+    )
     assert np.count_nonzero(store.read(0, store.tokens) == store.eos_id) == 3
 
 
@@ -353,9 +379,9 @@ def test_ids_that_already_end_with_the_separator_are_refused(tmp_path):
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     inner.save(str(tmp_path / "t.json"))
     write_jsonl(tmp_path / "a.jsonl", ["a a", "a stop", "a"])
-    asked = Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tmp_path / "t.json", eos="stop")
+    asked = PrepareRequest((str(tmp_path / "a.jsonl"),), tmp_path / "set", tmp_path / "t.json", eos="stop")
     with pytest.raises(UserError, match=r"documents already end with stop \(id 1\)"):
-        prepare(asked, 1, Watcher())
+        prepare(asked, 1, PrepareWatcher())
 
 
 def test_an_end_token_not_marked_special_stays_text_all_the_same(tokenizer_file, tmp_path):
@@ -363,8 +389,8 @@ def test_an_end_token_not_marked_special_stays_text_all_the_same(tokenizer_file,
     inner.add_tokens([AddedToken("<fin>", special=False)])
     inner.save(str(tmp_path / "t.json"))
     write_jsonl(tmp_path / "a.jsonl", ["a <fin> b", "c"])
-    asked = Request((str(tmp_path / "a.jsonl"),), tmp_path / "set", tmp_path / "t.json", eos="<fin>")
-    store = prepare(asked, 1, Watcher())
+    asked = PrepareRequest((str(tmp_path / "a.jsonl"),), tmp_path / "set", tmp_path / "t.json", eos="<fin>")
+    store = prepare(asked, 1, PrepareWatcher())
     assert np.count_nonzero(store.read(0, store.tokens) == store.eos_id) == 2
 
 
@@ -372,11 +398,11 @@ def test_two_prepares_in_one_directory_do_not_meet(corpus, tokenizer_file, tmp_p
     asked = request(corpus, tmp_path / "set", tokenizer_file)
 
     def second(*_):
-        prepare(asked, 1, Watcher())
+        prepare(asked, 1, PrepareWatcher())
 
     monkeypatch.setattr(preparing, "make_shard", second)
     with pytest.raises(UserError, match="another prepare is working"):
-        prepare(asked, 1, Watcher())
+        prepare(asked, 1, PrepareWatcher())
 
 
 def test_the_command_line_end_to_end(corpus, tmp_path, arriero):
@@ -399,6 +425,6 @@ def test_the_command_line_end_to_end(corpus, tmp_path, arriero):
 
 def test_the_builtin_sources_are_prepared_like_any_other(tokenizer_file, tmp_path):
     sources = ("builtin:stdlib", "builtin:synthetic:100kB")
-    store = prepare(Request(sources, tmp_path / "set", tokenizer_file), 1, Watcher())
+    store = prepare(PrepareRequest(sources, tmp_path / "set", tokenizer_file), 1, PrepareWatcher())
     assert store.documents > 400
     assert store.text_bytes > 5_000_000

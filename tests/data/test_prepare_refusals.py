@@ -7,8 +7,8 @@ import pytest
 import tokenizers
 
 from arriero.data.exchange.convert import export_dataset
-from arriero.data.prepare.planning import Request, draft
-from arriero.data.prepare.prepare import Watcher, prepare
+from arriero.data.prepare.planning import PrepareRequest, draft
+from arriero.data.prepare.prepare import PrepareWatcher, prepare
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from arriero.errors import UserError
@@ -33,7 +33,7 @@ def test_a_place_that_cannot_hold_a_dataset_is_refused(tmp_path, tokenizer_file,
     source = write_jsonl(tmp_path / "a.jsonl", ["a"])
     target = tmp_path / output
     with pytest.raises(UserError, match=r"is a file|cannot write into"):
-        prepare(Request((str(source),), target, tokenizer_file), 1, Watcher())
+        prepare(PrepareRequest((str(source),), target, tokenizer_file), 1, PrepareWatcher())
     assert (tmp_path / "afile").read_text() == "mine"
 
 
@@ -96,9 +96,9 @@ def all_bad(folder):
 def test_no_tokens_at_all_are_no_dataset(tmp_path, tokenizer_file, write):
     (tmp_path / "in").mkdir()
     write(tmp_path / "in")
-    asked = Request((str(tmp_path / "in"),), tmp_path / "set", tokenizer_file, skip_bad=True)
+    asked = PrepareRequest((str(tmp_path / "in"),), tmp_path / "set", tokenizer_file, skip_bad=True)
     with pytest.raises(UserError, match="the sources hold no text"):
-        prepare(asked, 1, Watcher())
+        prepare(asked, 1, PrepareWatcher())
     assert not (tmp_path / "set").exists()
 
 
@@ -126,7 +126,7 @@ def test_end_tokens_spelled_out_late_in_the_corpus_are_counted_and_shown(tmp_pat
 def test_half_of_the_texts_ending_with_the_end_token_are_enough_to_refuse(tmp_path, tokenizer_file):
     source = write_jsonl(tmp_path / "a.jsonl", [f"a{END}", "b"])
     with pytest.raises(UserError, match="1 of the first 2 documents end with"):
-        prepare(Request((str(source),), tmp_path / "set", tokenizer_file), 1, Watcher())
+        prepare(PrepareRequest((str(source),), tmp_path / "set", tokenizer_file), 1, PrepareWatcher())
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_half_of_the_texts_ending_with_the_end_token_are_enough_to_refuse(tmp_pa
 )
 def test_shard_names_have_one_width(tmp_path, tokenizer_file, shards, first, last):
     source = write_jsonl(tmp_path / "a.jsonl", ["a"])
-    planned = draft(Request((str(source),), tmp_path / "set", tokenizer_file))
+    planned = draft(PrepareRequest((str(source),), tmp_path / "set", tokenizer_file))
     many = replace(planned, shards=planned.shards * shards)
     assert (many.shard_name(0), many.shard_name(shards - 1)) == (first, last)
 
@@ -160,21 +160,21 @@ def test_a_disk_that_is_full_or_fills_up_ends_a_prepare_with_one_sentence(
 ):
     source = write_jsonl(tmp_path / "a.jsonl", [f"{i} a b c d e f g " * 40 for i in range(600)])
     on_a_disk_with(small_disk, kilobytes)
-    request = Request((str(source),), small_disk / "set", tokenizer_file, shard_bytes=50_000)
+    request = PrepareRequest((str(source),), small_disk / "set", tokenizer_file, shard_bytes=50_000)
     complaint = "needs at least" if kilobytes == 16 else "no room left for .*; make room, then repeat"
     with pytest.raises(UserError, match=complaint):
-        prepare(request, workers, Watcher())
+        prepare(request, workers, PrepareWatcher())
     (small_disk / "filler").unlink()
     if kilobytes == 16:
         assert not (small_disk / "set").exists()
-    assert prepare(request, 1, Watcher()).documents == 600
+    assert prepare(request, 1, PrepareWatcher()).documents == 600
 
 
 def test_a_full_disk_ends_training_a_tokenizer_and_an_export_with_one_sentence(
     small_disk, tmp_path, tokenizer_file
 ):
     source = write_jsonl(tmp_path / "a.jsonl", [f"{i} a b c d e f g " * 40 for i in range(1000)])
-    store = prepare(Request((str(source),), tmp_path / "set", tokenizer_file), 1, Watcher())
+    store = prepare(PrepareRequest((str(source),), tmp_path / "set", tokenizer_file), 1, PrepareWatcher())
     on_a_disk_with(small_disk, 8)
     with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
         train_tokenizer(["some text"], 300, small_disk / "tokenizer.json")

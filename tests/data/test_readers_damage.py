@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from arriero.data.prepare.planning import divide
-from arriero.data.text.readers import BadRecords, read_piece
+from arriero.data.text.readers import BadRecords, read_text_range
 from arriero.data.text.sources import find_inputs
 from arriero.errors import UserError
 
@@ -23,7 +23,7 @@ def read(*sources, skip=False, shard_bytes=10**9):
         text
         for shard in divide(inputs, shard_bytes, seed=3)
         for piece in shard
-        for batch in read_piece(
+        for batch in read_text_range(
             inputs[piece.first : piece.first + piece.files], piece.begin, piece.end, "text", bad
         )
         for text in batch.texts

@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from arriero.data.prepare.planning import Request, begin_or_resume
-from arriero.data.prepare.prepare import Watcher, prepare
+from arriero.data.prepare.planning import PrepareRequest, begin_or_resume
+from arriero.data.prepare.prepare import PrepareWatcher, prepare
 from arriero.data.store.store import TokenStore
 from slurm import needs_slurm, slurm_cluster, wait_for_job
 
@@ -40,10 +40,10 @@ def test_an_array_of_jobs_prepares_the_same_bytes_as_one_process(tmp_path, token
         logs = {path.name: path.read_text() for path in (tmp_path / "set").rglob("*.log")}
         assert state == "COMPLETED", logs
         assert wait_for_job(array, environment) == "COMPLETED"
-    asked = Request(
+    asked = PrepareRequest(
         (str(tmp_path / "corpus/*.jsonl"),), tmp_path / "alone", tokenizer_file, shard_bytes=10**6
     )
-    alone = prepare(asked, 1, Watcher())
+    alone = prepare(asked, 1, PrepareWatcher())
     assert alone.shards >= 4
     assert not (tmp_path / "set" / ".prepare").exists()
     for path in (tmp_path / "alone").iterdir():
@@ -65,7 +65,9 @@ def test_parts_share_the_work_and_the_plain_command_finishes_it(
     tmp_path, tokenizer_file, real_texts, arriero
 ):
     arguments = corpus_and_command(tmp_path, tokenizer_file, real_texts)[:-5]
-    asked = Request((str(tmp_path / "corpus/*.jsonl"),), tmp_path / "set", tokenizer_file, shard_bytes=10**6)
+    asked = PrepareRequest(
+        (str(tmp_path / "corpus/*.jsonl"),), tmp_path / "set", tokenizer_file, shard_bytes=10**6
+    )
     early = arriero(*arguments, "--part", "0/2")
     assert early.returncode == 2
     assert "begin the prepare without --part first" in early.stderr

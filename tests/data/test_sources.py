@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from arriero.data.prepare.planning import divide
-from arriero.data.text.readers import BadRecords, read_piece
+from arriero.data.text.readers import BadRecords, read_text_range
 from arriero.data.text.sources import find_inputs
 from arriero.errors import UserError
 
@@ -35,7 +35,7 @@ def read(*sources, column="text", skip=False, shard_bytes=10**9, bad=None):
         text
         for shard in divide(inputs, shard_bytes, seed=3)
         for piece in shard
-        for batch in read_piece(
+        for batch in read_text_range(
             inputs[piece.first : piece.first + piece.files], piece.begin, piece.end, column, bad
         )
         for text in batch.texts
@@ -125,7 +125,7 @@ def test_lines_are_found_whole_wherever_a_file_is_cut(tmp_path):
         found = [
             text
             for begin, end in pairwise(cuts)
-            for batch in read_piece(inputs, begin, end, "text", BadRecords(False))
+            for batch in read_text_range(inputs, begin, end, "text", BadRecords(False))
             for text in batch.texts
         ]
         assert found == texts
@@ -231,13 +231,13 @@ def test_the_hub_is_asked_only_by_name_and_says_what_is_missing():
         find_inputs(["hf://openwebmath"])
 
 
-def test_the_corpora_have_recipes():
-    from arriero.data.text.hub import recipe_for, recipes
+def test_known_corpora_have_a_dataset_and_a_column():
+    from arriero.data.text.hub import hub_corpora, hub_corpus
 
-    known = recipes()
+    known = hub_corpora()
     assert {"python-edu", "openwebmath", "clean-mc4-it", "mc4-cs", "bookcorpus", "zyda-2-dclm"} <= set(known)
-    assert all(recipe.column == "text" and recipe.split == "train" for recipe in known.values())
-    assert recipe_for("owner/set:part@dev")[:3] == ("owner/set", "part", "dev")
+    assert all(corpus.column == "text" and corpus.split == "train" for corpus in known.values())
+    assert hub_corpus("owner/set:part@dev")[:3] == ("owner/set", "part", "dev")
 
 
 def test_each_shard_mixes_the_inputs_and_all_are_near_one_size(tmp_path):

@@ -19,10 +19,10 @@ from arriero.checkpoint.formats.hf import write_hf
 from arriero.checkpoint.formats.source import Source, Writing
 from arriero.checkpoint.ranks import Ranks
 from arriero.data.order.streams import build_streams, forecast
-from arriero.data.prepare.planning import Request
-from arriero.data.prepare.prepare import Watcher, prepare
+from arriero.data.prepare.planning import PrepareRequest
+from arriero.data.prepare.prepare import PrepareWatcher, prepare
 from arriero.data.tokens.tokenizer import separators_of, train_tokenizer
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 from arriero.errors import UserError
 from arriero.model.family import build_model
 from arriero.model.name_maps import own_tensors
@@ -73,8 +73,8 @@ def sentencepiece_model(folder):
 
 
 def dataset(kept, directory, tokenizer, **separators):
-    request = Request((str(kept / "text.jsonl"),), directory, kept / tokenizer, **separators)
-    return prepare(request, 1, Watcher())
+    request = PrepareRequest((str(kept / "text.jsonl"),), directory, kept / tokenizer, **separators)
+    return prepare(request, 1, PrepareWatcher())
 
 
 def documents(store):
@@ -177,27 +177,27 @@ def test_what_export_needs_is_checked_before_the_first_step(kept, runs, tmp_path
     store = dataset(kept, tmp_path / "set", "plain.json")
     (tmp_path / "run").mkdir()
     config = runs.config("run", *SMALL, on(store.directory))
-    session = build(arrange(config, world_from()), silent)
+    session = build(arrange(config, world_from()), no_progress)
     session.loader.close()
     (tmp_path / "run" / "model").write_text("in the way")
     with pytest.raises(UserError, match="model is in the way"):
-        build(arrange(config, world_from()), silent)
+        build(arrange(config, world_from()), no_progress)
     (tmp_path / "run" / "model").unlink()
     free = 4 * session.spec.parameters - 1
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": free}))
     with pytest.raises(UserError, match=r"the model needs .*checkpoint\.export = false"):
         build(arrange(runs.config("run", *SMALL, on(store.directory), "checkpoint.every=false",
-                                  "checkpoint.at_end=false"), world_from()), silent)  # fmt: skip
+                                  "checkpoint.at_end=false"), world_from()), no_progress)  # fmt: skip
 
 
 def test_a_replaced_tokenizer_is_refused_when_the_dataset_is_opened(kept, runs, arriero, tmp_path):
     store = dataset(kept, tmp_path / "set", "plain.json")
     config = runs.config("run", *SMALL, on(store.directory))
-    build_streams(config, silent)
+    build_streams(config, no_progress)
     changed = store.tokenizer_path.read_text().replace("<|end_of_text|>", "<|end_of_test|>")
     store.tokenizer_path.write_text(changed)
     with pytest.raises(UserError, match=r"tokenizer\.json is not the tokenizer this dataset was made with"):
-        build_streams(config, silent)
+        build_streams(config, no_progress)
     result = arriero("data", "export", store.directory, "megatron", tmp_path / "out")
     assert result.returncode == 2 and "is not the tokenizer" in result.stderr
 
@@ -205,12 +205,12 @@ def test_a_replaced_tokenizer_is_refused_when_the_dataset_is_opened(kept, runs, 
 def test_a_vocabulary_far_larger_than_the_tokenizers_is_remarked_on(kept, runs, tmp_path):
     store = dataset(kept, tmp_path / "set", "plain.json")
     other = dataset(kept, tmp_path / "other", "plain.json", eos="none")
-    streams = build_streams(runs.config("run", *SMALL, on(store.directory)), silent)
+    streams = build_streams(runs.config("run", *SMALL, on(store.directory)), no_progress)
     assert not forecast(streams, 2, 2 * store.vocab_size)[0].remarks
     [remark] = forecast(streams, 2, 30 * store.vocab_size)[0].remarks
     assert re.search(r"tokenizer has 400 ids, and model\.vocab_size is 12,000", remark)
     both = f"data.sources=[{{path='{store.directory}'}}, {{path='{other.directory}'}}]"
-    second = forecast(build_streams(runs.config("run", *SMALL, both), silent), 2, 400)[1]
+    second = forecast(build_streams(runs.config("run", *SMALL, both), no_progress), 2, 400)[1]
     assert "nothing and nothing around them" in second.remarks[-1]
 
 
@@ -232,7 +232,7 @@ def test_every_layout_exports_the_bytes_of_one_process(corpus_cache, tmp_path):
             world = world_from()
             plan = arrange(config, world)
             with joined(world, plan.device.torch_device):
-                session = build(plan, silent)
+                session = build(plan, no_progress)
                 assert export_model(session) == tmp_path / name / "model"
                 session.loader.close()
 

@@ -15,7 +15,7 @@ import pytest
 
 from arriero.checkpoint.formats.hf import load_hf
 from arriero.config.load import load_run
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 from arriero.errors import UserError
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
@@ -204,7 +204,7 @@ def test_ranks_with_unlike_memory_agree_on_the_micro_batch(tmp_path, corpus_cach
         plan = arrange(config, world)
         plan = replace(plan, micro_batch=plan.micro_batch // (4 if world.rank else 1))
         with joined(world, plan.device.torch_device):
-            session = build(plan, silent)
+            session = build(plan, no_progress)
             train(session)
             return [decision.value for decision in session.decisions if decision.name == "micro-batch"]
 

@@ -10,7 +10,7 @@ from arriero.config.load import load_run
 from arriero.data.order.ledger import Audit, order_version, read_ledger
 from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import ShardWriter, dtype_for
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 from arriero.errors import UserError
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
@@ -172,7 +172,7 @@ def test_uneven_batches_and_phases_keep_the_loss_of_one_process(
         world = world_from()
         plan = arrange(config, world)
         with joined(world, plan.device.torch_device):
-            run = build(plan, silent)
+            run = build(plan, no_progress)
             train(run)
             return audited(run) if world.leads else None
 

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 from arriero.checkpoint.convert import convert
 from arriero.checkpoint.formats.source import Source
 from arriero.config.load import load_run
-from arriero.data.prepare.planning import Request
-from arriero.data.prepare.prepare import Watcher, prepare
+from arriero.data.prepare.planning import PrepareRequest
+from arriero.data.prepare.prepare import PrepareWatcher, prepare
 from arriero.data.tokens.tokenizer import same_ids, separators_of, train_tokenizer
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 from arriero.errors import UserError
 from arriero.model.description import model_at
 from arriero.model.family import build_model
@@ -44,7 +44,11 @@ def kept(tmp_path_factory):
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     for name, texts in (("own", TEXTS), ("other", [text[::-1] for text in TEXTS])):
         train_tokenizer(texts, 350, folder / f"{name}.json", end="<|end_of_text|>")
-        prepare(Request((str(folder / "text.jsonl"),), folder / name, folder / f"{name}.json"), 1, Watcher())
+        prepare(
+            PrepareRequest((str(folder / "text.jsonl"),), folder / name, folder / f"{name}.json"),
+            1,
+            PrepareWatcher(),
+        )
     model = build_model(SPEC)
     model.init_weights(3)
     state = model.state_dict()
@@ -125,7 +129,7 @@ def test_a_model_directory_that_is_gone_is_not_needed_by_a_run_that_began_there(
     sets = [f"run.dir='{tmp_path}'", "run.name=run", f"data.sources=[{{path='{kept / 'own'}'}}]"]
     path = tmp_path / "run.toml"
     path.write_text(f"[checkpoint]\nstart_from = '{tmp_path / 'models'}'")
-    build(arrange(loaded(path, *sets).config, world_from()), silent).loader.close()
+    build(arrange(loaded(path, *sets).config, world_from()), no_progress).loader.close()
     shutil.rmtree(tmp_path / "models")
     assert spec_in(loaded(path, *sets)) == SPEC
     with pytest.raises(UserError, match=r"checkpoint\.start_from: .*models does not exist"):
@@ -136,7 +140,7 @@ def test_another_tokenizer_is_refused_unless_allowed(kept, tmp_path):
     def session(start, data, *sets):
         where = [f"run.dir='{tmp_path}'", f"run.name={data}"]
         config = loaded(run_file(tmp_path, start, data=data), *where, *sets).config
-        return build(arrange(config, world_from()), silent)
+        return build(arrange(config, world_from()), no_progress)
 
     start = kept / "models" / "hf"
     with pytest.raises(UserError, match=r"trained with another tokenizer .*allow_other_tokenizer = true"):
@@ -161,7 +165,7 @@ def test_a_run_to_start_from_is_compared_too(kept, tmp_path):
     with pytest.raises(UserError, match=r"norm_eps = 1e-05 \(the run: 1e-06\)"):
         runs.config("second", own, start, "model.norm_eps=1e-6")
     with pytest.raises(UserError, match="trained with another tokenizer"):
-        build(arrange(runs.config("second", other, start), world_from()), silent)
+        build(arrange(runs.config("second", other, start), world_from()), no_progress)
 
 
 def test_tokenizers_are_compared_by_the_ids_they_give(kept):

@@ -18,7 +18,7 @@ from arriero.bench.machine import describe_code, describe_machine
 from arriero.bench.result import Breakdown, Code, Losses, Machine
 from arriero.bench.trace import broken_down
 from arriero.config.schema import RunConfig
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 from arriero.interrupt import interruptible
 from arriero.parallel.world import joined, world_from
 from arriero.train.arrange import arrange
@@ -77,7 +77,7 @@ def measure(config: RunConfig, plan: Plan) -> Measured | None:
     with interruptible():
         arrangement = arrange(config, world)
         with joined(world, arrangement.device.torch_device):
-            session = build(arrangement, silent, [clock, *([profiler] if plan.profiled else [])])
+            session = build(arrangement, no_progress, [clock, *([profiler] if plan.profiled else [])])
             train(session)
             allocated, reserved = _fullest(session)
     if not world.leads:

@@ -18,7 +18,7 @@ from arriero.bench.cases import BASE, Case
 from arriero.checkpoint.formats.hf import load_hf
 from arriero.config.load import load_run
 from arriero.config.toml import toml_value
-from arriero.data.workers import silent
+from arriero.data.workers import no_progress
 from arriero.errors import UserError
 from arriero.interrupt import interruptible
 from arriero.model.presets import expand
@@ -149,7 +149,7 @@ def _run(config: Any) -> tuple[list[float], list[float]]:
     with interruptible():
         plan = arrange(config, world)
         with joined(world, plan.device.torch_device):
-            train(build(plan, silent, [recorder]))
+            train(build(plan, no_progress, [recorder]))
     return recorder.losses, recorder.norms
 
 

@@ -97,11 +97,11 @@ class Dataset:
         """
         from arriero.data.order.loader import Loader
         from arriero.data.order.order import Stream
-        from arriero.data.order.packing import Packing, Source
-        from arriero.data.order.shuffle import heldout_last, split_heldout
+        from arriero.data.order.packing import Packing, TokenSource
+        from arriero.data.order.shuffle import move_heldout_last, split_heldout
 
-        store = heldout_last(self.store, heldout_tokens)
-        source = Source(store, split_heldout(store, heldout_tokens)[0])
+        store = move_heldout_last(self.store, heldout_tokens)
+        source = TokenSource(store, split_heldout(store, heldout_tokens)[0])
         stream = Stream([source], seq_len, seed, Packing(packing, cache=cache))
         return Loader(stream, batch, start, rank, world_size, documents=document_mask)
 

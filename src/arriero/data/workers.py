@@ -43,11 +43,11 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
-class Progress(Protocol):
+class ProgressCallback(Protocol):
     """Called with a stage in words and how much of it is done."""
 
     def __call__(self, stage: str, done: int, total: int) -> None: ...
 
 
-def silent(stage: str, done: int, total: int) -> None:
+def no_progress(stage: str, done: int, total: int) -> None:
     pass

@@ -15,18 +15,18 @@ from arriero.checkpoint.space import refuse_no_room
 from arriero.checkpoint.state import bytes_of, described, flat
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline, total_steps
-from arriero.data.order.ledger import order_version, refuse_changed_since
+from arriero.data.order.ledger import check_data_unchanged, order_version
 from arriero.data.order.loader import Loader
 from arriero.data.order.streams import (
     Streams,
     build_streams,
+    check_max_epochs,
     forecast,
-    refuse_over_repetition,
-    steps_within_caps,
+    max_steps_by_epochs,
 )
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import separators_of, tokenizer_of
-from arriero.data.workers import Progress
+from arriero.data.workers import ProgressCallback
 from arriero.errors import UserError
 from arriero.kernels import want
 from arriero.kernels.float8 import computes_float8
@@ -56,12 +56,12 @@ from arriero.train.schedule import Rates
 from arriero.train.session import Decision, Session
 
 
-def build(plan: Arrangement, progress: Progress, extra_hooks: Sequence[Hook] = ()) -> Session:
+def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[Hook] = ()) -> Session:
     """Called by all ranks together. What can be refused is refused before the run file is written."""
     config, device = plan.config, plan.device
     streams = _open_data(plan, progress)
     tokenizer, separators = tokenizer_of(streams.stores[0]), separators_of(streams.stores[0])
-    most_steps = steps_within_caps(streams)
+    most_steps = max_steps_by_epochs(streams)
     want(config.precision.kernels)
     if config.run.deterministic:
         make_deterministic()
@@ -139,14 +139,14 @@ def _agreed(plan: Arrangement, mesh: Mesh) -> Arrangement:
     return replace(plan, micro_batch=first.micro_batch, later=later, loss_chunk=chunk, decisions=decisions)
 
 
-def _open_data(plan: Arrangement, progress: Progress) -> Streams:
+def _open_data(plan: Arrangement, progress: ProgressCallback) -> Streams:
     """The first rank makes what is not there yet; the others find it made."""
     config = plan.config
     with leader_first(plan.world):
         streams = build_streams(config, progress, _order_version(config))
     _refuse_small_vocabulary(plan.spec, streams.stores)
-    refuse_over_repetition(streams, total_steps(config))
-    refuse_changed_since(run_directory(config), streams.train)
+    check_max_epochs(streams, total_steps(config))
+    check_data_unchanged(run_directory(config), streams.train)
     return streams
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from arriero.config.schema import RunConfig
-    from arriero.data.order.streams import Outlook
+    from arriero.data.order.streams import SourceForecast
     from arriero.train.outcome import Outcome
     from arriero.train.session import Session
 
@@ -238,7 +238,7 @@ def _grid(rows: Iterable[tuple[str, str, str]]) -> Table:
     return table
 
 
-def sources_table(outlooks: "Sequence[Outlook]", packing: str) -> Table:
+def sources_table(outlooks: "Sequence[SourceForecast]", packing: str) -> Table:
     """When each source will run out or repeat."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("source", "share", "tokens", "filled", "epochs", "first repeat"):

@@ -17,7 +17,7 @@ from arriero.checkpoint.pieces import pieces_of
 from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.state import MODEL, OPTIM, Tolerated, flat, flat_weights, load_tensors
 from arriero.config.schema import CheckpointSection
-from arriero.data.order.ledger import LEDGER, read_ledger, refuse_other_order
+from arriero.data.order.ledger import LEDGER, check_same_order, read_ledger
 from arriero.data.order.order import Stream
 from arriero.data.text.hub import local_model
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition, same_ids
@@ -96,7 +96,7 @@ class Restorer:
         assert manifest is not None
         state = self.ranks.by_leader(lambda: read_state(directory))
         refuse_other_tokenizer(directory, manifest, tokenizer)
-        refuse_other_order(state["data"], stream, str(directory))
+        check_same_order(state["data"], stream, str(directory))
         self._load(directory, manifest, flat(self.optimizer.weights(), self.optimizer.state()))
         outcome = Outcome.recalled(state)
         kept = f"{reason}; optimizer, step and data position continue"

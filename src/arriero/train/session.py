@@ -15,7 +15,7 @@ from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline, total_steps
 from arriero.data.order.loader import Batch, Loader
 from arriero.data.order.order import Stream
-from arriero.data.order.streams import Outlook
+from arriero.data.order.streams import SourceForecast
 from arriero.data.tokens.tokenizer import Separators, Tokenizer
 from arriero.model.language_model import LanguageModel
 from arriero.model.spec import ModelSpec, flops_per_token
@@ -57,7 +57,7 @@ class Session:
     optimizer: Optimizer
     schedule: Rates
     stream: Stream
-    outlooks: Sequence[Outlook]
+    outlooks: Sequence[SourceForecast]
     loader: Loader
     evaluator: Evaluator | None
     evaluation: Cadence

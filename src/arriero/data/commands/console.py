@@ -12,9 +12,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from arriero.data.prepare.planning import Preparation, sample_texts
-from arriero.data.prepare.prepare import Watcher
+from arriero.data.prepare.prepare import PrepareWatcher
 from arriero.data.store.store import TokenStore
-from arriero.data.text.readers import BadLimit, BadRecords, refuse_binary
+from arriero.data.text.readers import BadLimit, BadRecords, check_utf8
 from arriero.data.text.sources import Input, TextSources
 from arriero.data.tokens.encoders import REFERENCE
 from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN
@@ -25,7 +25,7 @@ from arriero.units import counted, human_bytes, human_count, human_time
 SHOWN_SOURCES = 10
 
 
-class PrepareBar(Watcher):
+class PrepareBar(PrepareWatcher):
     """A bar with MB/s, tokens and the time left; in a log file, a line at each tenth."""
 
     def __init__(self) -> None:
@@ -223,7 +223,7 @@ def train_tokenizer_with_bar(
     taken = documents = 0
     inputs = text.find()
     if not text.skip_bad:
-        refuse_binary(inputs)
+        check_utf8(inputs)
     for name, value, remark in _input_rows(text, inputs):
         console.print(f"[bold]{name}[/]  {escape(value)}  [dim]{escape(remark)}", soft_wrap=True)
 

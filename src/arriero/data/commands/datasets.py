@@ -63,9 +63,9 @@ def pack(
 
     Example: arriero data pack data/web --seq-len 8192 --heldout '10M tok' --workers 32
     """
-    from arriero.data.order.packing import Packing, Source
+    from arriero.data.order.packing import Packing, TokenSource
     from arriero.data.order.packing_plan import PLANS, find_plan, make_plan
-    from arriero.data.order.shuffle import heldout_last, split_heldout
+    from arriero.data.order.shuffle import move_heldout_last, split_heldout
     from arriero.data.store.store import TokenStore
     from arriero.data.tokens.tokenizer import tokenizer_of
     from arriero.units import parse_span
@@ -77,13 +77,13 @@ def pack(
         raise UserError(f"--heldout: {error}", "write it like '10M tok'") from None
     if span.unit != "tok":
         raise UserError(f"--heldout {heldout} is not a number of tokens", "write it like '10M tok'")
-    store = heldout_last(TokenStore.open(dataset), span.amount)
+    store = move_heldout_last(TokenStore.open(dataset), span.amount)
     ids = tuple(tokenizer_of(store).encode(prompt)) if prompt else ()
     folder = (cache or store.directory) / PLANS
     for part, tokens in zip(("training", "held-out"), split_heldout(store, span.amount), strict=True):
         if not len(tokens):
             continue
-        request = Packing(packing, long_docs).request(Source(store, tokens, prompt=ids), seq_len)
+        request = Packing(packing, long_docs).request(TokenSource(store, tokens, prompt=ids), seq_len)
         path, found = folder / request.name, find_plan(folder, request)
         plan = found or _drawn(make_plan, folder, request, workers, console=console)
         filled = plan.counts["tokens"] / max(1, plan.rows * seq_len)
@@ -243,9 +243,9 @@ def _print_proof(console: Console, proof: "Audit", timeline: "Timeline", read_al
     for heading in ("source", "samples seen", "of", "epochs", "each sample was seen"):
         table.add_column(heading, justify="left" if heading == "source" else "right", overflow="fold")
     for i, drawn in enumerate(stream.drawn(ledger.samples).tolist()):
-        whole, partly = stream.readings[i].epochs_before(drawn)
+        whole, partly = stream.source_orders[i].epochs_before(drawn)
         times = f"{whole} or {whole + 1} times" if partly else f"{whole} times"
-        epochs, name = stream.readings[i].epochs(drawn), escape(stream.sources[i].name)
+        epochs, name = stream.source_orders[i].epochs(drawn), escape(stream.sources[i].name)
         table.add_row(name, f"{drawn:,}", f"{stream.counts[i]:,}", f"{epochs:.4g}", times)
     console.print(table)
     steps = timeline.steps_before(ledger.samples)
@@ -269,7 +269,7 @@ def _changed_files(stream: "Stream", read_all: bool, bar: Progress) -> Iterator[
 
     for source in stream.sources:
         store = source.store
-        yield from store.resized_shards()
+        yield from store.shard_size_problems()
         if read_all:
             task = bar.add_task(f"reading {store.directory}", total=store.tokens * store.dtype.itemsize)
             found = verify_dataset(store, advance=lambda done, task=task: bar.advance(task, done))

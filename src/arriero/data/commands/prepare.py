@@ -10,7 +10,7 @@ from arriero.config.options import read_size
 from arriero.errors import UserError
 
 if TYPE_CHECKING:
-    from arriero.data.prepare.planning import Request
+    from arriero.data.prepare.planning import PrepareRequest
     from arriero.data.prepare.slurm import Cluster
     from arriero.data.text.sources import TextSources
 
@@ -105,14 +105,14 @@ def prepare(
 
     Example: arriero data prepare corpus/*.jsonl.zst -o data/corpus --tokenizer tokenizer.json --workers 8
     """
-    from arriero.data.prepare.planning import Request
+    from arriero.data.prepare.planning import PrepareRequest
     from arriero.data.prepare.slurm import Cluster
     from arriero.data.text.hub import local_model
 
     _stay_offline_unless_asked([*sources, tokenizer])
     shard_bytes = _size("--shard-size", shard_size)
     text = _text_sources(sources, column, include, exclude, read_as, skip_bad or max_bad is not None)
-    request = Request(
+    request = PrepareRequest(
         text.names,
         directory,
         local_model(tokenizer, weights=False),
@@ -208,7 +208,7 @@ def _size(option: str, text: str) -> int:
     return size
 
 
-def _prepare_here(request: "Request", workers: int) -> None:
+def _prepare_here(request: "PrepareRequest", workers: int) -> None:
     from arriero.data.commands.console import PrepareBar
     from arriero.data.prepare.prepare import prepare as run
 
@@ -217,7 +217,7 @@ def _prepare_here(request: "Request", workers: int) -> None:
     bar.summary(store)
 
 
-def _prepare_part(request: "Request", part: str, workers: int) -> None:
+def _prepare_part(request: "PrepareRequest", part: str, workers: int) -> None:
     from arriero.data.commands.console import PrepareBar
     from arriero.data.prepare.planning import load_preparation
     from arriero.data.prepare.prepare import alone, make_shards, part_of, read_part
@@ -228,7 +228,7 @@ def _prepare_part(request: "Request", part: str, workers: int) -> None:
         make_shards(preparation, part_of(preparation, which), workers, bar)
 
 
-def _prepare_on_slurm(request: "Request", cluster: "Cluster", dry_run: bool) -> None:
+def _prepare_on_slurm(request: "PrepareRequest", cluster: "Cluster", dry_run: bool) -> None:
     from arriero.data.commands.console import show_submission
     from arriero.data.prepare.planning import draft
     from arriero.data.prepare.prepare import plan
@@ -236,7 +236,7 @@ def _prepare_on_slurm(request: "Request", cluster: "Cluster", dry_run: bool) -> 
 
     preparation = draft(request) if dry_run else plan(request)
     tasks = max(1, min(cluster.tasks, len(preparation.unfinished())))
-    command = [sys.executable, "-m", "arriero", *same_command(request)]
+    command = [sys.executable, "-m", "arriero", *equivalent_command(request)]
     array = array_script(command, cluster, tasks, preparation.work)
     finish = finish_script(command, cluster, preparation.work)
     if dry_run:
@@ -248,7 +248,7 @@ def _prepare_on_slurm(request: "Request", cluster: "Cluster", dry_run: bool) -> 
     show_submission(preparation, tasks, submit(*paths))
 
 
-def same_command(request: "Request") -> list[str]:
+def equivalent_command(request: "PrepareRequest") -> list[str]:
     """The command line that asks for this, with paths that hold in any working directory."""
     from arriero.data.text.sources import absolute
 

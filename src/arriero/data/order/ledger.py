@@ -79,7 +79,7 @@ def ledger_bytes(stream: Stream, ledger: Ledger) -> bytes:
 
 
 def _share(stream: Stream, source: int, drawn: int) -> dict[str, Any]:
-    reading = stream.readings[source]
+    reading = stream.source_orders[source]
     return {
         "samples": drawn,
         "samples_per_epoch": stream.counts[source],
@@ -183,7 +183,7 @@ def begin_ledger(
     return replace(fresh, stretches=(own if own.samples >= saved.samples else saved).stretches)
 
 
-def refuse_changed_since(directory: Path, stream: Stream) -> None:
+def check_data_unchanged(directory: Path, stream: Stream) -> None:
     """A run goes on only with the data it began with; what lies beyond its last sample may be new."""
     if not (directory / LEDGER).exists():
         return
@@ -192,7 +192,7 @@ def refuse_changed_since(directory: Path, stream: Stream) -> None:
         raise UserError(problem, "restore the data it began with, or choose another run.name")
 
 
-def refuse_other_order(state: dict[str, Any], stream: Stream, what: str) -> None:
+def check_same_order(state: dict[str, Any], stream: Stream, what: str) -> None:
     """`state` is a loader's: its samples must be the ones this stream gives."""
     expected = fingerprint_of(stream.identity_until(int(state["sample"])))
     if state["fingerprint"] != expected:
@@ -313,7 +313,7 @@ class _Epochs:
         """Units of a whole epoch: all of the source but for what fills no sample."""
         if not self._stream.lengths:
             return self._stream.counts[source]
-        read = self._stream.readings[source].tokens_of_epoch(epoch)
+        read = self._stream.source_orders[source].tokens_of_epoch(epoch)
         inputs = len(self._stream.sources[source].tokens) - 1
         return (read if inputs - read < self._stream.longest_sequence else inputs) // self._unit
 

@@ -14,9 +14,9 @@ import torch
 
 from arriero.data.order.ledger import Stretch, checksum
 from arriero.data.order.order import EvalStream, Located, Stream, fingerprint_of
-from arriero.data.order.packing import PlannedRows, Source, Windows
-from arriero.data.order.packing_plan import BEGINS, GOES_ON
-from arriero.data.store.loss_mask import Learnt
+from arriero.data.order.packing import PlannedRows, TokenSource, Windows
+from arriero.data.order.packing_plan import BEGINS, CONTINUES
+from arriero.data.store.loss_mask import LossMask
 
 IGNORED = -100
 
@@ -120,8 +120,8 @@ class Rows:
                 row[begin:first] = source.prompt
             begin += slots
             # a piece that goes on fills its row, so its last label has room behind it
-            source.store.read_into(start, row[first : begin + bool(flags & GOES_ON)])
-        goes_on = bool(flags & GOES_ON)
+            source.store.read_into(start, row[first : begin + bool(flags & CONTINUES)])
+        goes_on = bool(flags & CONTINUES)
         tokens_T[:begin] = row[:begin]
         tokens_T[begin:] = self.padding_id
         labels_T[: begin - 1 + goes_on] = row[1 : begin + goes_on]
@@ -141,7 +141,7 @@ class Rows:
             for end in first[begins_here].tolist():
                 labels_T[end - prompt : end - 1] = IGNORED
         if learnt := self._learnt(number):
-            counts = ends - first + (pieces["flags"] & GOES_ON > 0)
+            counts = ends - first + (pieces["flags"] & CONTINUES > 0)
             for start, at, count in zip(
                 pieces["start"].tolist(), first.tolist(), counts.tolist(), strict=True
             ):
@@ -152,8 +152,8 @@ class Rows:
 _NOWHERE = np.empty(0, dtype=np.int64)
 
 
-def _learnt(source: Source) -> Learnt | None:
-    return Learnt(source.store) if source.store.labels else None
+def _learnt(source: TokenSource) -> LossMask | None:
+    return LossMask(source.store) if source.store.labels else None
 
 
 __all__ = ["IGNORED", "Batch", "Loader"]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from arriero.data.order.packing import CONCAT, Packing, PlannedRows, Reading, Source, Windows
+from arriero.data.order.packing import CONCAT, Packing, PlannedRows, SourceOrder, TokenSource, Windows
 from arriero.data.order.shuffle import BLOCK, FixedQuotas, Shares, bad_weight, block_keys, key_of, permute
 from arriero.errors import UserError
 
@@ -41,7 +41,7 @@ class Change(NamedTuple):
     """From `first_sample` on another mixture, another sequence length, or both; None keeps what was."""
 
     first_sample: int
-    sources: Sequence[Source] | None = None
+    sources: Sequence[TokenSource] | None = None
     seq_len: int | None = None
 
 
@@ -58,7 +58,7 @@ class _Phase:
 class _Cut:
     """Sources, checked and cut into samples."""
 
-    def __init__(self, sources: Sequence[Source], seq_len: int, packing: Packing) -> None:
+    def __init__(self, sources: Sequence[TokenSource], seq_len: int, packing: Packing) -> None:
         if seq_len < 1:
             raise UserError(f"the sequence length is {seq_len}", "give at least 1 token")
         if not sources:
@@ -69,7 +69,7 @@ class _Cut:
         for source in self.sources:
             _check(source, self.sources[0])
         _check_overlap(self.sources)
-        packing.refuse_long_planning(self.sources, seq_len)
+        packing.check_planning_size(self.sources, seq_len)
 
     def _set_cuts(self, cuts: Sequence[Windows | PlannedRows]) -> None:
         self.cuts = tuple(cuts)
@@ -99,7 +99,7 @@ class Stream(_Cut):
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[TokenSource],
         seq_len: int,
         seed: int,
         packing: Packing = CONCAT,
@@ -117,8 +117,8 @@ class Stream(_Cut):
         known = {key_of(source.identity): source for _, named in mixtures for source in named}
         super().__init__(tuple(known.values()), seq_len, packing)
         self.seed, self.version = seed, version
-        self.readings = [Reading(s, seq_len, seed, packing, version > 1) for s in self.sources]
-        self._set_cuts([reading.whole for reading in self.readings])
+        self.source_orders = [SourceOrder(s, seq_len, seed, packing, version > 1) for s in self.sources]
+        self._set_cuts([reading.whole for reading in self.source_orders])
         self._block = lru_cache(maxsize=8)(self._lay_out_block)
         self.phases: list[_Phase] = []
         for first_sample, named in mixtures:
@@ -126,12 +126,12 @@ class Stream(_Cut):
         self._first_samples = np.array([phase.first_sample for phase in self.phases])
         self.lengths = [(c.first_sample, c.seq_len) for c in changes if c.seq_len is not None]
         for first_sample, length in self.lengths:
-            for reading, draws in zip(self.readings, self.drawn(first_sample).tolist(), strict=True):
+            for reading, draws in zip(self.source_orders, self.drawn(first_sample).tolist(), strict=True):
                 reading.change_length(draws, length)
         self.longest_sequence = max(seq_len, *(length for _, length in self.lengths), 0)
         self._limits = [
             None if s.max_epochs is None else reading.draws_within(s.max_epochs)
-            for s, reading in zip(self.sources, self.readings, strict=True)
+            for s, reading in zip(self.sources, self.source_orders, strict=True)
         ]
 
     @property
@@ -159,7 +159,7 @@ class Stream(_Cut):
         return self.lengths[changes - 1][1] if changes else self.seq_len
 
     def cut_of(self, sample: int, source: int, epoch: int) -> Windows | PlannedRows:
-        return self.readings[source].cut(self._lengths_until(sample), epoch)
+        return self.source_orders[source].cut(self._lengths_until(sample), epoch)
 
     def _lengths_until(self, sample: int) -> int:
         return sum(first <= sample for first, _ in self.lengths)
@@ -170,8 +170,8 @@ class Stream(_Cut):
         epoch, index = np.empty_like(local), np.empty_like(local)
         for i in np.unique(source):
             mine = source == i
-            self._refuse_beyond_cap(i, local[mine])
-            epoch[mine], index[mine] = self.readings[i].locate(local[mine])
+            self._check_cap(i, local[mine])
+            epoch[mine], index[mine] = self.source_orders[i].locate(local[mine])
         return Located(source, epoch, index)
 
     def drawn(self, samples: int) -> np.ndarray:
@@ -191,7 +191,7 @@ class Stream(_Cut):
         found = [(self.sample_of_draw(i, limit, end), i) for i, limit in capped]
         return min(((g, i) for g, i in found if g is not None), default=None)
 
-    def _refuse_beyond_cap(self, source: int, local: np.ndarray) -> None:
+    def _check_cap(self, source: int, local: np.ndarray) -> None:
         limit = self._limits[source]
         if limit is not None and local.max() >= limit:
             raise UserError(
@@ -200,7 +200,9 @@ class Stream(_Cut):
                 "raise its max_epochs, lower its weight, or end the run earlier",
             )
 
-    def _add_phase(self, first_sample: int, sources: Sequence[Source], number_of: dict[int, int]) -> None:
+    def _add_phase(
+        self, first_sample: int, sources: Sequence[TokenSource], number_of: dict[int, int]
+    ) -> None:
         if not sources:
             raise UserError("there is no data source", "name at least one prepared dataset")
         weights = [0.0] * len(self.sources)
@@ -265,7 +267,7 @@ class Stream(_Cut):
 class EvalStream(_Cut):
     """Every sample of the sources once, in plain order."""
 
-    def __init__(self, sources: Sequence[Source], seq_len: int, packing: Packing = CONCAT) -> None:
+    def __init__(self, sources: Sequence[TokenSource], seq_len: int, packing: Packing = CONCAT) -> None:
         super().__init__(sources, seq_len, packing)
         self._set_cuts([packing.cut(source, seq_len) for source in self.sources])
         self.samples: int = self.samples_per_epoch
@@ -313,7 +315,7 @@ def _indices(samples: np.ndarray) -> np.ndarray:
     return samples
 
 
-def _check_overlap(sources: Sequence[Source]) -> None:
+def _check_overlap(sources: Sequence[TokenSource]) -> None:
     spans = sorted((s.store.fingerprint, s.tokens.start, s.tokens.stop, s.name) for s in sources)
     for a, b in pairwise(spans):
         if a[0] == b[0] and b[1] < a[2]:
@@ -327,7 +329,7 @@ def _same_tokens(one: str, other: str) -> UserError:
     )
 
 
-def _check(source: Source, first: Source) -> None:
+def _check(source: TokenSource, first: TokenSource) -> None:
     span = source.tokens
     if span.step != 1 or span.start < 0 or span.stop > source.store.tokens:
         raise ValueError(f"{span} is not a range of the {source.store.tokens} tokens of {source.name}")

@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from arriero.data.order.packing_plan import Plan, Request, open_plan, refuse_long_planning
+from arriero.data.order.packing_plan import PackingPlan, PackingRequest, check_planning_size, open_plan
 from arriero.data.order.shuffle import Shuffle, block_keys, joined, key_of
 from arriero.data.store.store import TokenStore
-from arriero.data.workers import Progress, silent
+from arriero.data.workers import ProgressCallback, no_progress
 from arriero.errors import UserError
 
 
 @dataclass(frozen=True)
-class Source:
+class TokenSource:
     """Tokens [span.start, span.stop) of a prepared dataset; the whole of it unless a span is given."""
 
     store: TokenStore
@@ -55,7 +55,7 @@ class Windows:
     The label of an input is the token after it in the source, also where a run ends.
     """
 
-    def __init__(self, source: Source, seq_len: int, runs: np.ndarray | None = None) -> None:
+    def __init__(self, source: TokenSource, seq_len: int, runs: np.ndarray | None = None) -> None:
         span = source.tokens
         if source.prompt:
             raise UserError(
@@ -117,7 +117,7 @@ class Windows:
 class PlannedRows:
     """Rows that a plan file lists piece by piece."""
 
-    def __init__(self, source: Source, seq_len: int, plan: Plan, packing: "Packing") -> None:
+    def __init__(self, source: TokenSource, seq_len: int, plan: PackingPlan, packing: "Packing") -> None:
         if plan.rows == 0:
             raise UserError(
                 f"{source.name} gives no sample of at most {seq_len} tokens",
@@ -150,24 +150,24 @@ class Packing:
     kind: str = "concat"
     long_docs: str = "split"
     cache: Path = Path("data")
-    progress: Progress = field(default=silent, compare=False)
+    progress: ProgressCallback = field(default=no_progress, compare=False)
 
     @property
     def identity(self) -> dict[str, Any]:
         """Nothing for `concat`, whose fingerprints are older than the other packings."""
         return {} if self.kind == "concat" else {"packing": self.kind, "long_docs": self.long_docs}
 
-    def cut(self, source: Source, seq_len: int) -> Windows | PlannedRows:
+    def cut(self, source: TokenSource, seq_len: int) -> Windows | PlannedRows:
         if self.kind == "concat":
             return Windows(source, seq_len)
         plan = open_plan(self.cache, self.request(source, seq_len), self.progress)
         return PlannedRows(source, seq_len, plan, self)
 
-    def refuse_long_planning(self, sources: Sequence[Source], seq_len: int) -> None:
+    def check_planning_size(self, sources: Sequence[TokenSource], seq_len: int) -> None:
         if self.kind != "concat":
-            refuse_long_planning(self.cache, [self.request(source, seq_len) for source in sources])
+            check_planning_size(self.cache, [self.request(source, seq_len) for source in sources])
 
-    def request(self, source: Source, seq_len: int) -> Request:
+    def request(self, source: TokenSource, seq_len: int) -> PackingRequest:
         """What a plan of this packing is asked for."""
         prompt = len(source.prompt)
         if prompt >= seq_len:
@@ -175,7 +175,7 @@ class Packing:
                 f"the prompt of {source.name} has {prompt} tokens, a sequence only {seq_len}",
                 "shorten the prompt or lengthen data.seq_len",
             )
-        return Request(source.store, source.tokens, self.kind, self.long_docs, seq_len, prompt)
+        return PackingRequest(source.store, source.tokens, self.kind, self.long_docs, seq_len, prompt)
 
 
 CONCAT = Packing()
@@ -200,8 +200,8 @@ class _Leg:
         return self.rest.count if self.rest else 0
 
 
-class Reading:
-    def __init__(self, source: Source, seq_len: int, seed: int, packing: Packing, chunked: bool) -> None:
+class SourceOrder:
+    def __init__(self, source: TokenSource, seq_len: int, seed: int, packing: Packing, chunked: bool) -> None:
         self._source, self._packing, self._chunked = source, packing, chunked
         self._seed = seed
         self._key = key_of(seed, source.identity)

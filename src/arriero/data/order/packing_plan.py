@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from arriero.data.order.shuffle import heldout_last, heldout_tokens_of
+from arriero.data.order.shuffle import heldout_tokens_of, move_heldout_last
 from arriero.data.store.shards import write_durably
 from arriero.data.store.store import TokenStore
-from arriero.data.workers import Progress, worker_pool
+from arriero.data.workers import ProgressCallback, worker_pool
 from arriero.errors import UserError
 
 PLANS = "plans"
@@ -38,13 +38,13 @@ UNIT = 2**16
 UNITS_AT_ONCE = 16
 MOST_PLANNED = 50_000_000
 PIECE = np.dtype([("start", "<i8"), ("slots", "<i4"), ("flags", "<i4")])
-BEGINS, GOES_ON = 1, 2
+BEGINS, CONTINUES = 1, 2
 _TAIL = struct.Struct("<Q8s")
 _MAGIC = b"arrpack1"
 _COUNTED = ("documents", "long_documents", "lost_tokens")
 
 
-class Plan:
+class PackingPlan:
     """A plan file, open. Row i is pieces[offsets[i]:offsets[i + 1]]."""
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +68,7 @@ class Plan:
         self.offsets = content[end : end + 8 * (rows + 1)].view("<i8")
 
 
-class Request(NamedTuple):
+class PackingRequest(NamedTuple):
     """How to pack the tokens of a span: what a plan depends on, beside the dataset."""
 
     store: TokenStore
@@ -104,16 +104,16 @@ class Request(NamedTuple):
         return " ".join([*words, *([f"--heldout '{heldout} tok'"] if heldout else [])])
 
 
-def open_plan(cache: Path, request: Request, progress: Progress) -> Plan:
+def open_plan(cache: Path, request: PackingRequest, progress: ProgressCallback) -> PackingPlan:
     """The plan beside the dataset or in the cache; made now, in the cache, where there is none."""
     return existing_plan(cache, request) or make_plan(cache / PLANS, request, 1, progress)
 
 
-def existing_plan(cache: Path, request: Request) -> Plan | None:
+def existing_plan(cache: Path, request: PackingRequest) -> PackingPlan | None:
     return find_plan(request.store.directory / PLANS, request) or find_plan(cache / PLANS, request)
 
 
-def refuse_long_planning(cache: Path, requests: Sequence[Request]) -> None:
+def check_planning_size(cache: Path, requests: Sequence[PackingRequest]) -> None:
     """A run plans a bounded number of documents itself: its other ranks wait for that."""
     missing = [request for request in requests if existing_plan(cache, request) is None]
     documents = sum(r.store.documents * len(r.span) // max(1, r.store.tokens) for r in missing)
@@ -126,11 +126,11 @@ def refuse_long_planning(cache: Path, requests: Sequence[Request]) -> None:
         )
 
 
-def find_plan(folder: Path, request: Request) -> Plan | None:
+def find_plan(folder: Path, request: PackingRequest) -> PackingPlan | None:
     """None where there is none, or a damaged one."""
     path = folder / request.name
     try:
-        return Plan(path)
+        return PackingPlan(path)
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, struct.error):
         return None
     except OSError as error:
@@ -139,7 +139,7 @@ def find_plan(folder: Path, request: Request) -> Plan | None:
         ) from None
 
 
-def make_plan(folder: Path, request: Request, workers: int, progress: Progress) -> Plan:
+def make_plan(folder: Path, request: PackingRequest, workers: int, progress: ProgressCallback) -> PackingPlan:
     """A plan in `folder`, made by so many processes. One that was interrupted is resumed."""
     path = folder / request.name
     work = folder / f".{request.name}.work"
@@ -153,7 +153,7 @@ def make_plan(folder: Path, request: Request, workers: int, progress: Progress) 
             "make room, or set data.cache (or --cache) to a directory you may write",
         ) from None
     shutil.rmtree(work, ignore_errors=True)
-    return Plan(path)
+    return PackingPlan(path)
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def _locked(work: Path) -> Iterator[None]:
         yield
 
 
-def _build(path: Path, work: Path, request: Request, workers: int, progress: Progress) -> None:
+def _build(path: Path, work: Path, request: PackingRequest, workers: int, progress: ProgressCallback) -> None:
     """Count the pieces of every unit of documents: that fixes which pieces each group holds. Pack the groups,
     a part of them at a time, then write where rows begin."""
     units = np.array(list(_units(request.store, request.span)), np.int64).reshape(-1, 3)
@@ -203,7 +203,7 @@ def _build(path: Path, work: Path, request: Request, workers: int, progress: Pro
 
 
 def _by_processes(
-    workers: int, do: Callable[..., Any], request: Request, work: Path, numbers: Sequence[int]
+    workers: int, do: Callable[..., Any], request: PackingRequest, work: Path, numbers: Sequence[int]
 ) -> Iterator[tuple[int, Any]]:
     """Each number with what `do` returns for it, as they are finished."""
     if workers == 1 or len(numbers) < 2:
@@ -219,12 +219,12 @@ def _by_processes(
 def _in_worker(
     do: Callable[..., Any], dataset: tuple[Path, int], request: tuple, work: Path, number: int
 ) -> Any:
-    return do(Request(_opened(*dataset), *request), work, number)
+    return do(PackingRequest(_opened(*dataset), *request), work, number)
 
 
 @lru_cache(maxsize=1)
 def _opened(directory: Path, heldout: int) -> TokenStore:
-    return heldout_last(TokenStore.open(directory), heldout)
+    return move_heldout_last(TokenStore.open(directory), heldout)
 
 
 def _units(store: TokenStore, span: range) -> Iterator[tuple[int, int, int]]:
@@ -235,7 +235,7 @@ def _units(store: TokenStore, span: range) -> Iterator[tuple[int, int, int]]:
         yield from ((shard, lo, min(lo + UNIT, end)) for lo in range(begin, end, UNIT))
 
 
-def _unit_pieces(request: Request, unit: np.ndarray) -> tuple[np.ndarray, dict[str, int]]:
+def _unit_pieces(request: PackingRequest, unit: np.ndarray) -> tuple[np.ndarray, dict[str, int]]:
     shard, lo, hi = unit.tolist()
     edges = request.store.document_edges(shard, lo, hi).clip(request.span.start, request.span.stop)
     starts, lengths = edges[:-1], np.diff(edges)
@@ -247,13 +247,13 @@ def _unit_pieces(request: Request, unit: np.ndarray) -> tuple[np.ndarray, dict[s
     )
 
 
-def _count_units(request: Request, work: Path, begin: int) -> np.ndarray:
+def _count_units(request: PackingRequest, work: Path, begin: int) -> np.ndarray:
     units = np.load(work / "units.npy", mmap_mode="r")[begin : begin + UNITS_AT_ONCE]
     found = (_unit_pieces(request, unit) for unit in units)
     return np.array([[len(pieces), *counts.values()] for pieces, counts in found])
 
 
-def _pack_part(request: Request, work: Path, first: int) -> None:
+def _pack_part(request: PackingRequest, work: Path, first: int) -> None:
     """Some groups of pieces, from piece number `first` on. A file with the pieces of each row says that the
     part is done; its first number is the count of tokens."""
     ends = np.load(work / "ends.npy", mmap_mode="r")
@@ -324,7 +324,7 @@ def _pieces(
     pieces = np.empty(len(document), PIECE)
     pieces["start"] = starts[document] + np.where(part > 0, part * seq_len - prompt, 0)
     pieces["slots"] = np.minimum(whole[document] - part * seq_len, seq_len)
-    pieces["flags"] = np.where(part == 0, BEGINS, 0) | np.where(part < parts[document] - 1, GOES_ON, 0)
+    pieces["flags"] = np.where(part == 0, BEGINS, 0) | np.where(part < parts[document] - 1, CONTINUES, 0)
     return pieces
 
 

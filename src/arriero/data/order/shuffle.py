@@ -232,7 +232,7 @@ HELDOUT_SEED = "heldout_seed"
 DRAWN_AT_ONCE = 1024
 
 
-def heldout_last(store: TokenStore, tokens: int) -> TokenStore:
+def move_heldout_last(store: TokenStore, tokens: int) -> TokenStore:
     """The dataset with at least `tokens` of chosen documents at its end, if its manifest asks for it."""
     seed = store.about.get(HELDOUT_SEED)
     if seed is None or not 0 < tokens < store.tokens:
@@ -294,7 +294,7 @@ class _Moved(TokenStore):
 
 
 def heldout_tokens_of(store: TokenStore) -> int:
-    """With which `heldout_last` makes this dataset again."""
+    """With which `move_heldout_last` makes this dataset again."""
     return store.heldout_tokens if isinstance(store, _Moved) else 0
 
 

@@ -10,12 +10,12 @@ import numpy as np
 from arriero.config.schema import RunConfig, SourceSection
 from arriero.config.timeline import Timeline
 from arriero.data.order.order import ORDER_VERSION, Change, EvalStream, Stream
-from arriero.data.order.packing import Packing, Source
-from arriero.data.order.shuffle import BLOCK, heldout_last, split_heldout
+from arriero.data.order.packing import Packing, TokenSource
+from arriero.data.order.shuffle import BLOCK, move_heldout_last, split_heldout
 from arriero.data.prepare.builtin import dataset_of
 from arriero.data.store.store import FILES, TokenStore
 from arriero.data.tokens.tokenizer import separators_of, tokenizer_of
-from arriero.data.workers import Progress
+from arriero.data.workers import ProgressCallback
 from arriero.errors import UserError
 
 # a vocabulary may be rounded up, but not several times over
@@ -35,7 +35,7 @@ class Streams:
         return 4 if max(store.shards for store in self.stores) > 64 else 1
 
 
-def build_streams(config: RunConfig, progress: Progress, version: int = ORDER_VERSION) -> Streams:
+def build_streams(config: RunConfig, progress: ProgressCallback, version: int = ORDER_VERSION) -> Streams:
     """Open the datasets, prepare built-in ones that do not exist yet, and plan their packing.
 
     `version` is that of the order; a run that has begun keeps its own.
@@ -45,14 +45,14 @@ def build_streams(config: RunConfig, progress: Progress, version: int = ORDER_VE
     FILES.limit(data.open_shards)
     heldout = config.eval.heldout.amount if config.eval.heldout else 0
     found = _open(sections, Path(data.cache), progress)
-    opened = {path: heldout_last(store, heldout) for path, store in found.items()}
+    opened = {path: move_heldout_last(store, heldout) for path, store in found.items()}
     spans = {path: split_heldout(store, heldout) for path, store in opened.items()}
     packing = Packing(data.packing, data.long_docs, Path(data.cache), progress)
 
-    def source(section: SourceSection, part: int) -> Source:
+    def source(section: SourceSection, part: int) -> TokenSource:
         store = opened[section.path]
         prompt = _prompt(section, store)
-        return Source(store, spans[section.path][part], section.weight, prompt, section.max_epochs)
+        return TokenSource(store, spans[section.path][part], section.weight, prompt, section.max_epochs)
 
     changes = [
         Change(
@@ -70,13 +70,13 @@ def build_streams(config: RunConfig, progress: Progress, version: int = ORDER_VE
     return Streams(stream, evaluation, list(opened.values()), timeline)
 
 
-def steps_within_caps(streams: Streams) -> int | None:
+def max_steps_by_epochs(streams: Streams) -> int | None:
     """The whole steps that every source's max_epochs allows; None when none is capped."""
     beyond = streams.train.first_beyond_cap(BLOCK * 2**32)
     return None if beyond is None else streams.timeline.steps_before(beyond[0])
 
 
-def refuse_over_repetition(streams: Streams, steps: int | None) -> None:
+def check_max_epochs(streams: Streams, steps: int | None) -> None:
     """Ends a run before it begins where a max_epochs forbids a step of it: by wall time, the first one."""
     beyond = streams.train.first_beyond_cap(streams.timeline.samples_after(steps or 1))
     if beyond is not None:
@@ -90,7 +90,7 @@ def refuse_over_repetition(streams: Streams, steps: int | None) -> None:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class SourceForecast:
     """How a source fares over a run. `epochs` is None when the end of the run is not known."""
 
     name: str
@@ -102,7 +102,7 @@ class Outlook:
     remarks: Sequence[str]
 
 
-def forecast(streams: Streams, steps: int | None, vocab_size: int = 0) -> list[Outlook]:
+def forecast(streams: Streams, steps: int | None, vocab_size: int = 0) -> list[SourceForecast]:
     """For each source: its share of the first phase's tokens, and when it begins again.
 
     `vocab_size` is the model's, if there is a model.
@@ -116,10 +116,10 @@ def forecast(streams: Streams, steps: int | None, vocab_size: int = 0) -> list[O
     later = [timeline.steps_before(phase.first_sample) + 1 for phase in stream.phases[1:]]
     outlooks = []
     for i, (source, cut) in enumerate(zip(stream.sources, stream.cuts, strict=True)):
-        reading = stream.readings[i]
+        reading = stream.source_orders[i]
         repeat = stream.sample_of_draw(i, reading.first_repeat, ever)
         outlooks.append(
-            Outlook(
+            SourceForecast(
                 name=source.name,
                 share=float(shares[0][i]),
                 tokens_per_epoch=cut.tokens,
@@ -153,7 +153,9 @@ def _misfits(store: TokenStore, first: TokenStore, vocab_size: int) -> Iterator[
         )
 
 
-def _open(sections: Sequence[SourceSection], cache: Path, progress: Progress) -> dict[str, TokenStore]:
+def _open(
+    sections: Sequence[SourceSection], cache: Path, progress: ProgressCallback
+) -> dict[str, TokenStore]:
     """By path. A source named again, as in a later phase, need not repeat how its text is prepared."""
     how: dict[str, dict[str, str]] = {}
     for section in sections:

@@ -11,15 +11,15 @@ from dataclasses import replace
 from glob import has_magic
 from pathlib import Path
 
-from arriero.data.prepare.planning import Preparation, Request, identity_of
-from arriero.data.prepare.prepare import Watcher, alone, prepare
+from arriero.data.prepare.planning import Preparation, PrepareRequest, identity_of
+from arriero.data.prepare.prepare import PrepareWatcher, alone, prepare
 from arriero.data.store.manifest import MANIFEST
 from arriero.data.store.store import TokenStore
 from arriero.data.text.hub import local_model
 from arriero.data.text.sources import HUB, STDLIB, SYNTHETIC, stdlib_documents
 from arriero.data.text.synthetic import DEFAULT_BYTES, markov_text
 from arriero.data.tokens.tokenizer import train_tokenizer
-from arriero.data.workers import Progress, silent
+from arriero.data.workers import ProgressCallback, no_progress
 from arriero.errors import UserError
 
 
@@ -39,7 +39,11 @@ TEXT = "text"
 
 
 def dataset_of(
-    path: str, tokenizer: str | None, column: str | None, cache: Path, progress: Progress = silent
+    path: str,
+    tokenizer: str | None,
+    column: str | None,
+    cache: Path,
+    progress: ProgressCallback = no_progress,
 ) -> Path:
     """The prepared dataset that a source of a run file names; text is prepared with `tokenizer`."""
     if path.startswith("builtin:") and tokenizer is None:
@@ -66,21 +70,23 @@ def dataset_of(
         raise UserError(error.what, todo) from None
 
 
-def _prepare_text(path: str, tokenizer: str, column: str | None, cache: Path, progress: Progress) -> Path:
+def _prepare_text(
+    path: str, tokenizer: str, column: str | None, cache: Path, progress: ProgressCallback
+) -> Path:
     """Other text, or another tokenizer, goes into another directory, so that changed files are noticed."""
     progress("looking at the text", 0, 1)
-    request = Request((path,), cache, local_model(tokenizer, weights=False), column)
+    request = PrepareRequest((path,), cache, local_model(tokenizer, weights=False), column)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", path.removeprefix("builtin:")).strip("-.")[-40:] or TEXT
     target = cache / TEXT / f"{name}-{identity_of(request)[:16]}"
     progress("looking at the text", 1, 1)
-    _refuse_unwritable(target)
+    _check_writable(target)
     workers = len(os.sched_getaffinity(0))
     prepare(replace(request, directory=target), workers, _Told(progress), wait=True)
     return target
 
 
-class _Told(Watcher):
-    def __init__(self, progress: Progress) -> None:
+class _Told(PrepareWatcher):
+    def __init__(self, progress: ProgressCallback) -> None:
         self._progress = progress
         self._done, self._total = 0, 1
 
@@ -93,7 +99,7 @@ class _Told(Watcher):
         self._progress("tokenising", min(self._done, self._total), self._total)
 
 
-def prepare_builtin(name: str, cache_dir: Path, progress: Progress = silent) -> Path:
+def prepare_builtin(name: str, cache_dir: Path, progress: ProgressCallback = no_progress) -> Path:
     """The directory of the built-in dataset and its own tokenizer, made now unless it is there already."""
     if name not in BUILTINS:
         raise UserError(f"'{name}' is not a built-in dataset", f"choose one of {', '.join(BUILTINS)}")
@@ -101,7 +107,7 @@ def prepare_builtin(name: str, cache_dir: Path, progress: Progress = silent) -> 
     target = Path(cache_dir) / f"{name.removeprefix('builtin:')}-py{python}-v{VOCAB_SIZE}"
     if _usable(target):
         return target
-    _refuse_unwritable(target)
+    _check_writable(target)
     with alone(target.with_name(f"{target.name}-making"), wait=True):
         if not _usable(target):
             shutil.rmtree(target, ignore_errors=True)  # damaged, or left by a process that was killed
@@ -109,7 +115,7 @@ def prepare_builtin(name: str, cache_dir: Path, progress: Progress = silent) -> 
     return target
 
 
-def _make_builtin(name: str, target: Path, progress: Progress) -> None:
+def _make_builtin(name: str, target: Path, progress: ProgressCallback) -> None:
     progress("reading", 0, 1)
     texts = BUILTINS[name]()
     progress("reading", 1, 1)
@@ -118,7 +124,7 @@ def _make_builtin(name: str, target: Path, progress: Progress) -> None:
         tokenizer = Path(folder) / "tokenizer.json"
         train_tokenizer(_some_of(texts), VOCAB_SIZE, tokenizer)
         progress("training the tokenizer", 1, 1)
-        prepare(Request((name,), target, tokenizer), 1, _Told(progress), wait=True)
+        prepare(PrepareRequest((name,), target, tokenizer), 1, _Told(progress), wait=True)
 
 
 def _some_of(texts: Sequence[str]) -> list[str]:
@@ -131,7 +137,7 @@ def _some_of(texts: Sequence[str]) -> list[str]:
     return some
 
 
-def _refuse_unwritable(target: Path) -> None:
+def _check_writable(target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target.parent):
@@ -146,7 +152,7 @@ def _usable(directory: Path) -> bool:
     try:
         store = TokenStore.open(directory)
         store.document_starts(0, store.tokens)
-        whole = next(store.resized_shards(), None) is None
+        whole = next(store.shard_size_problems(), None) is None
         return whole and store.tokens > 0 and store.tokenizer_path.is_file()
     except UserError:
         return False

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from arriero.data.store.shards import write_durably
-from arriero.data.text.readers import MAX_BAD, NO_FILE, BadLimit, BadRecords, read_piece, refuse_binary
+from arriero.data.text.readers import MAX_BAD, NO_FILE, BadLimit, BadRecords, check_utf8, read_text_range
 from arriero.data.text.sources import (
     ALL_FILES,
     DANGLING,
@@ -23,19 +23,19 @@ from arriero.data.text.sources import (
     Select,
     TextSources,
     absolute,
-    refuse_output_in,
+    check_output_outside,
 )
 from arriero.data.text.synthetic import markov_text
-from arriero.data.tokens.encoders import AUTO, Choice, choose_backend
+from arriero.data.tokens.encoders import AUTO, EncoderChoice, choose_encoder
 from arriero.data.tokens.tokenizer import (
     Mark,
     Separators,
+    check_spelled_out,
     choose_separators,
+    mark_special,
     parsed,
     read_definition,
-    refuse_spelled_out,
     usual_end,
-    with_special,
 )
 from arriero.errors import UserError
 
@@ -45,8 +45,8 @@ ONE_DOCUMENT = ("text", DANGLING)
 UNPACKED = 4  # compressed text grows by about this much
 
 
-class Piece(NamedTuple):
-    """`files` inputs from number `first` on; `begin` and `end` as `readers.read_piece` takes them."""
+class TextRange(NamedTuple):
+    """`files` inputs from number `first` on; `begin` and `end` as `readers.read_text_range` takes them."""
 
     first: int
     files: int
@@ -55,14 +55,14 @@ class Piece(NamedTuple):
     bytes: int
 
 
-def divide(inputs: Sequence[Input], shard_bytes: int, seed: int) -> list[list[Piece]]:
+def divide(inputs: Sequence[Input], shard_bytes: int, seed: int) -> list[list[TextRange]]:
     """The pieces of each shard. `shard_bytes` is text, estimated where a file is compressed."""
     pieces = _pieces(inputs, max(1, min(LARGEST_PIECE, shard_bytes // PIECES_PER_SHARD)))
     if not pieces:
         raise UserError("the sources hold no text", "check the paths; empty files have no documents")
     total = sum(piece.bytes for piece in pieces)
     count = min(len(pieces), max(1, round(total / shard_bytes)))
-    shards: list[list[Piece]] = [[] for _ in range(count)]
+    shards: list[list[TextRange]] = [[] for _ in range(count)]
     filled = [(0, number) for number in range(count)]
     for piece in random.Random(seed).sample(pieces, len(pieces)):
         size, number = heapq.heappop(filled)
@@ -71,8 +71,8 @@ def divide(inputs: Sequence[Input], shard_bytes: int, seed: int) -> list[list[Pi
     return shards
 
 
-def _pieces(inputs: Sequence[Input], size: int) -> list[Piece]:
-    pieces: list[Piece] = []
+def _pieces(inputs: Sequence[Input], size: int) -> list[TextRange]:
+    pieces: list[TextRange] = []
     for number, source in enumerate(inputs):
         if source.kind in ONE_DOCUMENT:
             _add_text(pieces, inputs, number, size)
@@ -82,10 +82,10 @@ def _pieces(inputs: Sequence[Input], size: int) -> list[Piece]:
             pieces += _synthetic(source, number, size)
         elif source.compression or source.kind == "arrow":
             if source.size:
-                pieces.append(Piece(number, 1, 0, NO_FILE, _text_bytes(source)))
+                pieces.append(TextRange(number, 1, 0, NO_FILE, _text_bytes(source)))
         else:
             cuts = _cuts(source.size, size)
-            pieces += [Piece(number, 1, a, b, b - a) for a, b in pairwise(cuts)]
+            pieces += [TextRange(number, 1, a, b, b - a) for a, b in pairwise(cuts)]
     return pieces
 
 
@@ -98,7 +98,7 @@ def _cuts(whole: int, size: int) -> list[int]:
     return [whole * i // count for i in range(count + 1)] if whole else []
 
 
-def _add_text(pieces: list[Piece], inputs: Sequence[Input], number: int, size: int) -> None:
+def _add_text(pieces: list[TextRange], inputs: Sequence[Input], number: int, size: int) -> None:
     """Put the file to the piece before it while that stays small."""
     amount = _text_bytes(inputs[number])
     if pieces:
@@ -109,10 +109,10 @@ def _add_text(pieces: list[Piece], inputs: Sequence[Input], number: int, size: i
         if adjoins and last.bytes + amount <= size:
             pieces[-1] = last._replace(files=last.files + 1, bytes=last.bytes + amount)
             return
-    pieces.append(Piece(number, 1, 0, NO_FILE, amount))
+    pieces.append(TextRange(number, 1, 0, NO_FILE, amount))
 
 
-def _row_groups(source: Input, number: int, size: int) -> list[Piece]:
+def _row_groups(source: Input, number: int, size: int) -> list[TextRange]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -124,19 +124,19 @@ def _row_groups(source: Input, number: int, size: int) -> list[Piece]:
         raise UserError(
             f"{source.path} is not a Parquet file ({reason})", "fetch or write it again"
         ) from None
-    pieces: list[Piece] = []
+    pieces: list[TextRange] = []
     for group, amount in enumerate(sizes):
         if pieces and pieces[-1].bytes + amount <= size:
             pieces[-1] = pieces[-1]._replace(end=group + 1, bytes=pieces[-1].bytes + amount)
         else:
-            pieces.append(Piece(number, 1, group, group + 1, amount))
+            pieces.append(TextRange(number, 1, group, group + 1, amount))
     return pieces
 
 
-def _synthetic(source: Input, number: int, size: int) -> list[Piece]:
+def _synthetic(source: Input, number: int, size: int) -> list[TextRange]:
     each = markov_text().document_bytes
     cuts = _cuts(max(1, round(source.size / each)), max(1, int(size / each)))
-    return [Piece(number, 1, a, b, int((b - a) * each)) for a, b in pairwise(cuts)]
+    return [TextRange(number, 1, a, b, int((b - a) * each)) for a, b in pairwise(cuts)]
 
 
 TOKENIZER = "tokenizer.json"
@@ -148,7 +148,7 @@ HOPELESS = 1000  # bad records from the beginning of a source on, and no usable 
 
 
 @dataclass(frozen=True)
-class Request:
+class PrepareRequest:
     """What the user asked for."""
 
     sources: tuple[str, ...]
@@ -181,9 +181,9 @@ class Preparation:
     directory: Path
     settings: dict[str, Any]
     inputs: list[Input]
-    shards: list[list[Piece]]
+    shards: list[list[TextRange]]
     separators: Separators
-    backend: Choice
+    backend: EncoderChoice
     vocab_size: int
     eos_id: int
     text: TextSources
@@ -210,44 +210,44 @@ class Preparation:
         return [number for number in range(len(self.shards)) if self.record_path(number).name not in done]
 
 
-def begin_or_resume(request: Request, drafted: Preparation | None = None) -> Preparation:
+def begin_or_resume(request: PrepareRequest, drafted: Preparation | None = None) -> Preparation:
     """The plan of this prepare, made now unless an interrupted one left it; a different one is refused."""
     if not (request.directory / WORK / PLAN).is_file():
         return _begin(request, drafted or draft(request))
     preparation = load_preparation(request)
-    refuse_other_inputs(request, inputs_digest(preparation.inputs))
+    check_same_inputs(request, inputs_digest(preparation.inputs))
     return preparation
 
 
-def load_preparation(request: Request) -> Preparation:
+def load_preparation(request: PrepareRequest) -> Preparation:
     """What an earlier process decided; the inputs are looked at when they are read."""
     path = request.directory / WORK / PLAN
     try:
         plan = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path} does not exist", "begin the prepare without --part first") from None
-    refuse_other_settings(request, plan["settings"])
+    check_same_settings(request, plan["settings"])
     return Preparation(
         directory=request.directory,
         settings=plan["settings"],
         inputs=[Input(*each) for each in plan["inputs"]],
-        shards=[[Piece(*piece) for piece in shard] for shard in plan["shards"]],
+        shards=[[TextRange(*piece) for piece in shard] for shard in plan["shards"]],
         separators=Separators(*(mark and Mark(*mark) for mark in plan["separators"])),
-        backend=_resumed_backend(request, Choice(*plan["backend"])),
+        backend=_resumed_backend(request, EncoderChoice(*plan["backend"])),
         vocab_size=plan["vocab_size"],
         eos_id=plan["eos_id"],
         text=request.text,
     )
 
 
-def _resumed_backend(request: Request, known: Choice) -> Choice:
+def _resumed_backend(request: PrepareRequest, known: EncoderChoice) -> EncoderChoice:
     """All encoders give the same ids, so a resumed prepare may be told to use another."""
     if request.encoder in (AUTO, known.used):
         return known
-    return choose_backend(_tokenizer_of(request)[0], [], request.encoder)
+    return choose_encoder(_tokenizer_of(request)[0], [], request.encoder)
 
 
-def refuse_other_settings(request: Request, known: dict[str, Any]) -> None:
+def check_same_settings(request: PrepareRequest, known: dict[str, Any]) -> None:
     for name, value in _settings(request, *_tokenizer_of(request)).items():
         if known.get(name) != value:
             raise UserError(
@@ -256,7 +256,7 @@ def refuse_other_settings(request: Request, known: dict[str, Any]) -> None:
             )
 
 
-def refuse_other_inputs(request: Request, known: str) -> None:
+def check_same_inputs(request: PrepareRequest, known: str) -> None:
     if inputs_digest(request.text.find()) != known:
         raise UserError(
             f"{request.directory} was begun with other input files, or they have changed since",
@@ -264,7 +264,7 @@ def refuse_other_inputs(request: Request, known: str) -> None:
         )
 
 
-def identity_of(request: Request) -> str:
+def identity_of(request: PrepareRequest) -> str:
     """A hash of the inputs and of all settings that decide the bytes of the dataset."""
     settings = _settings(request, *_tokenizer_of(request))
     about = [inputs_digest(request.text.find()), settings]
@@ -276,10 +276,10 @@ def inputs_digest(inputs: Sequence[Input]) -> str:
     return hashlib.sha256(json.dumps([each[:5] for each in inputs]).encode()).hexdigest()
 
 
-def draft(request: Request) -> Preparation:
+def draft(request: PrepareRequest) -> Preparation:
     """Everything that can be decided or refused before a file is written."""
     directory = request.directory
-    refuse_output_in(request.sources, directory)
+    check_output_outside(request.sources, directory)
     try:
         if directory.exists() and any(path.name != WORK for path in directory.iterdir()):
             raise UserError(f"{directory} is not empty", "prepare into a new directory")
@@ -288,11 +288,11 @@ def draft(request: Request) -> Preparation:
     definition, separators = _tokenizer_of(request)
     inputs = request.text.find()
     if not request.skip_bad:
-        refuse_binary(inputs)
+        check_utf8(inputs)
     shards = divide(inputs, request.shard_bytes, request.seed)
     sample = _first_texts(inputs, shards, request)
     if not request.literal_eos:
-        refuse_spelled_out(separators, sample)
+        check_spelled_out(separators, sample)
     end = separators.eos or usual_end(definition, request.tokenizer)
     return Preparation(
         directory=directory,
@@ -300,14 +300,14 @@ def draft(request: Request) -> Preparation:
         inputs=inputs,
         shards=shards,
         separators=separators,
-        backend=choose_backend(definition, sample, request.encoder),
+        backend=choose_encoder(definition, sample, request.encoder),
         vocab_size=max(parsed(definition).get_vocab().values()) + 1,
         eos_id=end.id if end else 0,
         text=request.text,
     )
 
 
-def _begin(request: Request, preparation: Preparation) -> Preparation:
+def _begin(request: PrepareRequest, preparation: Preparation) -> Preparation:
     definition, _ = _tokenizer_of(request)
     plan = {name: getattr(preparation, name) for name in _PLANNED}
     try:
@@ -324,13 +324,13 @@ def _begin(request: Request, preparation: Preparation) -> Preparation:
 _PLANNED = ("settings", "inputs", "shards", "separators", "backend", "vocab_size", "eos_id")
 
 
-def _tokenizer_of(request: Request) -> tuple[str, Separators]:
+def _tokenizer_of(request: PrepareRequest) -> tuple[str, Separators]:
     definition = read_definition(request.tokenizer)
     separators = choose_separators(definition, request.bos, request.eos, request.tokenizer)
-    return with_special(definition, [mark.token for mark in separators if mark]), separators
+    return mark_special(definition, [mark.token for mark in separators if mark]), separators
 
 
-def _settings(request: Request, definition: str, separators: Separators) -> dict[str, Any]:
+def _settings(request: PrepareRequest, definition: str, separators: Separators) -> dict[str, Any]:
     return {
         "tokenizer": hashlib.sha256(definition.encode()).hexdigest(),
         "column": request.column_setting,
@@ -341,9 +341,9 @@ def _settings(request: Request, definition: str, separators: Separators) -> dict
     }
 
 
-def _first_texts(inputs: list[Input], shards: list[list[Piece]], request: Request) -> list[str]:
+def _first_texts(inputs: list[Input], shards: list[list[TextRange]], request: PrepareRequest) -> list[str]:
     """About a megabyte of text, from the beginning of up to 16 sources, for the checks before the work."""
-    by_source: dict[int, list[Piece]] = {}
+    by_source: dict[int, list[TextRange]] = {}
     for piece in sorted(piece for shard in shards for piece in shard):
         by_source.setdefault(inputs[piece.first].source, []).append(piece)
     numbers = list(by_source)[:: -(-len(by_source) // SAMPLED_SOURCES)]
@@ -357,11 +357,11 @@ def _first_texts(inputs: list[Input], shards: list[list[Piece]], request: Reques
 
 
 def _beginning(
-    inputs: list[Input], pieces: Sequence[Piece], request: Request, left: int, bad: BadRecords
+    inputs: list[Input], pieces: Sequence[TextRange], request: PrepareRequest, left: int, bad: BadRecords
 ) -> Iterator[str]:
     for piece in pieces:
         files = inputs[piece.first : piece.first + piece.files]
-        for batch in read_piece(files, piece.begin, piece.end, request.text.column_of(files[0]), bad):
+        for batch in read_text_range(files, piece.begin, piece.end, request.text.column_of(files[0]), bad):
             bad.kept += len(batch.texts)
             for text in batch.texts:
                 if left <= 0:
@@ -386,7 +386,7 @@ def sample_texts(
     for piece in pieces:
         files = inputs[piece.first : piece.first + piece.files]
         each = bad.setdefault(files[0].source, BadRecords(text.skip_bad))
-        for batch in read_piece(files, piece.begin, piece.end, text.column_of(files[0]), each):
+        for batch in read_text_range(files, piece.begin, piece.end, text.column_of(files[0]), each):
             each.kept += len(batch.texts)
             yield from batch.texts
             taken += batch.text_bytes

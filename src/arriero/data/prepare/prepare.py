@@ -22,12 +22,12 @@ from arriero.data.prepare.planning import (
     TOKENIZER,
     WORK,
     Preparation,
-    Request,
+    PrepareRequest,
     begin_or_resume,
+    check_same_inputs,
+    check_same_settings,
     draft,
     inputs_digest,
-    refuse_other_inputs,
-    refuse_other_settings,
 )
 from arriero.data.store.manifest import MANIFEST, write_manifest
 from arriero.data.store.shards import (
@@ -40,9 +40,9 @@ from arriero.data.store.shards import (
     write_durably,
 )
 from arriero.data.store.store import TokenStore
-from arriero.data.text.readers import EXAMPLES, BadLimit, BadRecords, read_piece
-from arriero.data.text.sources import refuse_output_in
-from arriero.data.tokens.encoders import REFERENCE, Backend, OtherIds, SpotCheck, load_backend
+from arriero.data.text.readers import EXAMPLES, BadLimit, BadRecords, read_text_range
+from arriero.data.text.sources import check_output_outside
+from arriero.data.tokens.encoders import REFERENCE, Backend, IdsDiffer, SpotCheck, load_encoder
 from arriero.data.tokens.tokenizer import Encoded
 from arriero.data.workers import CONTEXT, worker_pool
 from arriero.errors import UserError
@@ -56,7 +56,7 @@ Report = Callable[[int, int], None]
 
 def make_shard(preparation: Preparation, number: int, report: Report) -> None:
     name = preparation.shard_name(number)
-    used, backend = load_backend(preparation.backend.used, preparation.definition)
+    used, backend = load_encoder(preparation.backend.used, preparation.definition)
     seed = [preparation.settings["seed"], number]
     check = None if used == REFERENCE else SpotCheck(preparation.definition, seed)
     redone = ""
@@ -68,10 +68,10 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
             gathering = _Gathering(preparation, backend, report, check)
             try:
                 gathering.encode_shard(number, file)
-            except OtherIds as error:
+            except IdsDiffer as error:
                 report(-gathering.read_bytes, -sum(gathering.lengths))
                 redone = f"shard {name}: {used} gave {error}"
-                used, backend = load_backend(REFERENCE, preparation.definition)
+                used, backend = load_encoder(REFERENCE, preparation.definition)
                 file.seek(0)
                 file.truncate()
                 gathering = _Gathering(preparation, backend, report)
@@ -123,7 +123,7 @@ class _Gathering:
             files = preparation.inputs[piece.first : piece.first + piece.files]
             column = preparation.text.column_of(files[0])
             bad = self.sources.setdefault(files[0].source, BadRecords(preparation.text.skip_bad))
-            for batch in read_piece(files, piece.begin, piece.end, column, bad):
+            for batch in read_text_range(files, piece.begin, piece.end, column, bad):
                 bad.kept += len(batch.texts)
                 encoded = self._encode([text for text in batch.texts if text])
                 for mark, count in preparation.separators.spelled_out(batch.texts).items():
@@ -141,7 +141,7 @@ class _Gathering:
         if not encoded.lengths.all():
             encoded = Encoded(encoded.ids, encoded.lengths[encoded.lengths > 0])
         separators = self._preparation.separators
-        separators.refuse_doubled(encoded)
+        separators.check_not_doubled(encoded)
         return separators.around(encoded)
 
     def _lay_down(self, encoded: Encoded, file: IO[bytes], path: str) -> None:
@@ -196,7 +196,7 @@ class Part(NamedTuple):
     of: int
 
 
-class Watcher:
+class PrepareWatcher:
     """Told how a prepare goes on; the caller draws it."""
 
     def planned(self, preparation: Preparation, todo: Sequence[int], workers: int) -> None: ...
@@ -204,14 +204,14 @@ class Watcher:
     def advanced(self, read_bytes: int, tokens: int) -> None: ...
 
 
-def prepare(request: Request, workers: int, watcher: Watcher, wait: bool = False) -> TokenStore:
+def prepare(request: PrepareRequest, workers: int, watcher: PrepareWatcher, wait: bool = False) -> TokenStore:
     """The prepared dataset, whether made now, resumed or found finished.
 
     Where another process is preparing the same directory, `wait` for it instead of refusing.
     """
     drafted = _draft_unless_begun(request)
     if (request.directory / MANIFEST).is_file() and not (request.directory / WORK).exists():
-        _refuse_other_request(request)
+        _check_same_request(request)
         return TokenStore.open(request.directory)
     with room_for(request.directory, _least_bytes(drafted)), alone(request.directory, wait) as locked:
         if not (request.directory / MANIFEST).is_file():
@@ -221,24 +221,24 @@ def prepare(request: Request, workers: int, watcher: Watcher, wait: bool = False
             make_shards(preparation, preparation.unfinished(), workers, watcher)
             _finish(request, preparation)
         else:
-            _refuse_other_request(request)
+            _check_same_request(request)
         shutil.rmtree(request.directory / WORK, ignore_errors=True)
     return TokenStore.open(request.directory)
 
 
-def plan(request: Request) -> Preparation:
+def plan(request: PrepareRequest) -> Preparation:
     """The work ahead, written into the directory for any process to share."""
     drafted = _draft_unless_begun(request)
     with alone(request.directory):
         if (request.directory / MANIFEST).is_file():
-            _refuse_other_request(request)
+            _check_same_request(request)
             raise UserError(f"{request.directory} is prepared already", "there is nothing to submit")
         return begin_or_resume(request, drafted)
 
 
-def _draft_unless_begun(request: Request) -> Preparation | None:
+def _draft_unless_begun(request: PrepareRequest) -> Preparation | None:
     """Whatever can be refused is refused before the lock is taken or a file written."""
-    refuse_output_in(request.sources, request.directory)
+    check_output_outside(request.sources, request.directory)
     begun = any((request.directory / name).is_file() for name in (MANIFEST, f"{WORK}/{PLAN}"))
     return None if begun else draft(request)
 
@@ -257,7 +257,9 @@ def _remove_leftovers(preparation: Preparation) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def make_shards(preparation: Preparation, numbers: Sequence[int], workers: int, watcher: Watcher) -> None:
+def make_shards(
+    preparation: Preparation, numbers: Sequence[int], workers: int, watcher: PrepareWatcher
+) -> None:
     watcher.planned(preparation, numbers, workers)
     workers = min(workers, len(numbers))
     with room_for(preparation.directory):
@@ -280,7 +282,7 @@ def read_part(text: str) -> Part:
 
 
 def _make_in_processes(
-    preparation: Preparation, numbers: Sequence[int], workers: int, watcher: Watcher
+    preparation: Preparation, numbers: Sequence[int], workers: int, watcher: PrepareWatcher
 ) -> None:
     counters = CONTEXT.Array("q", 2)
     seen = [0, 0]
@@ -315,7 +317,7 @@ def _make_in_worker(number: int) -> None:
     _worker["make"](number)
 
 
-def _finish(request: Request, preparation: Preparation) -> None:
+def _finish(request: PrepareRequest, preparation: Preparation) -> None:
     records = [_record(preparation, number) for number in range(len(preparation.shards))]
     directory = preparation.directory
     counts = _count_sources(request, records)
@@ -343,7 +345,7 @@ def _finish(request: Request, preparation: Preparation) -> None:
     )
 
 
-def _count_sources(request: Request, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _count_sources(request: PrepareRequest, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """How many records of each source were kept and left out, over all shards."""
     counts = [
         {"source": name, "documents": 0, "skipped": 0, "dangling_links": 0, "skipped_examples": []}
@@ -378,7 +380,10 @@ def _remove(preparation: Preparation) -> None:
 
 
 def _about(
-    request: Request, preparation: Preparation, records: list[dict[str, Any]], counts: list[dict[str, Any]]
+    request: PrepareRequest,
+    preparation: Preparation,
+    records: list[dict[str, Any]],
+    counts: list[dict[str, Any]],
 ) -> dict[str, Any]:
     return {
         "source": " ".join(request.sources),
@@ -413,15 +418,15 @@ def _record(preparation: Preparation, number: int) -> dict[str, Any]:
         raise UserError(f"shard {number} is not finished", "repeat the command") from None
 
 
-def _refuse_other_request(request: Request) -> None:
+def _check_same_request(request: PrepareRequest) -> None:
     """Only the same text and settings may find their dataset finished."""
     about = TokenStore.open(request.directory).about
     if "settings" not in about:
         raise UserError(
             f"{request.directory} holds a dataset made otherwise", "prepare into another directory"
         )
-    refuse_other_settings(request, about["settings"])
-    refuse_other_inputs(request, about["inputs"]["sha256"])
+    check_same_settings(request, about["settings"])
+    check_same_inputs(request, about["inputs"]["sha256"])
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def attach_prompt_lengths(directory: Path, lengths: Sequence[Sequence[int]]) -> 
     return _register(store, PROMPT_LENGTHS)
 
 
-def attach_masks(directory: Path, learnt: Sequence[Sequence[bool]]) -> TokenStore:
+def attach_loss_masks(directory: Path, learnt: Sequence[Sequence[bool]]) -> TokenStore:
     """Write for each token whether it is learnt, shard by shard, and make that part of the dataset."""
     store = TokenStore.open(directory)
     _check_shards(store, learnt)
@@ -77,7 +77,7 @@ def _register(store: TokenStore, kind: str) -> TokenStore:
     return TokenStore.open(store.directory)
 
 
-class Learnt:
+class LossMask:
     """Reads the label files of a dataset, one map per shard, opened when first needed."""
 
     def __init__(self, store: TokenStore) -> None:

@@ -263,7 +263,7 @@ class TokenStore:
     def shard_path(self, shard: int, suffix: str = "") -> Path:
         return self.directory / f"{self._name(shard)}{suffix}"
 
-    def resized_shards(self) -> Iterator[str]:
+    def shard_size_problems(self) -> Iterator[str]:
         """What is wrong with shards that are missing or not as long as the manifest says."""
         for shard in range(self.shards):
             path = self.shard_path(shard, ".bin")

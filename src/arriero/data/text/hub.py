@@ -15,7 +15,7 @@ TOKENIZER_FILES = ["*.json", "tokenizer.model", "*.txt", "*.jinja"]
 MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
 
 
-class Recipe(NamedTuple):
+class HubCorpus(NamedTuple):
     dataset: str
     config: str | None
     split: str
@@ -24,15 +24,15 @@ class Recipe(NamedTuple):
     files: str | None = None
 
 
-def recipes() -> dict[str, Recipe]:
-    raw = tomllib.loads(resources.files("arriero.data.text").joinpath("recipes.toml").read_text("utf-8"))
-    fields = Recipe._fields
-    return {name: Recipe(*(about.get(field) for field in fields)) for name, about in raw.items()}
+def hub_corpora() -> dict[str, HubCorpus]:
+    raw = tomllib.loads(resources.files("arriero.data.text").joinpath("corpora.toml").read_text("utf-8"))
+    fields = HubCorpus._fields
+    return {name: HubCorpus(*(about.get(field) for field in fields)) for name, about in raw.items()}
 
 
-def recipe_for(name: str) -> Recipe:
-    """A recipe's name, or `DATASET[:CONFIG][@SPLIT]` of the hub."""
-    if name in (known := recipes()):
+def hub_corpus(name: str) -> HubCorpus:
+    """A corpus's name, or `DATASET[:CONFIG][@SPLIT]` of the hub."""
+    if name in (known := hub_corpora()):
         return known[name]
     if "/" not in name:
         raise UserError(
@@ -41,11 +41,11 @@ def recipe_for(name: str) -> Recipe:
         )
     dataset, _, split = name.partition("@")
     dataset, _, config = dataset.partition(":")
-    return Recipe(dataset, config or None, split or "train", "text")
+    return HubCorpus(dataset, config or None, split or "train", "text")
 
 
 def column_of(name: str) -> str:
-    return recipe_for(name).column
+    return hub_corpus(name).column
 
 
 def stay_offline() -> None:
@@ -56,20 +56,20 @@ def stay_offline() -> None:
 
 def download(name: str) -> list[Path]:
     """The Arrow files of the dataset in the Hugging Face cache, downloaded unless they are there."""
-    recipe = recipe_for(name)
+    corpus = hub_corpus(name)
     try:
         import datasets
     except ImportError:
         raise UserError(f"hf://{name} needs the 'datasets' package", "pip install 'arriero[hub]'") from None
     try:
-        if recipe.files:
-            reader = "parquet" if recipe.files.endswith(".parquet") else "json"
-            revision = quote(recipe.revision or "main", safe="")
-            where = f"{HUB}datasets/{recipe.dataset}@{revision}/{recipe.files}"
-            loaded = datasets.load_dataset(reader, data_files=where, split=recipe.split)
+        if corpus.files:
+            reader = "parquet" if corpus.files.endswith(".parquet") else "json"
+            revision = quote(corpus.revision or "main", safe="")
+            where = f"{HUB}datasets/{corpus.dataset}@{revision}/{corpus.files}"
+            loaded = datasets.load_dataset(reader, data_files=where, split=corpus.split)
         else:
             loaded = datasets.load_dataset(
-                recipe.dataset, recipe.config, split=recipe.split, revision=recipe.revision
+                corpus.dataset, corpus.config, split=corpus.split, revision=corpus.revision
             )
     except Exception as error:  # the library raises many kinds for a missing network, name or account
         raise _unavailable(name, error) from None

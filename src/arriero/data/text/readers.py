@@ -90,7 +90,7 @@ _SKIP = "correct it, or pass --skip-bad to leave such records out and count them
 _CHANGED = "a prepare reads inputs that stay as they are; restore the file, or prepare into another directory"
 
 
-class Batch(NamedTuple):
+class TextBatch(NamedTuple):
     texts: list[str]
     text_bytes: int
     read_bytes: int
@@ -147,14 +147,16 @@ class BadLimit(NamedTuple):
 MAX_BAD = "50%"
 
 
-def read_piece(inputs: list[Input], begin: int, end: int, column: str, bad: BadRecords) -> Iterator[Batch]:
+def read_text_range(
+    inputs: list[Input], begin: int, end: int, column: str, bad: BadRecords
+) -> Iterator[TextBatch]:
     """`begin` and `end` are bytes of a JSONL file, row groups of Parquet, numbers of synthetic documents."""
     first = inputs[0]
     if first.kind == "synthetic":
         return _in_batches((text, len(text)) for text in markov_text().documents(begin, end))
     for each in inputs:
         if each.kind != DANGLING:
-            refuse_changed(each)
+            check_unchanged(each)
     if first.kind == "jsonl":
         return _read_jsonl(first, begin, end, column, bad)
     if first.kind == "parquet":
@@ -164,7 +166,7 @@ def read_piece(inputs: list[Input], begin: int, end: int, column: str, bad: BadR
     return _in_batches(_text_files(inputs, bad))
 
 
-def refuse_changed(source: Input) -> None:
+def check_unchanged(source: Input) -> None:
     try:
         about = Path(source.path).stat()
     except OSError as error:
@@ -173,7 +175,7 @@ def refuse_changed(source: Input) -> None:
         raise UserError(f"{source.path} has changed since this prepare began", _CHANGED)
 
 
-def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecords) -> Iterator[Batch]:
+def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecords) -> Iterator[TextBatch]:
     """A line belongs to the piece in which it begins."""
     kept = 0
     with open_input(source) as file:
@@ -193,7 +195,7 @@ def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecord
                 read = sum(map(len, lines))
                 at += read
                 kept += len(texts)
-                yield Batch(texts, text_bytes, read)
+                yield TextBatch(texts, text_bytes, read)
             if damage is not None:
                 what = f"{source.path} cannot be unpacked to its end ({damage})"
                 lost = f": {counted(kept, 'document')} before the damage kept, the rest of the file is lost"
@@ -341,7 +343,7 @@ def _check_column(source: Input, schema: Any, column: str) -> None:
         )
 
 
-def _read_columns(source: Input, columns: Iterator[tuple[int, Any]], bad: BadRecords) -> Iterator[Batch]:
+def _read_columns(source: Input, columns: Iterator[tuple[int, Any]], bad: BadRecords) -> Iterator[TextBatch]:
     import pyarrow as pa
 
     def rows() -> Iterator[tuple[str, int]]:
@@ -389,7 +391,7 @@ def _text_files(inputs: list[Input], bad: BadRecords) -> Iterator[tuple[str, int
             yield text, source.size
 
 
-def refuse_binary(inputs: Sequence[Input]) -> None:
+def check_utf8(inputs: Sequence[Input]) -> None:
     """Looks into some of the files that are to become one document each, of each suffix of each source."""
     groups: dict[tuple[int, str], list[Input]] = {}
     for each in inputs:
@@ -418,7 +420,7 @@ def _begins_as_text(source: Input) -> bool:
     return b"\0" not in some
 
 
-def _in_batches(documents: Iterator[tuple[str, int]]) -> Iterator[Batch]:
+def _in_batches(documents: Iterator[tuple[str, int]]) -> Iterator[TextBatch]:
     texts: list[str] = []
     text_bytes = read = 0
     for text, size in documents:
@@ -426,7 +428,7 @@ def _in_batches(documents: Iterator[tuple[str, int]]) -> Iterator[Batch]:
         text_bytes += len(text) if text.isascii() else len(text.encode())
         read += size
         if text_bytes >= BATCH_BYTES:
-            yield Batch(texts, text_bytes, read)
+            yield TextBatch(texts, text_bytes, read)
             texts, text_bytes, read = [], 0, 0
     if texts:
-        yield Batch(texts, text_bytes, read)
+        yield TextBatch(texts, text_bytes, read)

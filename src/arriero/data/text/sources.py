@@ -95,9 +95,9 @@ class TextSources:
         for number, group in groupby(inputs, key=lambda each: each.source):
             name, files = self.names[number], list(group)
             if self.select.read_as == "auto" and not name.startswith(("builtin:", HUB)):
-                _refuse_unclear(name, files)
+                _check_suffixes(name, files)
                 if not self.select.include:
-                    _refuse_mixture(name, files)
+                    _check_one_kind(name, files)
         for place, column in self.columns:
             if not any(self._covers(place, each) for each in inputs):
                 raise UserError(
@@ -175,7 +175,7 @@ def _twice(first: str, second: Input) -> tuple[str, str]:
     return f"{names} is named twice", "its documents would be trained on twice; name it once"
 
 
-def refuse_output_in(sources: Sequence[str], directory: Path) -> None:
+def check_output_outside(sources: Sequence[str], directory: Path) -> None:
     """A dataset inside a source would be read as text by the next prepare of that source."""
     target = _resolved(directory)
     for source in sources:
@@ -294,7 +294,7 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and value not in ("", ".", "..") and not set(value) & {"/", "\0"}
 
 
-def _refuse_mixture(source: str, inputs: Sequence[Input]) -> None:
+def _check_one_kind(source: str, inputs: Sequence[Input]) -> None:
     """Record files beside other files: a README.md must not become a document unasked."""
     records = [each.path for each in inputs if each.kind in _KINDS.values()]
     others = [each.path for each in inputs if each.kind == "text"]
@@ -308,7 +308,7 @@ def _refuse_mixture(source: str, inputs: Sequence[Input]) -> None:
         )
 
 
-def _refuse_unclear(source: str, inputs: Sequence[Input]) -> None:
+def _check_suffixes(source: str, inputs: Sequence[Input]) -> None:
     """Tables, and names that look like an unfinished or renamed record file."""
     unclear = [each.path for each in inputs if each.kind == "text" and _is_unclear(Path(each.path))]
     if unclear:

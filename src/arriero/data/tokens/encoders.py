@@ -26,13 +26,13 @@ class Backend(Protocol):
     def encode(self, texts: Sequence[str]) -> Encoded: ...
 
 
-class Choice(NamedTuple):
+class EncoderChoice(NamedTuple):
     used: str
     version: str
     tried: list[dict[str, str]]
 
 
-class GigatokenBackend:
+class GigatokenEncoder:
     def __init__(self, definition: str) -> None:
         import gigatoken
 
@@ -48,7 +48,7 @@ class GigatokenBackend:
         return Encoded(np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets))
 
 
-class FastokensBackend:
+class FastokensEncoder:
     def __init__(self, definition: str) -> None:
         import fastokens
 
@@ -59,7 +59,7 @@ class FastokensBackend:
         return Encoded(np.frombuffer(ids, "<u4"), np.diff(np.frombuffer(offsets, "<u8").astype(np.int64)))
 
 
-class TokenizersBackend:
+class TokenizersEncoder:
     def __init__(self, definition: str) -> None:
         self._inner = parsed(definition)
 
@@ -74,16 +74,16 @@ def _joined(documents: list[np.ndarray]) -> Encoded:
 
 
 CHAIN: dict[str, Callable[[str], Backend]] = {
-    "gigatoken": GigatokenBackend,
-    "fastokens": FastokensBackend,
-    REFERENCE: TokenizersBackend,
+    "gigatoken": GigatokenEncoder,
+    "fastokens": FastokensEncoder,
+    REFERENCE: TokenizersEncoder,
 }
 
 
 AUTO = "auto"
 
 
-def load_backend(name: str, definition: str) -> tuple[str, Backend]:
+def load_encoder(name: str, definition: str) -> tuple[str, Backend]:
     """The backend chosen earlier; on a machine that lacks it the reference, whose ids are the same."""
     try:
         return name, _loaded(name, definition)
@@ -96,13 +96,13 @@ def _loaded(name: str, definition: str) -> Backend:
     return CHAIN[name](definition)
 
 
-def choose_backend(definition: str, sample: Sequence[str], encoder: str = AUTO) -> Choice:
+def choose_encoder(definition: str, sample: Sequence[str], encoder: str = AUTO) -> EncoderChoice:
     """The first backend whose ids equal the reference's on some of `sample`; why each before it was left.
 
     One that `encoder` names is used, or refused where its ids are others.
     """
     if encoder == REFERENCE:
-        return Choice(REFERENCE, tokenizers.__version__, [])
+        return EncoderChoice(REFERENCE, tokenizers.__version__, [])
     every = max(1, sum(map(len, sample)) // CHECKED_CHARS)
     checks = [sample[::every], _probes(definition)]
     wanted = [_loaded(REFERENCE, definition).encode(texts) for texts in checks]
@@ -123,8 +123,8 @@ def choose_backend(definition: str, sample: Sequence[str], encoder: str = AUTO) 
             )
         tried.append({"name": name, "outcome": problem or "equal to tokenizers"})
         if not problem:
-            return Choice(name, importlib.metadata.version(name), tried)
-    return Choice(REFERENCE, tokenizers.__version__, tried)
+            return EncoderChoice(name, importlib.metadata.version(name), tried)
+    return EncoderChoice(REFERENCE, tokenizers.__version__, tried)
 
 
 def _difference(found: Encoded, wanted: Encoded) -> str:
@@ -138,7 +138,7 @@ def _documents(encoded: Encoded) -> list[np.ndarray]:
     return np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])
 
 
-class OtherIds(Exception):
+class IdsDiffer(Exception):
     """A backend gave other ids than the reference."""
 
 
@@ -172,7 +172,7 @@ class SpotCheck:
         wanted = _documents(_loaded(REFERENCE, self._definition).encode([texts[i] for i in chosen]))
         for i, ids in zip(chosen, wanted, strict=False):
             if not np.array_equal(encoded.ids[ends[i] - encoded.lengths[i] : ends[i]], ids):
-                raise OtherIds(f"other ids than tokenizers for the text that begins {texts[i][:40]!r}")
+                raise IdsDiffer(f"other ids than tokenizers for the text that begins {texts[i][:40]!r}")
 
 
 def _probes(definition: str) -> list[str]:

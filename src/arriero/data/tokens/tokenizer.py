@@ -156,7 +156,7 @@ def added_by_template(definition: str) -> list[str]:
     return [inner.id_to_token(i) or str(i) for i in wrapped if i not in bare]
 
 
-def with_special(definition: str, names: Sequence[str]) -> str:
+def mark_special(definition: str, names: Sequence[str]) -> str:
     """The same tokenizer in which `names`, if they are added tokens, are special, so that text stays text."""
     document = json.loads(definition)
     changed = False
@@ -224,7 +224,7 @@ class Separators(NamedTuple):
             "eos": sum(text.rstrip().endswith(eos.token) for text in texts) if eos else 0,
         }
 
-    def refuse_doubled(self, encoded: Encoded) -> None:
+    def check_not_doubled(self, encoded: Encoded) -> None:
         """The ids of a document must not already carry the mark that is about to be added."""
         full = encoded.lengths > 0
         ends = np.cumsum(encoded.lengths)[full]
@@ -303,7 +303,7 @@ def _mark(
     )
 
 
-def refuse_spelled_out(separators: Separators, texts: Sequence[str]) -> None:
+def check_spelled_out(separators: Separators, texts: Sequence[str]) -> None:
     """Texts that spell the end token at their own end: the sign of a corpus that was already separated."""
     if separators.eos is None or not texts:
         return
@@ -337,7 +337,7 @@ def train_tokenizer(
             f"a vocabulary of {vocab_size:,} is too large",
             f"the largest is {LARGEST_VOCAB:,}; 128,000 is common",
         )
-    _refuse_unwritable(path, 40 * vocab_size)
+    _check_writable(path, 40 * vocab_size)
     inner = tokenizers.Tokenizer(models.BPE(ignore_merges=split is not None))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if split is not None:
@@ -368,7 +368,7 @@ def train_tokenizer(
     return load_tokenizer(path, end)
 
 
-def _refuse_unwritable(path: Path, size: int) -> None:
+def _check_writable(path: Path, size: int) -> None:
     """Also where so many bytes do not fit, which a quota tells only when they are written."""
     try:
         if path.is_dir():
