@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from arriero.data.workers import no_progress
 from arriero.parallel.world import World
-from arriero.plan.memory import need_of
 from arriero.train.arrange import arrange
 from arriero.train.build import build
 
@@ -99,8 +98,7 @@ def measured_bytes(config, on_gpu):
             session.loader.close()
 
 
-def predicted_bytes(config, on_gpu):
+def predicted_bytes(config):
     """Predict the same two numbers for a step of one micro-batch."""
-    plan = arrange(config, World())
-    need = need_of(config, plan.spec, plan.layout, plan.compute.itemsize, plan.loss_chunk, on_gpu)
+    need = arrange(config, World()).resolved.needs[0]
     return Bytes(need.state, need.bytes(config.train.batch.amount // config.data.seq_len))

@@ -16,7 +16,7 @@ import arriero.parallel.context
 import arriero.parallel.pipeline
 import arriero.parallel.ring
 import arriero.parallel.tensor
-import arriero.train.arrange
+import arriero.plan.resolve
 import arriero.train.build
 import arriero.train.loss
 import arriero.train.optim.clip
@@ -232,8 +232,8 @@ def muon_makes_each_shard_orthogonal(patch):
 
 @mutation("schedules: zbv, pp 2", loud=True)
 def the_arms_of_a_v_change_places(patch):
-    original = train.arrange.stages_of
-    patch.setattr(train.arrange, "stages_of", lambda *args: original(*args)[::-1])
+    original = arriero.plan.resolve.stages_of
+    patch.setattr(arriero.plan.resolve, "stages_of", lambda *args: original(*args)[::-1])
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,12 @@ import torch
 from torch import nn
 
 from arriero.config.load import load_run
-from arriero.config.problems import ConfigError
 from arriero.config.schema import PrecisionSection
 from arriero.errors import UserError
 from arriero.kernels.float8 import computes_float8, own_float8
 from arriero.model.family import build_model
 from arriero.model.presets import expand, load_preset
 from arriero.parallel.precision import apply_float8, renew_scales
-from arriero.plan.layout import Layout
-from arriero.train.conflicts import conflicts
-from arriero.train.device import Device
 
 SPEC = load_preset("llama-test")
 IN_A_BLOCK = {f"attention.{n}" for n in "qkvo"} | {f"ffn.{n}" for n in ("gate", "up", "down")}
@@ -155,38 +151,17 @@ def test_the_device_is_asked_whether_it_computes_float8(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sets", "key"),
-    [
-        (["precision.compute=fp32"], "precision.float8"),
-        (["precision.float8=off", "precision.float8_head=true"], "precision.float8_head"),
-        (["precision.float8_all_gather=true", "precision.float8=rowwise"], "precision.float8_all_gather"),
-        (["precision.float8_all_gather=true", "parallel.dp_shard=1"], "precision.float8_all_gather"),
-        (["data.seq_len=120", "train.batch=1200 tok"], "data.seq_len"),
-        (["data.seq_len=48", "train.batch=480 tok", "parallel.cp=2"], "data.seq_len"),
-        (["data.packing=none"], "data.packing"),
-    ],
+    ("name", "own"), [("H100", True), ("A100", False), ("gfx942:sramecc+:xnack-", False)]
 )
-def test_settings_that_float8_cannot_keep_are_refused(sets, key):
-    with pytest.raises(ConfigError) as caught:
-        load_run(None, ["precision.float8=tensorwise", *sets], expand)
-    assert [problem.key for _, problem in caught.value.problems] == [key]
-
-
-@pytest.mark.parametrize(
-    ("name", "refused"), [("H100", False), ("A100", True), ("gfx942:sramecc+:xnack-", True)]
-)
-def test_a_float8_head_is_refused_on_gpus_that_would_emulate_it(name, refused, monkeypatch):
+def test_own_float8_kernels_are_for_nvidia_gpus_with_float8(name, own, monkeypatch):
     properties = SimpleNamespace(name=name, **({"gcnArchName": name} if name in AMD else {}))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (NVIDIA | AMD)[name])
     monkeypatch.setattr(torch.version, "hip", "7.0" if name in AMD else None)
     own_float8.cache_clear()
-    sets = ["precision.float8=tensorwise", "precision.float8_head=true", "precision.compute=bf16"]
-    config = load_run(None, sets, expand).config
-    gpu = Device(torch.device("cuda"), name, 2**37, None)
-    found = list(conflicts(config, load_preset("llama-demo"), Layout(), torch.bfloat16, False, gpu))
+    found = own_float8(torch.device("cuda"))
     own_float8.cache_clear()
-    assert [name in what for what, _ in found] == [True] * refused
+    assert found is own
 
 
 def test_settings_that_float8_can_keep_are_accepted():

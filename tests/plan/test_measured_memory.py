@@ -47,7 +47,7 @@ def tiny(tmp_path, synthetic_cache):
 @pytest.mark.parametrize(("precision", "state"), [*product(PRECISIONS, STATES)])
 def test_state_is_predicted_exactly(tiny, precision, state):
     config = tiny(*PRECISIONS[precision], f"optim.state={state}")
-    measured, predicted = measured_bytes(config, on_gpu=False), predicted_bytes(config, on_gpu=False)
+    measured, predicted = measured_bytes(config, on_gpu=False), predicted_bytes(config)
     assert measured.state == pytest.approx(predicted.state, rel=0.02)
     assert measured.peak >= measured.state
 
@@ -60,7 +60,7 @@ def test_peak_is_not_underestimated(tiny, precision, kind):
     """A run that is predicted to fit must fit; the prediction may be up to twice the peak."""
     keys = [*PRECISIONS[precision], f"memory.remat={kind}"]
     config = tiny(*keys, width=256, layers=4, sequences=2, seq_len=512)
-    measured, predicted = measured_bytes(config, on_gpu=False), predicted_bytes(config, on_gpu=False)
+    measured, predicted = measured_bytes(config, on_gpu=False), predicted_bytes(config)
     assert 0.5 * predicted.peak < measured.peak < 1.02 * predicted.peak
 
 

@@ -7,8 +7,7 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
-from arriero.plan.layout import AXES
-from arriero.plan.schedules import SCHEDULES
+from arriero.plan.layout import AXES, SCHEDULES
 
 MODELS = ("llama", "gpt2")
 SEQUENCES = 16

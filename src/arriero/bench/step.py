@@ -118,7 +118,8 @@ def mode_here(config: RunConfig, ranks: int) -> Here:
     def decide() -> Here:
         plan = arrange(config, World(0, ranks, 0, ranks))
         kernels = config.precision.kernels and usable_on(plan.device.torch_device)
-        mode = mode_of(config, str(plan.compute).removeprefix("torch."), plan.compiled, kernels)
+        decided = config.model_copy(update={"memory": plan.resolved.memory})
+        mode = mode_of(decided, str(plan.dtype).removeprefix("torch."), plan.resolved.compiled, kernels)
         return Here(mode, plan.device.torch_device.type, plan.device.name, describe_code())
 
     return run_ranks(decide, 1, leader_prints=False)

@@ -159,74 +159,11 @@ def _eval_has_data(evaluation) -> list[Problem]:
     ]
 
 
-def _budget_is_for_compiled_blocks(memory, precision) -> list[Problem]:
-    if memory.remat.kind != "budget" or precision.compile is not False:
-        return []
-    what = f"'{memory.remat}' is kept by the compiler, and precision.compile is false"
-    todo = "set precision.compile to true, or take 'selective' or 'fraction:P'"
-    return [Problem("memory.remat", what, todo)]
-
-
-def _float8_is_reached_from_bf16(precision) -> list[Problem]:
-    if precision.float8 == "off" or precision.compute != "fp32":
-        return []
-    what = f"'{precision.float8}' is float8 beside bf16, and precision.compute is 'fp32'"
-    return [Problem("precision.float8", what, "set precision.compute to 'bf16', or float8 to 'off'")]
-
-
-def _float8_head_follows_the_blocks(precision) -> list[Problem]:
-    if not precision.float8_head or precision.float8 != "off":
-        return []
-    what = "the head is the last to go to float8, and precision.float8 is 'off'"
-    return [Problem("precision.float8_head", what, "set precision.float8 to 'tensorwise', or this to false")]
-
-
-def _float8_gathers_with_one_scale(precision) -> list[Problem]:
-    if not precision.float8_all_gather or precision.float8 == "tensorwise":
-        return []
-    what = f"gathered weights have one scale each, and precision.float8 is '{precision.float8}'"
-    return [Problem("precision.float8_all_gather", what, "set precision.float8 to 'tensorwise'")]
-
-
-def _float8_gathers_shards(precision, parallel) -> list[Problem]:
-    if not precision.float8_all_gather or parallel.dp_shard != 1 or parallel.cp != 1:
-        return []
-    what = "no weights are sharded (parallel.dp_shard is 1), so none are gathered"
-    return [Problem("precision.float8_all_gather", what, "remove it, or raise parallel.dp_shard")]
-
-
-def _float8_multiplies_in_sixteens(precision, data, parallel) -> list[Problem]:
-    """Weight gradients are sums over the tokens of a micro-batch, and float8 sums go by sixteens."""
-    if precision.float8 == "off":
-        return []
-    if data.packing == "none":
-        what = "rows of any length do not go with precision.float8, which multiplies in sixteens"
-        return [Problem("data.packing", what, "take 'bestfit' or 'concat'")]
-    cp = max(1, parallel.cp)
-    ranks = f" on each of {cp} ranks" if cp > 1 else ""
-    return [
-        Problem(
-            key,
-            f"{length} is not a multiple of 16{ranks}, as precision.float8 needs",
-            f"take a multiple of {16 * cp}",
-        )
-        for key, length in _lengths(data)
-        if length % (16 * cp)
-    ]
-
-
 def _momentum_has_a_use(optim) -> list[Problem]:
     if optim.momentum is None or optim.name != "adamw":
         return []
     what = "has no meaning for 'adamw', whose first moment decays by optim.betas[0]"
     return [Problem("optim.momentum", what, "remove it, or set optim.name to 'muon' or 'sgd'")]
-
-
-def _bf16_masters_compute_in_bf16(precision) -> list[Problem]:
-    if precision.master != "bf16" or precision.compute in ("auto", "bf16"):
-        return []
-    what = f"weights in bf16 compute in bf16, and precision.compute is '{precision.compute}'"
-    return [Problem("precision.master", what, "set precision.compute = 'bf16', or this to 'fp32'")]
 
 
 def _a_run_has_one_beginning(checkpoint) -> list[Problem]:
@@ -247,13 +184,6 @@ _RULES = [
     (("train", "schedule"), _schedule_has_an_end),
     (("schedule",), _decay_is_wsd),
     (("eval",), _eval_has_data),
-    (("memory", "precision"), _budget_is_for_compiled_blocks),
-    (("precision",), _float8_is_reached_from_bf16),
-    (("precision",), _float8_head_follows_the_blocks),
-    (("precision",), _float8_gathers_with_one_scale),
-    (("precision", "parallel"), _float8_gathers_shards),
-    (("precision", "data", "parallel"), _float8_multiplies_in_sixteens),
     (("optim",), _momentum_has_a_use),
-    (("precision",), _bf16_masters_compute_in_bf16),
     (("checkpoint",), _a_run_has_one_beginning),
 ]

@@ -3,7 +3,7 @@
 import json
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ def _validate(tree: Table, origins: dict[str, str], expand_model: ExpandModel, w
         problems.append(Problem(key, error.what, error.todo))
     problems += cross_check(sections)
     if problems:
-        raise ConfigError((_origin_of(p.key, origins, where), p) for p in problems)
+        raise ConfigError(replace(p, origin=_origin_of(p.key, origins, where)) for p in problems)
     return LoadedRun(RunConfig(**sections), origins)
 
 

@@ -15,19 +15,25 @@ _LONGEST_SHOWN = 100
 
 @dataclass(frozen=True)
 class Problem:
+    """One thing that is wrong with a configuration; `origin` is the file or option that gave the key."""
+
     key: str
     what: str
     todo: str
+    origin: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.key}: {self.what}; {self.todo}".removeprefix(": ")
 
 
 class ConfigError(UserError):
-    """Every problem of a run file at once."""
+    """Reports all problems of a configuration at once."""
 
-    def __init__(self, problems: Iterable[tuple[str, Problem]]) -> None:
+    def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
-        lines = [f"{where}: {p.key}: {p.what}; {p.todo}" for where, p in self.problems]
-        several = f"{len(lines)} problems in the configuration\n  - " if len(lines) > 1 else ""
-        super().__init__(several + "\n  - ".join(lines))
+        count = len(self.problems)
+        several = f"{count} problems in the configuration\n  - " if count > 1 else ""
+        super().__init__(several + "\n  - ".join(map(str, self.problems)))
 
 
 def unknown_section(name: str, value: Any) -> list[Mapping[str, Any]]:

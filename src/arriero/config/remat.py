@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, cast
 
-Kind = Literal["none", "full", "selective", "attention", "every", "fraction", "budget"]
+Kind = Literal["auto", "none", "full", "selective", "attention", "every", "fraction", "budget"]
 
 _AMOUNT = re.compile(r"-?\d{1,9}/\d{1,9}|-?\d{0,9}\.?\d{1,9}")
-_HOW = "write it like 'none', 'full', 'selective', 'attention', 'every:2', 'fraction:1/3' or 'budget:0.5'"
-_WORDS = ("none", "full", "selective", "attention")
+_HOW = (
+    "write it like 'auto', 'none', 'full', 'selective', 'attention', 'every:2', "
+    "'fraction:1/3' or 'budget:0.5'"
+)
+_WORDS = ("auto", "none", "full", "selective", "attention")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Remat:
                 return evenly(self.amount, layers)
             case "none" | "budget":
                 return frozenset()
+            case "auto":
+                raise ValueError("'auto' must be resolved first")
 
 
 def evenly(share: Fraction, layers: int) -> frozenset[int]:

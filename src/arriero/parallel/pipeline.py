@@ -11,7 +11,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from arriero.model.language_model import LanguageModel
 from arriero.parallel.dtensor import local_part
 from arriero.parallel.mesh import Mesh
-from arriero.plan.schedules import SCHEDULES, stages_of
+from arriero.plan.layout import SCHEDULES, stages_of
 
 
 class Pipeline:
@@ -126,14 +126,3 @@ def join_tied_table(gradients: dict[str, Tensor], ends: dist.ProcessGroup | None
         dist.all_reduce(total, group=ends)
     for copy in local:
         copy.copy_(total)
-
-
-def untested(name: str, device: torch.device) -> tuple[str, str] | None:
-    """Before torch 2.13 gloo cannot send to itself, which a V does at its tip."""
-    old = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
-    if not (SCHEDULES[name].v_shaped and old and device.type == "cpu"):
-        return None
-    return (
-        f"the schedule '{name}' needs torch 2.13 on a CPU, and this is {torch.__version__}",
-        "set parallel.schedule to 'zero-bubble' or 'interleaved-1f1b'",
-    )

@@ -1,21 +1,19 @@
-"""How ranks share a run: the degrees of each kind of parallelism, and which of them a model allows."""
+"""How ranks divide a model and a batch: degrees, context parallelism, pipeline stages and schedules."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from math import lcm, prod
+from functools import cache
+from itertools import accumulate, pairwise
+from math import isqrt, lcm, prod
 
-from arriero.config.schema import ParallelSection
-from arriero.errors import UserError
-from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec
-from arriero.units import counted
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees, outermost first: neighbouring ranks are those that talk most."""
+    """Parallel degrees, outermost first: ranks that communicate most are neighbours."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -29,30 +27,35 @@ class Layout:
 
     @property
     def batch(self) -> int:
-        """Ranks that read different sequences."""
+        """Number of ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
     def rows(self, sequences: int) -> int:
-        """Rows of a rank in a batch of so many sequences; a rank with a sequence less has an ignored row."""
+        """Sequences per rank of a global batch, rounded up: a rank with one fewer has an ignored row."""
         return -(-sequences // self.batch)
 
     @property
     def fsdp(self) -> int:
-        """Ranks one copy of the weights is sharded over: those that share a sequence shard them too."""
+        """Number of ranks that one copy of the weights is sharded over; context ranks shard it too."""
         return self.dp_shard * self.cp
+
+    @property
+    def uses_fsdp(self) -> bool:
+        return self.dp_replicate * self.fsdp > 1
 
     def __str__(self) -> str:
         parts = [f"{axis} {degree}" for axis, degree in asdict(self).items() if degree > 1]
         return " x ".join(parts) or "1 process"
 
     def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the position of a rank along each axis."""
         place = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, getattr(self, axis))
         return place
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Ranks that differ in these axes only, one list for each combination of the others."""
+        """Return the groups of ranks that differ in these axes only."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.ranks):
             place = self.coordinates(rank)
@@ -60,108 +63,117 @@ class Layout:
         return list(groups.values())
 
 
-def resolve(section: ParallelSection, ranks: int) -> Layout:
-    """The section's degrees, the one of -1 taking what the others leave."""
-    degrees = {axis: getattr(section, axis) for axis in AXES}
-    open_axes = [axis for axis, degree in degrees.items() if degree == -1]
-    if len(open_axes) > 1:
-        raise UserError(f"parallel.{' and parallel.'.join(open_axes)} are both -1", "give all but one")
-    fixed = prod(degree for degree in degrees.values() if degree != -1)
-    if open_axes and ranks % fixed == 0:
-        degrees[open_axes[0]] = ranks // fixed
-    layout = Layout(**{axis: abs(degree) for axis, degree in degrees.items()})
-    if layout.ranks != ranks:
-        asked = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree not in (1, -1))
-        number = f"a multiple of {fixed} ranks" if open_axes else counted(fixed, "rank")
-        raise UserError(
-            f"[parallel] asks for {number} ({asked or 'all degrees are 1'}) and this run has {ranks}",
-            "start as many with --nproc, torchrun or srun, or change the degrees",
-        )
-    return layout
+def divide_context(cp: int, heads: int, kv_heads: int, method: str = "auto") -> tuple[int, int]:
+    """Return the Ulysses and ring degrees of a context-parallel group of `cp` ranks.
 
-
-@dataclass(frozen=True)
-class Work:
-    """What a layout is asked to divide."""
-
-    spec: ModelSpec
-    seq_len: int
-    sequences: int
-    stages: int = 1
-    context: str = "auto"
-
-
-def refuse_illegal(layout: Layout, work: Work) -> None:
-    if reasons := list(obstacles(layout, work)):
-        whys, todos = zip(*reasons, strict=True)
-        raise UserError(
-            f"the layout {layout} is not possible: {', and '.join(whys)}", "; ".join(dict.fromkeys(todos))
-        )
-
-
-def obstacles(layout: Layout, work: Work) -> Iterator[tuple[str, str]]:
-    """What stands against a layout: why, and what would mend it."""
-    spec, tp = work.spec, layout.tp
-    if tp > 1 and not family_of(spec.family).placements:
-        yield f"the model family '{spec.family}' has no tensor-parallel placements", "set parallel.tp = 1"
-    for name, count in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("ffn", spec.ffn)):
-        if count % tp:
-            yield f"model.{name} ({count}) does not divide over tp {tp}", "take a tp that divides it"
-    rows = -(-spec.vocab_size // tp)
-    if rows * (tp - 1) >= spec.vocab_size:
-        yield (
-            f"a vocabulary of {spec.vocab_size} leaves one of tp {tp} ranks without a row",
-            "take a smaller tp",
-        )
-    if spec.layers < work.stages:
-        yield (
-            f"{spec.layers} layers cannot fill {work.stages} pipeline stages",
-            "lower parallel.pp or parallel.stages_per_rank",
-        )
-    yield from _sequence_obstacles(layout, work)
-    if work.sequences < layout.batch:
-        yield (
-            f"a batch of {counted(work.sequences, 'sequence')} leaves some of the {layout.batch} "
-            "data-parallel ranks without any",
-            "change train.batch, or give more ranks to cp, tp or pp",
-        )
-
-
-def _sequence_obstacles(layout: Layout, work: Work) -> Iterator[tuple[str, str]]:
-    if work.spec.heads % layout.tp or work.spec.kv_heads % layout.tp:
-        return
-    heads, kv_heads = work.spec.heads // layout.tp, work.spec.kv_heads // layout.tp
-    ulysses, ring = divide_context(layout.cp, heads, kv_heads, work.context)
-    pieces = tokens_divisor(ulysses, ring)
-    cp, tp = layout.cp, layout.tp
-    for what, divisor in ((f"cp {cp}", pieces), (f"cp {cp} x tp {tp}", cp * tp)):
-        if work.seq_len % divisor:
-            halves = ", in two pieces each" if ring > 1 and divisor == pieces else ""
-            yield (
-                f"data.seq_len ({work.seq_len}) does not divide over {what}{halves}",
-                f"make it a multiple of {divisor}",
-            )
-            return
-
-
-def divide_context(cp: int, heads: int, kv_heads: int, kind: str = "auto") -> tuple[int, int]:
-    """Degrees of Ulysses and of the ring that share a context: Ulysses as far as the heads allow, as it
-    moves fewer bytes; the ring takes the rest. Key/value heads that are too few are repeated."""
-    if kind == "ring":
+    Ulysses takes as many ranks as the heads allow, because it moves fewer bytes; the ring takes the rest.
+    Key/value heads that are too few are repeated.
+    """
+    if method == "ring":
         return 1, cp
-    fitting = [
-        u
-        for u in range(1, cp + 1)
-        if cp % u == 0 and heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)
-    ]
-    if kind == "ulysses" and max(fitting) < cp:
-        raise UserError(
-            f"parallel.context 'ulysses' cannot share {heads} heads and {kv_heads} kv heads over cp {cp}",
-            "set it to 'auto', which adds a ring",
-        )
-    return max(fitting), cp // max(fitting)
+    ulysses = max(
+        degree
+        for degree in divisors(cp)
+        if heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+    )
+    return ulysses, cp // ulysses
 
 
 def tokens_divisor(ulysses: int, ring: int) -> int:
-    """What the length of a sequence must be a multiple of: a ring's ranks hold two chunks each."""
+    """Return what the sequence length must be a multiple of: each rank of a ring holds two chunks."""
     return ulysses if ring == 1 else ring * lcm(2, ulysses)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors in ascending order."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A pipeline schedule of torch.
+
+    `v_shaped`: rank 0 holds the first and the last stage. `splits_backward`: weight gradients are computed
+    separately from input gradients, to fill the bubbles.
+    """
+
+    torch_name: str
+    stages_per_rank: int = 1
+    looped: bool = False
+    v_shaped: bool = False
+    splits_backward: bool = False
+
+    def allows_stages(self, per_rank: int) -> bool:
+        return per_rank == self.stages_per_rank or (self.looped and per_rank > 1)
+
+
+SCHEDULES = {
+    "gpipe": Schedule("GPipe"),
+    "1f1b": Schedule("1F1B"),
+    "interleaved-1f1b": Schedule("Interleaved1F1B", 2, looped=True),
+    "looped-bfs": Schedule("LoopedBFS", 2, looped=True),
+    "zero-bubble": Schedule("InterleavedZeroBubble", 2, looped=True, splits_backward=True),
+    "zbv": Schedule("ZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
+    "dualpipev": Schedule("DualPipeV", 2, v_shaped=True, splits_backward=True),
+}
+
+
+def stages_of(name: str, rank: int, ranks: int, per_rank: int) -> list[int]:
+    """Return the indices of the stages that a pipeline rank holds."""
+    if SCHEDULES[name].v_shaped:
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank + ranks * i for i in range(per_rank)]
+
+
+def allowed_micro_batches(name: str, count: int, ranks: int, per_rank: int) -> bool:
+    """Return whether a schedule accepts this number of micro-batches per step."""
+    schedule = SCHEDULES[name]
+    if schedule.looped:
+        return count % max(1, count // ranks) == 0
+    return name == "gpipe" or count >= ranks * per_rank
+
+
+def micro_batch_counts(name: str, sequences: int, ranks: int, per_rank: int) -> Iterator[int]:
+    """Yield the numbers of equal micro-batches that a schedule accepts, in ascending order."""
+    return (n for n in divisors(sequences) if allowed_micro_batches(name, n, ranks, per_rank))
+
+
+def stage_costs(spec: ModelSpec, seq_len: int) -> tuple[int, int, int]:
+    """Return the multiply-adds per token of the embedding, of one block and of the head."""
+    attention = seq_len * spec.attention_width
+    return spec.dim, spec.block_matmul_parameters + attention, spec.vocab_size * spec.dim
+
+
+def cut_stages(spec: ModelSpec, seq_len: int, stages: int) -> tuple[range, ...]:
+    """Return the consecutive blocks of each pipeline stage, at least one each.
+
+    The most expensive stage is as cheap as possible; among equal cuts, the stages differ least.
+    """
+    return _cut(spec.layers, stages, *stage_costs(spec, seq_len))
+
+
+@cache
+def _cut(layers: int, stages: int, embedding: int, block: int, head: int) -> tuple[range, ...]:
+    if stages == 1:
+        return (range(layers),)
+    inner = stages - 2
+
+    def cost(first: int, last: int) -> tuple[int, int, int, int]:
+        ends = embedding + first * block, head + last * block
+        small, larger = divmod(layers - first - last, inner) if inner else (0, 0)
+        largest = (small + (larger > 0)) * block
+        squares = (inner - larger) * (small * block) ** 2 + larger * ((small + 1) * block) ** 2
+        return max(*ends, largest), sum(end**2 for end in ends) + squares, first, -last
+
+    # no end stage of the best cut has more blocks than an even cut over all stages but one
+    most = min(layers - stages + 1, -(-layers // (stages - 1)))
+    sizes = range(1, most + 1)
+    if inner:
+        pairs = [(a, b) for a in sizes for b in sizes if a + b + inner <= layers]
+    else:
+        pairs = [(a, layers - a) for a in range(1, layers)]
+    first, last = min(pairs, key=lambda pair: cost(*pair))
+    small, larger = divmod(layers - first - last, inner) if inner else (0, 0)
+    middle = [small] * (inner - larger) + [small + 1] * larger
+    return tuple(range(a, b) for a, b in pairwise(accumulate([0, first, *middle, last])))

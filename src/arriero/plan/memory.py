@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arriero.config.schema import RunConfig
-from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
+from arriero.plan.hardware import Machine
 from arriero.plan.layout import Layout
-from arriero.units import human_bytes, human_count
+from arriero.units import human_bytes
 
 FP32 = 4
 _STATE = {"fp32": 4.0, "bf16": 2.0, "int8": 1.02, "float8": 1.02}
@@ -18,6 +18,8 @@ _UNPACKED = 64
 _MOMENTS = {"adamw": 2, "muon": 1, "sgd": 1}
 _CPU_CHUNK = 2048
 _LEAST_CHUNK = 256
+# the share of free memory that a run may fill by the estimate
+_USABLE = 0.9
 _ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
 
 
@@ -57,17 +59,24 @@ class Need:
         passing = waiting + logits + round(held * self.per_sequence * self.in_flight)
         return self.state + max(passing, self.update)
 
+    def fits(self, micro_batch: int, memory: int) -> bool:
+        return self.bytes(micro_batch) <= _USABLE * memory
+
 
 def loss_chunk(
-    config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int, gpu_memory: int | None
+    config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int, machine: Machine
 ) -> tuple[int | Literal[False], str]:
-    """Few large matmuls are faster than many, as long as their logits leave room for the rest. By what the
-    GPU has, not by what is free: a run that goes on must add up as before."""
+    """Return the tokens whose logits are computed at once, and the reason.
+
+    Few large matmuls are faster than many. The size follows from the total memory of a GPU, not from the free
+    memory: a resumed run must sum in the same order.
+    """
     if config.memory.loss_chunk != "auto":
         return config.memory.loss_chunk, "as configured"
-    if gpu_memory is None:
-        return _CPU_CHUNK, "logits that stay near the processor"
-    fitting = gpu_memory // 16 * layout.tp // (spec.vocab_size * (compute_bytes + _cast_bytes(config)))
+    if not machine.is_gpu:
+        return _CPU_CHUNK, "logits that fit in the processor's cache"
+    bytes_each = spec.vocab_size * (compute_bytes + _cast_bytes(config))
+    fitting = machine.memory_total // 16 * layout.tp // bytes_each
     return max(_LEAST_CHUNK, 1 << max(fitting, 1).bit_length() - 1), "logits in a sixteenth of the memory"
 
 
@@ -152,18 +161,9 @@ def activation_bytes_per_token(config: RunConfig, spec: ModelSpec, compute_bytes
     return round((1 - away) * every + (2 * block if away else 0))
 
 
-def refuse_too_large(need: Need, spec: ModelSpec, memory: int) -> None:
-    if need.state > memory:
-        raise UserError(
-            f"training {human_count(spec.parameters)} parameters needs {human_bytes(need.state)} a rank for "
-            f"weights, gradients and optimizer, and {human_bytes(memory)} are free",
-            "shard it over more ranks, choose a smaller model, or a device with more memory",
-        )
-
-
 def micro_batch_that_fits(need: Need, allowed: Sequence[int], memory: int) -> MicroBatch:
-    """The largest allowed one that fits in nine tenths of the memory; the smallest if none seems to."""
-    fitting = [n for n in allowed if need.bytes(n) <= 0.9 * memory]
+    """Return the largest micro-batch that fits in 90 % of the memory, or the smallest if none does."""
+    fitting = [n for n in allowed if need.fits(n, memory)]
     chosen = max(fitting, default=min(allowed))
     sizes = [human_bytes(n) for n in (need.state, need.bytes(chosen), memory)]
     arithmetic = f"{sizes[0]} of state, {sizes[1]} in all, {sizes[2]} free"

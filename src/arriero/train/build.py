@@ -39,8 +39,9 @@ from arriero.parallel.mesh import Mesh, make_mesh
 from arriero.parallel.pipeline import Pipeline, join_tied_table
 from arriero.parallel.precision import Float8Layers, renew_scales
 from arriero.parallel.world import leader_first
-from arriero.plan.schedules import SCHEDULES
-from arriero.train.arrange import Arrangement, Share, share_decision
+from arriero.plan.layout import SCHEDULES
+from arriero.plan.resolve import Decision, Share
+from arriero.train.arrange import Arrangement
 from arriero.train.cadence import Cadence
 from arriero.train.device import make_deterministic
 from arriero.train.evaluate import Evaluator
@@ -53,7 +54,7 @@ from arriero.train.resume import Beginning, Restorer
 from arriero.train.rundir import open_run_directory, run_directory, starts_over
 from arriero.train.saving import Saver, everywhere
 from arriero.train.schedule import Rates
-from arriero.train.session import Decision, Session
+from arriero.train.session import Session
 
 
 def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[Hook] = ()) -> Session:
@@ -65,40 +66,44 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
     want(config.precision.kernels)
     if config.run.deterministic:
         make_deterministic()
-    mesh = make_mesh(plan.layout, plan.world, plan.ulysses, device.torch_device)
+    mesh = make_mesh(plan.resolved.layout, plan.world, plan.resolved.ulysses, device.torch_device)
     plan = _agreed(plan, mesh)
-    parts, float8 = parallelize(plan.spec, plan.stages, mesh, _recipe(plan), device.torch_device)
+    parts, float8 = parallelize(
+        plan.resolved.spec, plan.resolved.stages_of(plan.world.rank), mesh, _recipe(plan), device.torch_device
+    )
     optimizer = _optimizer(plan, parts, mesh)
     tensors = everywhere(mesh, dict(described(pieces_of(flat(optimizer.weights(), optimizer.state())))))
     checkpoints = _checkpoints(plan, mesh, bytes_of(tensors))
     joined = partial(everywhere, mesh)
-    restorer = Restorer(config.checkpoint, _ranks(plan, mesh), joined, optimizer, plan.spec)
+    restorer = Restorer(config.checkpoint, _ranks(plan, mesh), joined, optimizer, plan.resolved.spec)
     # rank 0 rewrites the run file below, perhaps before a slower rank would read it
     over = _ranks(plan, mesh).by_leader(lambda: starts_over(config))
     beginning = restorer.begin(checkpoints, streams.train, tokenizer, over)
     _refuse_other_steps(beginning, streams.timeline)
     _refuse_nothing_left(config, beginning)
     decisions = [
-        *plan.decisions,
+        *plan.resolved.decisions,
         *_found(config, most_steps, float8, device.torch_device),
         *_room(plan, mesh, checkpoints),
-        *_ranks(plan, mesh).by_leader(lambda: check_export(config, plan.spec, tokenizer, separators)),
+        *_ranks(plan, mesh).by_leader(
+            lambda: check_export(config, plan.resolved.spec, tokenizer, separators)
+        ),
         beginning.decision,
     ]
     _ranks(plan, mesh).by_leader(lambda: open_run_directory(config))
     ledger = LedgerFile(run_directory(config), beginning.checkpoint)
     return Session(
         config=config,
-        spec=plan.spec,
+        spec=plan.resolved.spec,
         device=device,
-        compute=plan.compute,
+        compute=plan.dtype,
         mesh=mesh,
         parts=parts,
         phase_passes=_phase_passes(plan, parts, mesh),
         optimizer=optimizer,
         schedule=Rates(config),
         stream=streams.train,
-        outlooks=forecast(streams, total_steps(config), plan.spec.vocab_size),
+        outlooks=forecast(streams, total_steps(config), plan.resolved.spec.vocab_size),
         loader=_loader(plan, mesh, streams, beginning.sample),
         evaluator=_evaluator(plan, mesh, streams),
         evaluation=Cadence(config.eval.every),
@@ -122,21 +127,10 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
 
 
 def _agreed(plan: Arrangement, mesh: Mesh) -> Arrangement:
-    """Free memory differs between ranks, and they must take equally many micro-batches and chunks of them."""
-    why = "the rank with the least free memory decides"
-    chunk = plan.loss_chunk and mesh.least(plan.loss_chunk)
-    changed = []
-    if chunk != plan.loss_chunk:
-        changed.append(Decision("loss chunk", f"{chunk:,} tokens", why))
-    shares = []
-    for phase, share in zip(Timeline.of(plan.config).phases, plan.shares, strict=True):
-        shares.append(share._replace(micro_batch=mesh.least(share.micro_batch)))
-        if shares[-1] != share:
-            changed.append(share_decision(phase, shares[-1], why))
-    by_name = {each.name: each for each in [*plan.decisions, *changed]}
-    decisions = [by_name[each.name] for each in plan.decisions]
-    first, *later = shares
-    return replace(plan, micro_batch=first.micro_batch, later=later, loss_chunk=chunk, decisions=decisions)
+    """Resolve for the smallest memory of all ranks: they must take equally many micro-batches and chunks."""
+    machine = plan.resolved.machine
+    free, total = mesh.least(machine.memory_free), mesh.least(machine.memory_total)
+    return replace(plan, resolved=plan.resolved.with_least_memory(free, total))
 
 
 def _open_data(plan: Arrangement, progress: ProgressCallback) -> Streams:
@@ -144,7 +138,7 @@ def _open_data(plan: Arrangement, progress: ProgressCallback) -> Streams:
     config = plan.config
     with leader_first(plan.world):
         streams = build_streams(config, progress, _order_version(config))
-    _refuse_small_vocabulary(plan.spec, streams.stores)
+    _refuse_small_vocabulary(plan.resolved.spec, streams.stores)
     check_max_epochs(streams, total_steps(config))
     check_data_unchanged(run_directory(config), streams.train)
     return streams
@@ -208,7 +202,7 @@ def _loader(plan: Arrangement, mesh: Mesh, streams: Streams, start_sample: int) 
         lambda sample: streams.timeline.at_sample(sample).sequences,
         start_sample=start_sample,
         rank=mesh.batch_rank,
-        ranks=plan.layout.batch,
+        ranks=plan.resolved.layout.batch,
         pin=plan.device.is_gpu,
         documents=plan.config.data.document_mask,
         threads=plan.config.data.reader_threads or streams.reader_threads,
@@ -218,7 +212,7 @@ def _loader(plan: Arrangement, mesh: Mesh, streams: Streams, start_sample: int) 
 def _evaluator(plan: Arrangement, mesh: Mesh, streams: Streams) -> Evaluator | None:
     if streams.heldout is None:
         return None
-    return Evaluator(streams.heldout, plan.micro_batch, mesh, plan.config.data.document_mask)
+    return Evaluator(streams.heldout, plan.resolved.micro_batch, mesh, plan.config.data.document_mask)
 
 
 def _refuse_small_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> None:
@@ -232,10 +226,10 @@ def _refuse_small_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> N
 
 def _recipe(plan: Arrangement) -> Recipe:
     config, parallel = plan.config, plan.config.parallel
-    words = {"auto": plan.layout.pp == 1, "always": True, "never": False}
+    words = {"auto": plan.resolved.layout.pp == 1, "always": True, "never": False}
     reshard = words[parallel.reshard] if isinstance(parallel.reshard, str) else parallel.reshard
     sharding = Sharding(
-        compute=plan.compute,
+        compute=plan.dtype,
         reduce=torch.bfloat16 if config.precision.reduce == "bf16" else torch.float32,
         reshard=reshard,
         prefetch=parallel.prefetch,
@@ -243,13 +237,13 @@ def _recipe(plan: Arrangement) -> Recipe:
     )
     return Recipe(
         sharding=sharding,
-        compiled=plan.compiled,
+        compiled=plan.resolved.compiled,
         async_tp=parallel.async_tp,
-        memory=config.memory,
+        memory=plan.resolved.memory,
         precision=config.precision,
-        loss=chunked_loss(plan.loss_chunk, config.train.z_loss, config.precision.float8_head),
+        loss=chunked_loss(plan.resolved.loss_chunk, config.train.z_loss, config.precision.float8_head),
         weights=torch.bfloat16 if config.precision.master == "bf16" else torch.float32,
-        splits_backward=plan.layout.pp > 1 and SCHEDULES[parallel.schedule].splits_backward,
+        splits_backward=plan.resolved.layout.pp > 1 and SCHEDULES[parallel.schedule].splits_backward,
         widths_vary=config.data.packing == "none",
         seed=config.run.seed,
     )
@@ -257,14 +251,14 @@ def _recipe(plan: Arrangement) -> Recipe:
 
 def _optimizer(plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh) -> Optimizer:
     """FSDP casts its fp32 shards itself; elsewhere a model that computes in fewer bits has fp32 masters."""
-    own = plan.config.precision.master == "bf16" or plan.compute == torch.float32 or mesh.shards
-    stages, tied = mesh.group("pp"), plan.spec.tied and plan.layout.pp > 1
+    own = plan.config.precision.master == "bf16" or plan.dtype == torch.float32 or mesh.shards
+    stages, tied = mesh.group("pp"), plan.resolved.spec.tied and plan.resolved.layout.pp > 1
     ends = None if SCHEDULES[plan.config.parallel.schedule].v_shaped else mesh.group("ends")
     return Optimizer(
         named_parameters(parts),
         plan.config.optim,
-        masters_of=None if own else plan.compute,
-        scaled_loss=plan.compute == torch.float16,
+        masters_of=None if own else plan.dtype,
+        scaled_loss=plan.dtype == torch.float16,
         seed=plan.config.run.seed,
         groups=[stages] if stages is not None else [],
         copies={"head.weight": "embedding.weight"} if tied else {},
@@ -276,7 +270,7 @@ def _phase_passes(plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh)
     """One for each phase; phases with batches of the same shape share theirs."""
     made: dict[tuple[Share, int], Passes] = {}
     passes = []
-    for phase, share in zip(Timeline.of(plan.config).phases, plan.shares, strict=True):
+    for phase, share in zip(Timeline.of(plan.config).phases, plan.resolved.shares, strict=True):
         key = share, phase.seq_len
         if key not in made:
             made[key] = _passes(plan, parts, mesh, *key)
@@ -288,15 +282,15 @@ def _passes(
     plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh, share: Share, seq_len: int
 ) -> Passes:
     pipeline = None
-    if plan.layout.pp > 1:
+    if plan.resolved.layout.pp > 1:
         pipeline = Pipeline(
             plan.config.parallel.schedule,
             parts,
             mesh,
             micro_batches=share.sequences // share.micro_batch,
             rows=share.micro_batch,
-            tokens=seq_len // plan.layout.cp,
-            compute=plan.compute,
+            tokens=seq_len // plan.resolved.layout.cp,
+            compute=plan.dtype,
             device=plan.device.torch_device,
         )
     return Passes(
@@ -304,7 +298,7 @@ def _passes(
         mesh,
         share.micro_batch,
         plan.device.torch_device,
-        cut=partial(cut_to, held_t=_positions(seq_len, mesh)) if plan.layout.cp > 1 else None,
+        cut=partial(cut_to, held_t=_positions(seq_len, mesh)) if plan.resolved.layout.cp > 1 else None,
         pipeline=pipeline,
         sync_each=plan.config.parallel.sync == "each",
         renew=partial(renew_scales, settings=plan.config.precision),

@@ -1,4 +1,4 @@
-"""The device a process computes on: which, in what precision, at what peak, with how much memory."""
+"""The device a process computes on, as torch reports it."""
 
 import os
 import resource
@@ -9,14 +9,16 @@ from pathlib import Path
 import torch
 
 from arriero.errors import UserError
-from arriero.plan.hardware import peak_of
+from arriero.kernels.float8 import computes_float8
+from arriero.plan.hardware import Machine, available_ram, peak_of, proc_bytes
+from arriero.units import counted
 
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Device:
-    """NVIDIA and AMD GPUs are both 'cuda' to torch; nothing here asks which. `memory` is what is free."""
+    """A torch device; NVIDIA and AMD GPUs are both 'cuda' to torch. `memory` is the free memory in bytes."""
 
     torch_device: torch.device
     name: str
@@ -28,24 +30,32 @@ class Device:
         return self.torch_device.type == "cuda"
 
     @property
-    def gpu_memory(self) -> int | None:
-        """All there is, whoever uses it."""
-        return torch.cuda.get_device_properties(self.torch_device).total_memory if self.is_gpu else None
-
-    @property
     def uuid(self) -> str | None:
-        """By which the driver's tools know it."""
+        """The identifier that the driver's tools use."""
         return uuid_of(self.torch_device) if self.is_gpu else None
+
+    def machine(self, local_size: int = 1) -> Machine:
+        """Describe the device as data; a node has `local_size` of them."""
+        total, kind, bf16 = self.memory, "cpu", True
+        if self.is_gpu:
+            total = torch.cuda.get_device_properties(self.torch_device).total_memory
+            kind = "cuda" if torch.version.hip is None else "rocm"
+            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        float8 = computes_float8(self.torch_device)
+        return Machine(self.name, kind, self.memory, total, local_size, bf16, float8, self.bf16_peak_flops)
 
     def synchronize(self) -> None:
         if self.is_gpu:
             torch.cuda.synchronize(self.torch_device)
 
     def peak_memory(self) -> int:
-        """Most bytes in use so far: of the GPU, or of this process."""
+        """Return the largest number of bytes used so far: of the GPU, or of this process."""
         if self.is_gpu:
             return torch.cuda.max_memory_allocated(self.torch_device)
-        return _peak_of_process()
+        # ru_maxrss on Linux is never below that of the parent process
+        if peak := proc_bytes(Path("/proc/self/status"), "VmHWM"):
+            return peak
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def uuid_of(gpu: torch.device | int) -> str:
@@ -53,14 +63,14 @@ def uuid_of(gpu: torch.device | int) -> str:
 
 
 def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> Device:
+    """Return the device of a local rank and make it torch's current one."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device is 'cuda' but torch sees no GPU here", "set run.device = 'auto' or 'cpu'")
     if wanted == "cpu" or not torch.cuda.is_available():
-        threads = torch.get_num_threads()
-        name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+        name = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
         return Device(torch.device("cpu"), name, available_ram() // local_size, None)
     visible = torch.cuda.device_count()
-    # Slurm may show each process its own GPU alone
+    # Slurm may show each process only its own GPU
     bound = visible == 1 and "SLURM_STEP_ID" in os.environ
     if local_rank >= visible and not bound:
         raise UserError(
@@ -75,49 +85,8 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> Devi
     return Device(device, properties.name, free, peak.bf16 if peak else None)
 
 
-def _peak_of_process() -> int:
-    # on Linux the other figure is never below that of the process which started this one
-    if peak := _bytes_told(Path("/proc/self/status"), "VmHWM"):
-        return peak
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _bytes_told(file: Path, field: str) -> int | None:
-    """By a file of Linux's like /proc/meminfo; None where it is not there, or does not tell."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    told = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
-    return int(told[0]) * 1024 if told else None
-
-
-def available_ram() -> int:
-    """What this process may still take: of the machine, and of its container or job."""
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    pages = _bytes_told(Path("/proc/meminfo"), "MemAvailable") or pages
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        return min(pages, int(text) - int(used.read_text()))
-    return pages
-
-
-def choose_compute(wanted: str, device: Device, master: str = "fp32") -> tuple[torch.dtype, str]:
-    """The precision of activations and matmuls, and why."""
-    if wanted == "auto" and master == "bf16":
-        return choose_compute("bf16", device)[0], "precision.master is 'bf16'"
-    supported = not device.is_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
-    if wanted == "bf16" and not supported:
-        raise UserError(
-            f"precision.compute is 'bf16' but {device.name} does not compute it", "set it to 'fp32' or 'fp16'"
-        )
-    if wanted != "auto":
-        return _TYPES[wanted], "as configured"
-    if not device.is_gpu:
-        return torch.float32, "the safe choice on a CPU"
-    if not supported:
-        return torch.float32, f"{device.name} does not compute bf16"
-    return torch.bfloat16, f"{device.name} computes bf16"
-
-
 def make_deterministic() -> None:
+    """Make torch use deterministic algorithms only."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -19,12 +19,13 @@ from arriero.events import EVENTS, START_OVER, events_since
 from arriero.model.family import build_model
 from arriero.model.name_maps import has_hf_names, own_tensors
 from arriero.model.spec import ModelSpec
-from arriero.train.device import available_ram
+from arriero.plan.hardware import available_ram
+from arriero.plan.resolve import Decision
 from arriero.train.outcome import Outcome
 from arriero.train.rundir import run_directory, starts_over
 from arriero.train.sample import continue_text
 from arriero.train.saving import read_state
-from arriero.train.session import Decision, Session
+from arriero.train.session import Session
 
 MODEL = "model"
 

@@ -25,10 +25,10 @@ from arriero.errors import UserError
 from arriero.events import EVENTS, EventLog
 from arriero.model.description import described, refuse_model_changes
 from arriero.model.spec import ModelSpec
+from arriero.plan.resolve import Decision
 from arriero.train.optim import Optimizer
 from arriero.train.outcome import Outcome
 from arriero.train.saving import read_state
-from arriero.train.session import Decision
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from arriero.data.tokens.tokenizer import Separators, Tokenizer
 from arriero.model.language_model import LanguageModel
 from arriero.model.spec import ModelSpec, flops_per_token
 from arriero.parallel.mesh import Mesh
+from arriero.plan.resolve import Decision
 from arriero.train.cadence import Cadence
 from arriero.train.device import Device
 from arriero.train.evaluate import Evaluator
@@ -29,15 +30,6 @@ from arriero.train.outcome import Outcome
 from arriero.train.passes import Passes
 from arriero.train.saving import Saver
 from arriero.train.schedule import Rates
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A setting that was derived, not given."""
-
-    name: str
-    value: str
-    reason: str
 
 
 @dataclass(frozen=True)
