@@ -311,17 +311,17 @@ def table(tally: Tally, seeds: int, seconds: float) -> str:
     rows = "\n".join(f"| {what} | {count} |" for what, count in sorted(tally.counts.items()))
     failed = "\n".join(f"- {failure}" for failure in tally.failures) or "None failed."
     return f"""# Reliability
-Faults injected into training runs, and how many times. After each fault the run is started again with the
+Faults that were injected into training runs, with counts. After each fault the run is started again with the
 same command. It must end with the same losses, bit for bit, as an undisturbed run, and with a ledger that
 accounts for every sample once (`arriero data audit`). `make reliability` repeats this and writes this page; a
 part of it is in `make test`.
 
 A run is {STEPS} steps of a small Llama on a CPU with a checkpoint every 3 steps, written in the background,
 two kept. A run is killed up to {KILLS} times with SIGKILL: at a random instant, or within 50 ms of the start
-of a save. Damage is done to the newest of two checkpoints, to each kind of file in it:
+of a save. The newest of two checkpoints is damaged, once for each kind of file in it:
 {", ".join(KINDS)}.
 
-| what | times |
+| fault | count |
 |---|---|
 {rows}
 
