@@ -1,10 +1,7 @@
 """What is wrong is named with its file and place, and nothing is left behind."""
 
 import gzip
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,6 @@ import pytest
 from exchange_corpora import EOS, LARGE, SMALL, make_dataset, tokenizer_file
 
 from arriero.data.exchange.convert import FORMATS, Import, export_dataset
-from arriero.data.store.staging import staged_directory
 from arriero.data.tokens.tokenizer import load_tokenizer
 from arriero.errors import UserError
 
@@ -194,32 +190,3 @@ def test_a_damaged_dataset_is_not_exported(tmp_path):
     with pytest.raises(UserError, match="arriero data verify"):
         export_dataset(store, "olmo", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
-
-
-def test_what_a_killed_process_left_is_swept_but_not_what_a_living_one_makes(tmp_path):
-    target = tmp_path / "set[1]"
-    script = (
-        "import sys; from pathlib import Path; from arriero.data.store.staging import staged_directory\n"
-        f"with staged_directory(Path({str(target)!r})) as making: print(making, flush=True); sys.stdin.read()"
-    )
-    source = Path(__file__).parents[2] / "src"
-    living, killed = (
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(source)},
-        )
-        for _ in range(2)
-    )
-    places = [Path(process.stdout.readline().strip()) for process in (living, killed)]
-    killed.kill()
-    killed.wait()
-    for place in places:
-        os.utime(place, (1, 1))
-    with staged_directory(target) as making:
-        assert sorted(tmp_path.iterdir()) == sorted([places[0], making])
-    living.kill()
-    living.wait()
-    assert target.is_dir()

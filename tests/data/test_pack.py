@@ -376,23 +376,6 @@ def test_a_plan_that_is_gone_is_made_from_its_documents_and_not_from_old_records
     assert content(make_plan(tmp_path, request, 1, no_progress)) == whole
 
 
-def test_a_plan_whose_work_is_removed_by_another_process_is_found(make_store, tmp_path, monkeypatch):
-    store = long_tailed(make_store)
-    request = PackingRequest(store, range(store.tokens), "bestfit", "split", 64, 0)
-    whole = content(make_plan(tmp_path, request, 1, no_progress))
-    original, removed = packing_plan.Path.mkdir, []
-
-    def mkdir(path, *arguments, **options):
-        original(path, *arguments, **options)
-        if not removed:
-            removed.append(path)
-            path.rmdir()
-
-    monkeypatch.setattr(packing_plan.Path, "mkdir", mkdir)
-    assert content(make_plan(tmp_path, request, 1, no_progress)) == whole
-    assert len(removed) == 1
-
-
 KILLED = """
 import os, signal
 from arriero.data.workers import worker_pool

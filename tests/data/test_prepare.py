@@ -401,7 +401,7 @@ def test_two_prepares_in_one_directory_do_not_meet(corpus, tokenizer_file, tmp_p
         prepare(asked, 1, PrepareWatcher())
 
     monkeypatch.setattr(preparing, "make_shard", second)
-    with pytest.raises(UserError, match="another prepare is working"):
+    with pytest.raises(UserError, match="is in use by process"):
         prepare(asked, 1, PrepareWatcher())
 
 

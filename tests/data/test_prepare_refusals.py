@@ -32,7 +32,7 @@ def test_a_place_that_cannot_hold_a_dataset_is_refused(tmp_path, tokenizer_file,
     (tmp_path / "afile").write_text("mine")
     source = write_jsonl(tmp_path / "a.jsonl", ["a"])
     target = tmp_path / output
-    with pytest.raises(UserError, match=r"is a file|cannot write into"):
+    with pytest.raises(UserError, match=r"is a file|cannot be written"):
         prepare(PrepareRequest((str(source),), target, tokenizer_file), 1, PrepareWatcher())
     assert (tmp_path / "afile").read_text() == "mine"
 

@@ -184,7 +184,7 @@ def test_what_export_needs_is_checked_before_the_first_step(kept, runs, tmp_path
         build(arrange(config, world_from()), no_progress)
     (tmp_path / "run" / "model").unlink()
     free = 4 * session.spec.parameters - 1
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": free}))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"total": 1 << 40, "free": free}))
     with pytest.raises(UserError, match=r"the model needs .*checkpoint\.export = false"):
         build(arrange(runs.config("run", *SMALL, on(store.directory), "checkpoint.every=false",
                                   "checkpoint.at_end=false"), world_from()), no_progress)  # fmt: skip

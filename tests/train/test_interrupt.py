@@ -219,7 +219,7 @@ def test_ranks_stopped_before_they_can_answer_end_the_launcher_with_its_signal()
 
 
 def test_all_ranks_are_refused_when_the_first_finds_the_directory_in_use(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(lock, "WAIT_S", 0.0)
     with (
         lock.held(tmp_path / "run"),
         pytest.raises(UserError, match=f"in use by process {os.getpid()} on"),

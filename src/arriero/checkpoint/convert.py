@@ -1,7 +1,5 @@
 """From any format to any other, and several models to their mean, a tensor at a time."""
 
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,8 @@ from arriero.checkpoint.formats.meta import open_meta, write_meta
 from arriero.checkpoint.formats.single import NAME as TORCH_NAME
 from arriero.checkpoint.formats.single import open_torch, write_torch
 from arriero.checkpoint.formats.source import AS_IT_IS, Advance, Source, Writing, silent
-from arriero.data.store.staging import staged_directory
 from arriero.errors import UserError
-from arriero.units import human_bytes
+from arriero.files import check_free_space, staged_directory
 
 Format = Literal["hf", "meta", "dcp", "torch"]
 Write = Callable[[Source, Path, Writing, Advance], None]
@@ -69,15 +66,13 @@ def convert(
             f"{target} looks like a file, and a model is a directory",
             f"give a directory; with --to torch the weights will be DIRECTORY/{TORCH_NAME}",
         )
-    with staged_directory(target) as making:
-        refuse_full_disk(target.parent, source.nbytes(writing.dtype))
-        try:
+    todo = "make room, or choose another place"
+    try:
+        with staged_directory(target) as making:
+            check_free_space(target, source.nbytes(writing.dtype), "the model", todo)
             WRITERS[to](source, making, writing, advance)
-            flush_to_disk(making)
-        except OSError as error:
-            raise UserError(
-                f"{target} cannot be written ({error})", "make room, or choose another place"
-            ) from None
+    except OSError as error:
+        raise UserError(f"{target} cannot be written ({error})", todo) from None
 
 
 def average(sources: Sequence[Source], weights: Sequence[float] | None = None) -> Source:
@@ -126,22 +121,3 @@ def _refuse_unlike(first: Source, other: Source) -> None:
             f"{first.where} and {other.where} are different models: {', '.join(odd)}",
             "only models of one shape have a mean",
         )
-
-
-def refuse_full_disk(directory: Path, needed: int, todo: str = "make room, or choose another place") -> None:
-    while not directory.exists():
-        directory = directory.parent
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise UserError(
-            f"the model needs {human_bytes(needed)}, and {directory} has {human_bytes(free)} free", todo
-        )
-
-
-def flush_to_disk(directory: Path) -> None:
-    for path in [*directory.iterdir(), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -7,8 +7,9 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from arriero.checkpoint.manifest import Invalid, Manifest, Newer, make_durable, read_manifest, unreadable
+from arriero.checkpoint.manifest import Invalid, Manifest, Newer, read_manifest, unreadable
 from arriero.errors import UserError
+from arriero.files import publish_directory
 
 CHECKPOINTS = "checkpoints"
 UNFINISHED = ".tmp"
@@ -141,11 +142,9 @@ def free_name(path: Path, suffix: str = "") -> Path:
 
 def publish(path: Path, final: Path) -> None:
     """The one rename that makes a checkpoint. What has its name cannot be used here, but is not deleted."""
-    make_durable(path)
     if os.path.lexists(final):
         set_aside(final, _REPLACED)
-    path.rename(final)
-    make_durable(final.parent)
+    publish_directory(path, final)
 
 
 def checkpoint_at(path: Path) -> Path:

@@ -1,7 +1,6 @@
 """Export a model whose tensors are spread over ranks: rank 0 writes it, one tensor at a time."""
 
 import math
-import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arriero.checkpoint.convert import flush_to_disk, refuse_full_disk
 from arriero.checkpoint.formats.hf import write_hf
 from arriero.checkpoint.formats.source import AS_IT_IS, Source, Writing
-from arriero.checkpoint.manifest import make_durable
 from arriero.checkpoint.pieces import Piece, pieces_of
 from arriero.checkpoint.ranks import Ranks
 from arriero.errors import UserError
+from arriero.files import check_free_space, replaced_directory
 from arriero.model.name_maps import hf_from_own
 
 StopRequested = Callable[[], bool]
@@ -34,16 +32,15 @@ def export_hf(source: Source, gather: "Gather", directory: Path, writing: Writin
 
     Called by all ranks; `source.load` must be `gather.tensor`. Returns False if a rank asked to stop.
     """
-    making = directory.with_name(f"{directory.name}.tmp")
+    todo = "make room; the same command, or `arriero ckpt convert` of a checkpoint, exports again"
     try:
         if gather.ranks.leads:
             try:
-                _write(source, making, directory, writing)
+                with replaced_directory(directory) as making:
+                    check_free_space(making, source.nbytes(writing.dtype), "the model", todo)
+                    write_hf(source, making, writing)
             except OSError as error:
-                raise UserError(
-                    f"the model cannot be written to {directory} ({error})",
-                    "make room; the same command, or `arriero ckpt convert` of a checkpoint, exports again",
-                ) from None
+                raise UserError(f"the model cannot be written to {directory} ({error})", todo) from None
         else:
             for made in hf_from_own(source.spec).values():
                 for name in made.parts:
@@ -55,28 +52,7 @@ def export_hf(source: Source, gather: "Gather", directory: Path, writing: Writin
         if gather.ranks.leads:
             gather.fail(error)
         raise
-    finally:
-        if gather.ranks.leads:
-            shutil.rmtree(making, ignore_errors=True)
     return True
-
-
-def _write(source: Source, making: Path, directory: Path, writing: Writing) -> None:
-    """Replace an old model only when the new one is completely on the disk."""
-    old = directory.with_name(f"{directory.name}.old.tmp")
-    if old.exists() and not directory.exists():
-        old.rename(directory)
-    for left in (making, old):
-        shutil.rmtree(left, ignore_errors=True)
-    making.mkdir(parents=True)
-    refuse_full_disk(making, source.nbytes(writing.dtype))
-    write_hf(source, making, writing)
-    flush_to_disk(making)
-    if directory.exists():
-        directory.rename(old)
-    making.rename(directory)
-    make_durable(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 class _Stopped(Exception):

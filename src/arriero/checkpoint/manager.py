@@ -24,14 +24,7 @@ from arriero.checkpoint.directory import (
     set_aside,
     tidy,
 )
-from arriero.checkpoint.manifest import (
-    MANIFEST,
-    File,
-    Manifest,
-    damaged_files,
-    make_durable,
-    sha256_of_file,
-)
+from arriero.checkpoint.manifest import MANIFEST, File, Manifest, damaged_files
 from arriero.checkpoint.pieces import METADATA, Piece, Staging, write_pieces
 from arriero.checkpoint.plan import SavePlan
 from arriero.checkpoint.ranks import Failed, Ranks, explain
@@ -39,6 +32,7 @@ from arriero.checkpoint.retention import Mark, to_delete
 from arriero.checkpoint.space import refuse_no_room, room_at
 from arriero.checkpoint.state import listed
 from arriero.errors import UserError
+from arriero.files import sha256_of_file, sync
 from arriero.units import counted
 
 START_OVER = "--set checkpoint.start_over=true moves old checkpoints aside and starts at step 0"
@@ -231,11 +225,11 @@ class Checkpoints:
         assert METADATA in files
         for name, content in unit.files.items():
             (making / name).write_bytes(content)
-            make_durable(making / name)
+            sync(making / name)
             files[name] = File(len(content), sha256_of_file(making / name))
         manifest = unit.about(files)
         (making / MANIFEST).write_bytes(manifest.to_json())
-        make_durable(making / MANIFEST)
+        sync(making / MANIFEST)
         publish(making, self.folder / name_of(unit.step))
         self._damaged.discard(name_of(unit.step))
         report = Report(unit.step, 0.0, 0.0, manifest.size)
@@ -276,7 +270,7 @@ def damage_of(saved: Saved, ranks: Ranks) -> str | None:
 
 def _confirmed(path: Path, sha256: str) -> File:
     """On the disk, and read back from there."""
-    make_durable(path, drop=True)
+    sync(path, drop_cache=True)
     if sha256_of_file(path) != sha256:
         raise Failed(f"{path.name} does not read back as it was written: the disk is not to be trusted")
     return File(path.stat().st_size, sha256)

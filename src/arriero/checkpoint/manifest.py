@@ -1,19 +1,16 @@
 """`manifest.json`, the last file of a checkpoint: what makes a directory one, and how damage is noticed."""
 
-import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from arriero.errors import UserError
+from arriero.files import sha256_of_file, sha256_of_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_CHUNK = 2**22
 _THREADS = 8
 
 
@@ -59,7 +56,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         content = asdict(self)
-        return (json.dumps(content | {"sha256": _seal(content)}, indent=1) + "\n").encode()
+        return (json.dumps(content | {"sha256": sha256_of_json(content)}, indent=1) + "\n").encode()
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -74,16 +71,12 @@ def read_manifest(directory: Path) -> Manifest:
         if content["format"] > FORMAT:
             made_by = content.get("versions", {}).get("arriero", "a later version")
             raise Newer(f"was written by a newer version (format {content['format']}, arriero {made_by})")
-        if content.pop("sha256") != _seal(content):
+        if content.pop("sha256") != sha256_of_json(content):
             raise Invalid(f"{MANIFEST} is damaged (its checksum differs)")
         files = {name: File(**file) for name, file in content.pop("files").items()}
         return Manifest(files=files, **content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Invalid(f"{MANIFEST} is damaged ({type(error).__name__})") from None
-
-
-def _seal(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def damaged_files(
@@ -137,23 +130,3 @@ def _problem(path: Path, file: File, progress: Callable[[int], None]) -> str | N
     if problem := _size_problem(path, file):
         return problem
     return None if sha256_of_file(path, progress) == file.sha256 else "has other bytes than were written"
-
-
-def sha256_of_file(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(_CHUNK)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            progress(count)
-    return digest.hexdigest()
-
-
-def make_durable(path: Path, drop: bool = False) -> None:
-    """On the disk, not only on its way; `drop` lets the next reader meet the disk, not the memory."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        if drop and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)

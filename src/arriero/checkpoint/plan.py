@@ -4,7 +4,6 @@ Names, shapes and layout do not change while a run trains, and neither do the si
 later saves exchange only whether anything changed, and the checksum of each rank's file.
 """
 
-import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from arriero.checkpoint.index import Chunks, Ints, Tensors, metadata_bytes
 from arriero.checkpoint.ranks import Ranks
+from arriero.files import sha256_of
 
 
 class Held(Protocol):
@@ -209,5 +209,5 @@ class SavePlan:
     def _make_index(self, found: Sequence[tuple[tuple[bytes, bytes, int] | None, bytes]]) -> None:
         world = self._world or World([packed for packed, _ in found if packed is not None])
         self._index = world.index([unpack(lengths)[:, 0] for _, lengths in found])
-        self._sha256 = hashlib.sha256(self._index).hexdigest()
+        self._sha256 = sha256_of(self._index)
         self._world = None

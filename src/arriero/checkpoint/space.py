@@ -1,10 +1,9 @@
 """Whether the disk holds what a run is going to save."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from arriero.errors import UserError
+from arriero.files import check_free_space, free_bytes
 from arriero.units import counted, human_bytes
 
 
@@ -25,17 +24,9 @@ class Room:
 
 
 def room_at(path: Path, each: int) -> Room:
-    """Of the nearest directory that exists already."""
-    while not path.exists():
-        path = path.parent
-    return Room(shutil.disk_usage(path).free, each)
+    return Room(free_bytes(path), each)
 
 
 def refuse_no_room(path: Path, each: int) -> Room:
-    room = room_at(path, each)
-    if room.fits < 1:
-        raise UserError(
-            f"a checkpoint needs {human_bytes(each)}, and {path} has {human_bytes(room.free)} free",
-            "make room, or set run.dir to a larger disk",
-        )
-    return room
+    check_free_space(path, each, "a checkpoint", "make room, or set run.dir to a larger disk")
+    return room_at(path, each)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 
-from arriero.checkpoint.convert import refuse_full_disk
 from arriero.checkpoint.directory import saved_in
 from arriero.checkpoint.export import Gather, StopRequested, export_hf, never
 from arriero.checkpoint.formats.hf import load_hf
@@ -16,6 +15,7 @@ from arriero.config.timeline import total_steps
 from arriero.data.tokens.tokenizer import Separators, Tokenizer, read_definition
 from arriero.errors import UserError
 from arriero.events import EVENTS, START_OVER, events_since
+from arriero.files import check_free_space
 from arriero.model.family import build_model
 from arriero.model.name_maps import has_hf_names, own_tensors
 from arriero.model.spec import ModelSpec
@@ -48,7 +48,7 @@ def check_export(
     directory, size = run_directory(config) / MODEL, spec.parameters * _dtype(config).itemsize
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is in the way of the exported model", "move it away")
-    refuse_full_disk(directory, size, "make room, or set checkpoint.export = false")
+    check_free_space(directory, size, "the model", "make room, or set checkpoint.export = false")
     with_template(read_definition(tokenizer.path), separators.bos.id if separators.bos else None)
     reason = f"{separators} around a document, as in the data"
     if spec.dim % spec.heads:

@@ -17,8 +17,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from arriero.checkpoint.manager import Report
 from arriero.data.order.ledger import LEDGER, Stretch, begin_ledger, ledger_bytes
-from arriero.data.store.shards import write_durably
 from arriero.events import EVENTS, EventLog, GrowingFile, LineFile, Tolerant
+from arriero.files import publish_file
 from arriero.interrupt import Interrupted
 from arriero.train.metrics import StepMetrics
 
@@ -144,7 +144,7 @@ class LedgerFile(Hook):
     def _write(self, content: bytes) -> None:
         if content:
             done = self._tolerant.attempt(
-                lambda: write_durably(self._tolerant.path, content), "and it is written when that is possible"
+                lambda: publish_file(self._tolerant.path, content), "and it is written when that is possible"
             )
             self._unwritten = b"" if done else content
 

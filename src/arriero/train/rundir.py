@@ -7,8 +7,8 @@ from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
 from arriero.config.toml import to_toml, toml_value
 from arriero.data.order.ledger import LEDGER, read_ledger
-from arriero.data.store.shards import write_durably
 from arriero.errors import UserError
+from arriero.files import publish_file
 from arriero.train.schedule import Rates
 
 _RUN_FILE = "run.toml"
@@ -84,7 +84,7 @@ def open_run_directory(config: RunConfig) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_bytes() != content:
-            write_durably(path, content)
+            publish_file(path, content)
     except OSError as error:
         raise UserError(
             f"{directory} cannot be written ({error})", "set run.dir to a directory you may write"

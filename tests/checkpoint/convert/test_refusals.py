@@ -164,7 +164,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_finished(folder, python):
 
 
 def test_a_disk_without_room_is_noticed_before_writing(folder, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10}))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"total": 1 << 40, "free": 10}))
     with pytest.raises(UserError, match=r"needs .* has 10 B free"):
         convert(in_memory(SPEC), folder / "out", "hf")
 

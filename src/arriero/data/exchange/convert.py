@@ -12,7 +12,6 @@ from arriero.data.exchange import columns, raw
 from arriero.data.exchange.columns import EOS_KEPT, EOS_STRIPPED, ColumnFile
 from arriero.data.exchange.raw import RawFile, find_files, read_raw
 from arriero.data.order.shuffle import HELDOUT_SEED
-from arriero.data.store.links import Link, place
 from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import (
     DTYPES,
@@ -22,15 +21,12 @@ from arriero.data.store.shards import (
     index_bytes,
     index_problems,
     read_index,
-    room_for,
-    sha256_of,
-    write_durably,
 )
-from arriero.data.store.staging import staged_directory
 from arriero.data.store.store import TokenStore
 from arriero.data.store.verify import Advance, Scan, scan_tokens, unseen
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition
 from arriero.errors import UserError
+from arriero.files import LinkKind, link_or_copy, publish_file, sha256_of, space_for, staged_directory
 
 FORMATS = (*raw.SUFFIX, *columns.SUFFIX)
 PROVENANCE = "imported.tsv"
@@ -70,7 +66,7 @@ class Import:
         dtype: str | None = None,
         column: str | None = None,
         separator: Separator = "add",
-        link: Link = "auto",
+        link: LinkKind = "auto",
     ) -> None:
         suffixes = raw.SUFFIX | columns.SUFFIX
         if format not in suffixes:
@@ -104,13 +100,13 @@ class Import:
         for number, file in enumerate(files):
             scan = self._scan(file, advance)
             name = f"{number:05d}"
-            how = place(file.path, making / f"{name}.bin", self._link)
+            how = link_or_copy(file.path, making / f"{name}.bin", self._link)
             made.placed[how] += 1
             made.remarks += [file.remark] if file.remark else []
             made.without_eos += scan.without_eos
             made.empty += scan.empty + scan.only_eos
             index = index_bytes(file.lengths, DTYPES[file.dtype])
-            write_durably(making / f"{name}.idx", index)
+            publish_file(making / f"{name}.idx", index)
             made.shards.append(Shard(name, scan.tokens, scan.documents, 0, scan.sha256, sha256_of(index)))
         return files[0].dtype
 
@@ -166,10 +162,10 @@ class Import:
 
     def _finish(self, making: Path, made: Imported, dtype: str) -> None:
         name = "tokenizer.json"
-        write_durably(making / name, read_definition(self._tokenizer.path).encode())
+        publish_file(making / name, read_definition(self._tokenizer.path).encode())
         lines = zip(made.shards, self.files, strict=True)
         rows = "".join(f"{shard.name}\t{path.resolve()}\n" for shard, path in lines)
-        write_durably(making / PROVENANCE, rows.encode())
+        publish_file(making / PROVENANCE, rows.encode())
         write_manifest(
             making,
             made.shards,
@@ -219,7 +215,7 @@ def export_dataset(
     target: Path,
     *,
     column: str = columns.HF_COLUMN,
-    link: Link = "auto",
+    link: LinkKind = "auto",
     advance: Advance = unseen,
 ) -> Exported:
     if format not in FORMATS:
@@ -228,7 +224,7 @@ def export_dataset(
     counts = ["dataset/filename,documents,tokens"]
     rewritten = format not in raw.SUFFIX or link == "copy"
     least = store.tokens * store.dtype.itemsize // 2 if rewritten else 0
-    with room_for(target, least), staged_directory(target) as making:
+    with space_for(target, least), staged_directory(target) as making:
         folder = making / _fms_folder(store.directory) if format == "fms-arrow" else making
         folder.mkdir(exist_ok=True)
         for number in range(store.shards):
@@ -280,11 +276,11 @@ class _Shard:
         return bool((self.lengths > 0).all() and (self.ids[last] == eos_id).all()) if len(last) else True
 
 
-def _link_raw(shard: _Shard, format: str, folder: Path, link: Link) -> str:
+def _link_raw(shard: _Shard, format: str, folder: Path, link: LinkKind) -> str:
     target = folder / f"{shard.name}{raw.SUFFIX[format]}"
-    how = place(shard.bin, target, link)
+    how = link_or_copy(shard.bin, target, link)
     if format == "megatron":
-        place(shard.idx, target.with_suffix(".idx"), link)
+        link_or_copy(shard.idx, target.with_suffix(".idx"), link)
     elif format == "datatrove":
         raw.write_ds_index(target, shard.lengths, str(shard.store.tokenizer_path), shard.store.dtype.itemsize)
     else:

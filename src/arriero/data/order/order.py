@@ -9,8 +9,6 @@ is used again continues where it stood. A change that moves a sample needs a new
 keeps the version it began with.
 """
 
-import hashlib
-import json
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ import numpy as np
 from arriero.data.order.packing import CONCAT, Packing, PlannedRows, SourceOrder, TokenSource, Windows
 from arriero.data.order.shuffle import BLOCK, FixedQuotas, Shares, bad_weight, block_keys, key_of, permute
 from arriero.errors import UserError
+from arriero.files import sha256_of_json
 
 ORDER_VERSION = 2
 _MIXTURES = {1: FixedQuotas, 2: Shares}
@@ -305,7 +304,7 @@ def trimmed(identity: dict[str, Any], sample: int | None) -> dict[str, Any]:
 
 
 def fingerprint_of(identity: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return sha256_of_json(identity)
 
 
 def _indices(samples: np.ndarray) -> np.ndarray:

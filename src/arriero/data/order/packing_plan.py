@@ -6,9 +6,6 @@ are packed in groups of equal size, each by itself, so that any number of proces
 be resumed, and memory stays bounded.
 """
 
-import errno
-import fcntl
-import hashlib
 import io
 import json
 import os
@@ -17,7 +14,6 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from arriero.data.order.shuffle import heldout_tokens_of, move_heldout_last
-from arriero.data.store.shards import write_durably
 from arriero.data.store.store import TokenStore
 from arriero.data.workers import ProgressCallback, worker_pool
 from arriero.errors import UserError
+from arriero.files import locked, publish_file, sha256_of_json
 
 PLANS = "plans"
 PLAN_VERSION = 1
@@ -89,7 +85,7 @@ class PackingRequest(NamedTuple):
             "seq_len": self.seq_len,
             "prompt": self.prompt,
         }
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32] + ".plan"
+        return sha256_of_json(identity)[:32] + ".plan"
 
     def command(self) -> str:
         """What plans it ahead."""
@@ -143,36 +139,17 @@ def make_plan(folder: Path, request: PackingRequest, workers: int, progress: Pro
     """A plan in `folder`, made by so many processes. One that was interrupted is resumed."""
     path = folder / request.name
     work = folder / f".{request.name}.work"
-    try:
-        with _locked(work):
+    todo = "make room, or set data.cache (or --cache) to a directory you may write"
+    # another process that makes the same plan waits and finds it made
+    with locked(folder / f".{request.name}.lock", path, unwritable=todo, wait_s=None):
+        try:
             if find_plan(folder, request) is None:
+                work.mkdir(exist_ok=True)
                 _build(path, work, request, workers, progress)
-    except OSError as error:
-        raise UserError(
-            f"the packing plan cannot be kept in {folder} ({error.strerror})",
-            "make room, or set data.cache (or --cache) to a directory you may write",
-        ) from None
-    shutil.rmtree(work, ignore_errors=True)
-    return PackingPlan(path)
-
-
-@contextmanager
-def _locked(work: Path) -> Iterator[None]:
-    """One process at a time; another that makes the same plan waits and finds it made."""
-    while True:
-        work.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = (work / "lock").open("wb")
-            break
-        except FileNotFoundError:
-            continue  # another process has finished and removed the folder
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                raise
-        yield
+            raise UserError(f"the packing plan cannot be kept in {folder} ({error.strerror})", todo) from None
+        shutil.rmtree(work, ignore_errors=True)
+    return PackingPlan(path)
 
 
 def _build(path: Path, work: Path, request: PackingRequest, workers: int, progress: ProgressCallback) -> None:
@@ -280,7 +257,7 @@ def _pack_part(request: PackingRequest, work: Path, first: int) -> None:
         os.fsync(out.fileno())
     rows = io.BytesIO()
     np.save(rows, np.concatenate(([tokens], *per_row)))
-    write_durably(work / f"{first}.npy", rows.getvalue())
+    publish_file(work / f"{first}.npy", rows.getvalue())
 
 
 def _write_rows(work: Path, parts: Sequence[int], total: int, counted: dict[str, int]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
+from arriero.files import sha256_of
 
 ROUNDS = 8
 
@@ -270,9 +271,7 @@ class _Moved(TokenStore):
         begins = np.concatenate((rest[kept > 0], starts))
         self._begins = begins
         self._stops = np.cumsum(np.concatenate((kept[kept > 0], lengths)))
-        self.fingerprint = hashlib.sha256(
-            store.fingerprint.encode() + last.astype("<i8").tobytes()
-        ).hexdigest()
+        self.fingerprint = sha256_of(store.fingerprint.encode() + last.astype("<i8").tobytes())
 
     def pieces(self, start: int, n: int) -> list[tuple[int, int, int]]:
         pieces = []

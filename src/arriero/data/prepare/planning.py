@@ -3,7 +3,6 @@
 `DIR/.prepare/plan.json` is written before any shard; `DIR/.prepare/NNNNN.json` says that a shard is finished.
 """
 
-import hashlib
 import heapq
 import json
 import random
@@ -14,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from arriero.data.store.shards import write_durably
 from arriero.data.text.readers import MAX_BAD, NO_FILE, BadLimit, BadRecords, check_utf8, read_text_range
 from arriero.data.text.sources import (
     ALL_FILES,
@@ -38,6 +36,7 @@ from arriero.data.tokens.tokenizer import (
     usual_end,
 )
 from arriero.errors import UserError
+from arriero.files import publish_file, sha256_of, sha256_of_json
 
 PIECES_PER_SHARD = 8
 LARGEST_PIECE = 64_000_000
@@ -268,12 +267,12 @@ def identity_of(request: PrepareRequest) -> str:
     """A hash of the inputs and of all settings that decide the bytes of the dataset."""
     settings = _settings(request, *_tokenizer_of(request))
     about = [inputs_digest(request.text.find()), settings]
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    return sha256_of_json(about)
 
 
 def inputs_digest(inputs: Sequence[Input]) -> str:
     """Of all but the number of the source, which earlier manifests do not have."""
-    return hashlib.sha256(json.dumps([each[:5] for each in inputs]).encode()).hexdigest()
+    return sha256_of_json([each[:5] for each in inputs])
 
 
 def draft(request: PrepareRequest) -> Preparation:
@@ -312,8 +311,8 @@ def _begin(request: PrepareRequest, preparation: Preparation) -> Preparation:
     plan = {name: getattr(preparation, name) for name in _PLANNED}
     try:
         preparation.work.mkdir(parents=True, exist_ok=True)
-        write_durably(preparation.work / TOKENIZER, definition.encode())
-        write_durably(preparation.work / PLAN, json.dumps(plan).encode())
+        publish_file(preparation.work / TOKENIZER, definition.encode())
+        publish_file(preparation.work / PLAN, json.dumps(plan).encode())
     except OSError as error:
         raise UserError(
             f"cannot write into {request.directory} ({error.strerror})", "prepare into another directory"
@@ -332,7 +331,7 @@ def _tokenizer_of(request: PrepareRequest) -> tuple[str, Separators]:
 
 def _settings(request: PrepareRequest, definition: str, separators: Separators) -> dict[str, Any]:
     return {
-        "tokenizer": hashlib.sha256(definition.encode()).hexdigest(),
+        "tokenizer": sha256_of(definition.encode()),
         "column": request.column_setting,
         "bos": separators.bos and separators.bos.token,
         "eos": separators.eos and separators.eos.token,

@@ -1,22 +1,20 @@
 """Text to a prepared dataset: shards made by one or many processes, the manifest last."""
 
-import errno
-import fcntl
 import json
 import mmap
-import os
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from arriero import files
 from arriero.data.prepare.planning import (
     PLAN,
     TOKENIZER,
@@ -35,9 +33,6 @@ from arriero.data.store.shards import (
     Shard,
     ShardWriter,
     dtype_for,
-    room_for,
-    sync_directory,
-    write_durably,
 )
 from arriero.data.store.store import TokenStore
 from arriero.data.text.readers import EXAMPLES, BadLimit, BadRecords, read_text_range
@@ -46,6 +41,7 @@ from arriero.data.tokens.encoders import REFERENCE, Backend, IdsDiffer, SpotChec
 from arriero.data.tokens.tokenizer import Encoded
 from arriero.data.workers import CONTEXT, worker_pool
 from arriero.errors import UserError
+from arriero.files import publish_file, space_for, sync
 
 GATHERED_TOKENS = 2**20
 MAKING = ".making"
@@ -83,7 +79,7 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
             (work / f"{name}{suffix}").replace(preparation.directory / f"{name}{suffix}")
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    sync_directory(preparation.directory)
+    sync(preparation.directory)
     record: dict[str, Any] = {
         "shard": shard._replace(text_bytes=gathering.text_bytes)._asdict(),
         "backend": used,
@@ -95,7 +91,7 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
             for number, each in gathering.sources.items()
         },
     }
-    write_durably(preparation.record_path(number), json.dumps(record).encode())
+    publish_file(preparation.record_path(number), json.dumps(record).encode())
 
 
 class _Gathering:
@@ -186,7 +182,6 @@ def _gather(
 
 INPUTS = "inputs.jsonl"
 POLL_S = 0.2
-NO_LOCKS_HERE = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # some parallel file systems are mounted so
 
 
 class Part(NamedTuple):
@@ -213,7 +208,7 @@ def prepare(request: PrepareRequest, workers: int, watcher: PrepareWatcher, wait
     if (request.directory / MANIFEST).is_file() and not (request.directory / WORK).exists():
         _check_same_request(request)
         return TokenStore.open(request.directory)
-    with room_for(request.directory, _least_bytes(drafted)), alone(request.directory, wait) as locked:
+    with space_for(request.directory, _least_bytes(drafted)), alone(request.directory, wait) as locked:
         if not (request.directory / MANIFEST).is_file():
             preparation = begin_or_resume(request, drafted)
             if locked:
@@ -262,7 +257,7 @@ def make_shards(
 ) -> None:
     watcher.planned(preparation, numbers, workers)
     workers = min(workers, len(numbers))
-    with room_for(preparation.directory):
+    with space_for(preparation.directory):
         if workers > 1:
             _make_in_processes(preparation, numbers, workers, watcher)
             return
@@ -328,12 +323,12 @@ def _finish(request: PrepareRequest, preparation: Preparation) -> None:
     for each in counts:
         example = next(iter(each["skipped_examples"]), "")
         limit.refuse(each["source"], each["documents"], each["skipped"] - each["dangling_links"], example)
-    write_durably(directory / TOKENIZER, preparation.definition.encode())
+    publish_file(directory / TOKENIZER, preparation.definition.encode())
     lines = [
         json.dumps({"path": each.path, "bytes": each.size, "mtime_ns": each.mtime_ns})
         for each in preparation.inputs
     ]
-    write_durably(directory / INPUTS, "".join(f"{line}\n" for line in lines).encode())
+    publish_file(directory / INPUTS, "".join(f"{line}\n" for line in lines).encode())
     write_manifest(
         directory,
         [Shard(**record["shard"]) for record in records],
@@ -429,51 +424,16 @@ def _check_same_request(request: PrepareRequest) -> None:
     check_same_inputs(request, about["inputs"]["sha256"])
 
 
-@contextmanager
-def alone(directory: Path, wait: bool = False, shared: bool = False) -> Iterator[bool]:
-    """Hold the lock of a prepare into `directory`; gives whether the file system knows locks.
+def alone(directory: Path, wait: bool = False, shared: bool = False) -> AbstractContextManager[bool]:
+    """Hold the lock of a prepare into `directory`; gives whether the file system supports locks.
 
     The lock is a file beside the directory, which need not exist yet. The parts of a Slurm array share it.
     """
-    path = directory.absolute().with_name(f".{directory.absolute().name}.prepare-lock")
-    missing = [folder for folder in path.parents if not folder.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _locked(path, directory, wait, shared)
-    except OSError as error:
-        raise UserError(
-            f"cannot write into {directory} ({error.strerror})", "prepare into another directory"
-        ) from None
-    try:
-        yield descriptor is not None
-    finally:
-        with suppress(OSError):
-            if not shared:
-                path.unlink()
-            for folder in missing:
-                folder.rmdir()
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _locked(path: Path, directory: Path, wait: bool, shared: bool) -> int | None:
-    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, how if wait else how | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno in NO_LOCKS_HERE:
-                return None
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
-            raise UserError(
-                f"another prepare is working in {directory}", "wait for it, or prepare into another directory"
-            ) from None
-        try:
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
-        except FileNotFoundError:
-            pass
-        os.close(descriptor)  # its last holder has removed it meanwhile
+    return files.locked(
+        directory.absolute().with_name(f".{directory.absolute().name}.prepare-lock"),
+        directory,
+        busy="wait for it, or prepare into another directory",
+        unwritable="prepare into another directory",
+        wait_s=None if wait else 0.0,
+        shared=shared,
+    )

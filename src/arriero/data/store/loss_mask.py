@@ -5,7 +5,6 @@ tokens of its prompt; or `NAME.mask`, one bit per token (the first token in the 
 is learnt. The manifest says which; their checksums are part of the dataset's fingerprint.
 """
 
-import hashlib
 import json
 import mmap
 from collections.abc import Sequence
@@ -15,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from arriero.data.store.manifest import CHECKSUMS, MANIFEST, manifest_text
-from arriero.data.store.shards import write_durably
 from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
+from arriero.files import publish_file, sha256_of, sha256_of_file
 
 PROMPT_LENGTHS, MASK = "plen", "mask"
 
@@ -34,7 +33,7 @@ def attach_prompt_lengths(directory: Path, lengths: Sequence[Sequence[int]]) -> 
                 f"and {len(values)} prompt lengths were given",
                 "give one length of 0 or more per document",
             )
-        write_durably(store.shard_path(shard, f".{PROMPT_LENGTHS}"), values.tobytes())
+        publish_file(store.shard_path(shard, f".{PROMPT_LENGTHS}"), values.tobytes())
     return _register(store, PROMPT_LENGTHS)
 
 
@@ -51,7 +50,7 @@ def attach_loss_masks(directory: Path, learnt: Sequence[Sequence[bool]]) -> Toke
                 "give one truth value per token",
             )
         packed = np.packbits(values, bitorder="little").tobytes()
-        write_durably(store.shard_path(shard, f".{MASK}"), packed)
+        publish_file(store.shard_path(shard, f".{MASK}"), packed)
     return _register(store, MASK)
 
 
@@ -67,13 +66,13 @@ def _register(store: TokenStore, kind: str) -> TokenStore:
     sums = [line for line in sums if not line.rstrip().endswith((f".{PROMPT_LENGTHS}", f".{MASK}"))]
     for shard in range(store.shards):
         path = store.shard_path(shard, f".{kind}")
-        sums.append(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n")
+        sums.append(f"{sha256_of_file(path)}  {path.name}\n")
     checksums = "".join(sums).encode()
     manifest = json.loads((store.directory / MANIFEST).read_bytes())
-    manifest["checksums"]["sha256"] = hashlib.sha256(checksums).hexdigest()
+    manifest["checksums"]["sha256"] = sha256_of(checksums)
     shards = manifest.pop("shards")
-    write_durably(store.directory / CHECKSUMS, checksums)
-    write_durably(store.directory / MANIFEST, manifest_text({**manifest, "labels": kind, "shards": shards}))
+    publish_file(store.directory / CHECKSUMS, checksums)
+    publish_file(store.directory / MANIFEST, manifest_text({**manifest, "labels": kind, "shards": shards}))
     return TokenStore.open(store.directory)
 
 

@@ -15,7 +15,8 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
-from arriero.data.store.shards import DTYPES, Shard, write_durably
+from arriero.data.store.shards import DTYPES, Shard
+from arriero.files import publish_file, sha256_of, sha256_of_file
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.sha256"
@@ -191,12 +192,12 @@ def write_manifest(
     about: dict[str, Any],
 ) -> None:
     """Call last: a directory without a manifest is not a dataset. `tokenizer` names a file in `directory`."""
-    tokenizer_sha256 = hashlib.sha256((directory / tokenizer).read_bytes()).hexdigest()
+    tokenizer_sha256 = sha256_of_file(directory / tokenizer)
     sums = [(tokenizer_sha256, tokenizer)]
     for shard in shards:
         sums += [(shard.bin_sha256, f"{shard.name}.bin"), (shard.idx_sha256, f"{shard.name}.idx")]
     checksums = "".join(f"{digest}  {name}\n" for digest, name in sums).encode()
-    write_durably(directory / CHECKSUMS, checksums)
+    publish_file(directory / CHECKSUMS, checksums)
     manifest = {
         "version": VERSION,
         "about": about,
@@ -204,7 +205,7 @@ def write_manifest(
         "vocab_size": vocab_size,
         "eos_id": eos_id,
         "dtype": dtype,
-        "checksums": {"file": CHECKSUMS, "sha256": hashlib.sha256(checksums).hexdigest()},
+        "checksums": {"file": CHECKSUMS, "sha256": sha256_of(checksums)},
         "shards": {
             "name": [shard.name for shard in shards],
             "tokens": [shard.tokens for shard in shards],
@@ -212,7 +213,7 @@ def write_manifest(
             "text_bytes": [shard.text_bytes for shard in shards],
         },
     }
-    write_durably(directory / MANIFEST, manifest_text(manifest))
+    publish_file(directory / MANIFEST, manifest_text(manifest))
 
 
 def manifest_text(manifest: dict[str, Any]) -> bytes:

@@ -1,13 +1,9 @@
 """Writing one shard: little-endian tokens in `.bin`, the documents in a Megatron v1 `.idx`."""
 
-import errno
 import hashlib
 import os
-import shutil
 import struct
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from arriero.errors import UserError
-from arriero.units import human_bytes
+from arriero.files import publish_file, sha256_of, sync
 
 IDX_MAGIC = b"MMIDIDX\x00\x00"
 IDX_VERSION = 1
@@ -88,9 +84,9 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         index = index_bytes(np.array(self._lengths, dtype="<i4"), self._layout)
-        write_durably(self._idx, index)
+        publish_file(self._idx, index)
         self._tmp.replace(self._bin)
-        sync_directory(self._bin.parent)
+        sync(self._bin.parent)
         return Shard(
             name=self.name,
             tokens=self.tokens,
@@ -123,50 +119,6 @@ def index_bytes(lengths: np.ndarray, layout: Layout) -> bytes:
     header = IDX_HEADER.pack(IDX_MAGIC, IDX_VERSION, layout.code, n, n + 1)
     table = np.arange(n + 1, dtype="<i8")
     return header + lengths.astype("<i4").tobytes() + pointers.tobytes() + table.tobytes()
-
-
-def sha256_of(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-@contextmanager
-def room_for(target: Path, at_least: int = 0) -> Iterator[None]:
-    """Refuse a disk without `at_least` free bytes; report a disk or quota that is full before the end."""
-    there = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
-    total, _, free = shutil.disk_usage(there)
-    # a total of 0 is no disk: writing will tell
-    if total and free < at_least:
-        raise UserError(
-            f"{target} needs at least {human_bytes(at_least)}, and {there} has {human_bytes(free)} free",
-            "make room, or choose another place",
-        )
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(
-            f"there is no room left for {target} ({error})", "make room, then repeat the command"
-        ) from None
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """The file appears whole or not at all, also after a power cut."""
-    tmp = path.with_name(path.name + ".tmp")
-    with tmp.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    tmp.replace(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 LONGEST_DOCUMENT = 2**31 - 1

@@ -6,7 +6,6 @@ beside it in `checksums.sha256` (readable by `sha256sum -c`), and the manifest h
 
 import bisect
 import errno
-import hashlib
 import itertools
 import json
 import mmap
@@ -34,6 +33,7 @@ from arriero.data.store.manifest import (
 )
 from arriero.data.store.shards import DTYPES, IDX_HEADER, IDX_MAGIC, IDX_VERSION
 from arriero.errors import UserError, first_problem
+from arriero.files import sha256_of_file
 
 MOST_FILES = 2**14
 INDEX_BYTES = 2**28
@@ -186,7 +186,7 @@ class TokenStore:
         """Raise UserError unless the tokenizer file is the one the dataset was made with."""
         path = self.tokenizer_path
         try:
-            found = hashlib.sha256(path.read_bytes()).hexdigest()
+            found = sha256_of_file(path)
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror})", _REMAKE) from None
         if found != self.tokenizer_sha256:

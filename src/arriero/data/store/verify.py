@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from arriero.data.store.manifest import MANIFEST
-from arriero.data.store.shards import DTYPES, index_problems, read_index, sha256_of
+from arriero.data.store.shards import DTYPES, index_problems, read_index
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import tokenizer_of
 from arriero.errors import UserError
+from arriero.files import sha256_of, sha256_of_file
 
 CHUNK_BYTES = 2**22
 
@@ -287,9 +288,8 @@ def _companion_problems(store: TokenStore, sums: dict[str, str]) -> Iterator[Pro
         if name == store.tokenizer_path.name or Path(name).suffix in (".bin", ".idx"):
             continue
         try:
-            with (store.directory / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                    yield Problem(name, _sum_words(expected))
+            if sha256_of_file(store.directory / name) != expected:
+                yield Problem(name, _sum_words(expected))
         except OSError as error:
             yield Problem(name, error.strerror or "cannot be read")
 

@@ -1,7 +1,6 @@
 """Text to token ids and back, for a `tokenizer.json` or a Llama `tokenizer.model`."""
 
 import errno
-import hashlib
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,10 +12,10 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from arriero.data.store.shards import room_for, write_durably
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.llama_tokenizers import from_model_file
 from arriero.errors import UserError
+from arriero.files import publish_file, sha256_of, space_for
 
 END = "<|end|>"
 # `<|end|>` comes last: some families end a turn, not a text, with it
@@ -62,7 +61,7 @@ def load_tokenizer(path: Path, eos: str | None = None) -> Tokenizer:
     inner = parsed(definition)
     for name in (eos,) if eos else KNOWN_ENDS:
         if (found := inner.token_to_id(name)) is not None:
-            return Tokenizer(inner, Path(path), name, found, hashlib.sha256(definition.encode()).hexdigest())
+            return Tokenizer(inner, Path(path), name, found, sha256_of(definition.encode()))
     tried = ", ".join((eos,) if eos else KNOWN_ENDS)
     raise UserError(f"{path} has no end-of-document token {tried}", "name the token that ends a document")
 
@@ -363,8 +362,8 @@ def train_tokenizer(
     inner.train_from_iterator(seen(), trainer)
     if not some:
         raise UserError("there is no text to learn a tokenizer from", "check the sources and --column")
-    with room_for(path):
-        write_durably(path, inner.to_str(pretty=True).encode())
+    with space_for(path):
+        publish_file(path, inner.to_str(pretty=True).encode())
     return load_tokenizer(path, end)
 
 
