@@ -12,15 +12,14 @@ from arriero.checkpoint.manager import Report
 from arriero.config.schema import RunConfig
 from arriero.data.order.loader import IGNORED
 from arriero.data.workers import no_progress
-from arriero.interrupt import interruptible
-from arriero.model.spec import flops_per_token
+from arriero.model.spec import ModelSpec, flops_per_token
 from arriero.parallel.world import World
 from arriero.train.arrange import arrange
 from arriero.train.build import build
 from arriero.train.console import ConsoleProgress
 from arriero.train.hooks import Hook
-from arriero.train.loop import train
 from arriero.train.metrics import StepMetrics
+from arriero.train.run import run
 from arriero.train.session import Session
 from arriero.units import Span
 from benchmarks.costs.result import Cost, Row
@@ -44,13 +43,6 @@ class StepEnds(Hook):
     def seconds(self) -> list[float]:
         """Return the mean seconds per step between two marks; steps before the first mark are warm-up."""
         return [(b - a) / self._every for a, b in pairwise(self._marks)]
-
-
-def trained(config: RunConfig, *hooks: Hook) -> Session:
-    with interruptible():
-        session = build(arrange(config, World()), no_progress, hooks)
-        train(session)
-    return session
 
 
 @contextmanager
@@ -103,7 +95,7 @@ def _trained_blocks(place: Place, log_every: int) -> list[float]:
     ends = StepEnds(BLOCK)
     config = place.run(BLOCK * (place.sizes.blocks + 1), place.sizes.least | {"observe.log_every": log_every})
     with (place.folder / "console.txt").open("w", encoding="utf-8") as printed:
-        trained(config, ConsoleProgress(Console(file=printed)), ends)
+        run(config, [ConsoleProgress(Console(file=printed)), ends])
     return ends.seconds()
 
 
@@ -173,7 +165,7 @@ def _saved(place: Place, what: str, sets: Sets, background: bool) -> Row:
     config = place.run(2 * place.sizes.saves, sets)
     changes = {"every": Span(2, "steps"), "keep": 1, "background": background}
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=changes)})
-    trained(config, seen)
+    run(config, [seen])
     first, *later = seen.waits_ms
     values = {
         "MB on disk": seen.reports[-1].size / 1e6,
@@ -207,9 +199,11 @@ def _grown(place: Place, cases: Sequence[tuple[str, Sets]]) -> Iterator[Row]:
             sets = place.sizes.grown | {"data.seq_len": place.sizes.seq_len} | changed
             tokens = int(sets["data.seq_len"])
             ends = StepEnds()
-            session = trained(place.run(place.sizes.steps + 2, sets | {"train.batch": f"{tokens} tok"}), ends)
+            config = place.run(place.sizes.steps + 2, sets | {"train.batch": f"{tokens} tok"})
+            run(config, [ends])
+            spec = ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
             taken[what] += [1e3 * second for second in ends.seconds()[1:]]
-            flops[what] = tokens * flops_per_token(session.spec, tokens)
+            flops[what] = tokens * flops_per_token(spec, tokens)
     first = cases[0][0]
     for what, steps in taken.items():
         values = {

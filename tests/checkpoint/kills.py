@@ -22,6 +22,8 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from rich.console import Console
+
 from arriero.checkpoint.directory import CHECKPOINTS
 from arriero.config.load import load_run
 from arriero.data.order.ledger import Audit, read_ledger
@@ -29,8 +31,8 @@ from arriero.data.order.streams import build_streams
 from arriero.data.workers import no_progress
 from arriero.interrupt import Interrupted
 from arriero.model.presets import expand
-from arriero.parallel.spawn import run_ranks
-from arriero.train.commands import train_as_rank
+from arriero.train.console import ConsoleProgress
+from arriero.train.run import run
 from checkpoint.running import BASE
 
 STEPS = 30
@@ -76,10 +78,7 @@ class Range:
         os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log
         try:
-            if ranks == 1:
-                train_as_rank(config)
-            else:
-                run_ranks(lambda: train_as_rank(config), ranks)
+            run(config, [ConsoleProgress(Console(file=log))], nproc=None if ranks == 1 else ranks)
             code = 0
         except Interrupted as stop:
             code = 128 + stop.number

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ from arriero.parallel.world import World, joined, world_from
 from arriero.train import lock
 from arriero.train.arrange import arrange
 from arriero.train.build import build
-from arriero.train.commands import _train_as_rank, train_as_rank
 from arriero.train.hooks import Hook
 from arriero.train.loop import train
+from arriero.train.run import run
 
 SOURCE = Path(__file__).parents[2] / "src"
 BASE = [
@@ -224,13 +225,23 @@ def test_all_ranks_are_refused_when_the_first_finds_the_directory_in_use(config,
         lock.held(tmp_path / "run"),
         pytest.raises(UserError, match=f"in use by process {os.getpid()} on"),
     ):
-        run_ranks(lambda: train_as_rank(config), 2, leader_prints=False)
+        run_ranks(lambda: run(config), 2, leader_prints=False)
 
 
-def test_a_refused_first_rank_does_not_wait_for_ranks_that_find_the_run_finished(config):
+def test_a_rejected_rank_0_does_not_wait_for_ranks_that_find_the_run_finished(config, monkeypatch):
     exports = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"export": True})})
-    train(build(arrange(exports, World()), lambda *_: None))
-    alone = World(0, 2, 0, 2, "no rank may meet here")
+    run(exports)
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ARRIERO_RENDEZVOUS": "nowhere"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+
+    @contextmanager
+    def in_use(_):
+        raise UserError("in use", "wait")
+        yield
+
+    monkeypatch.setattr("arriero.train.run.held", in_use)
     with pytest.raises(UserError, match="in use"):
-        _train_as_rank(exports, alone, UserError("in use", "wait"))
-    _train_as_rank(exports, World(1, 2, 1, 2, alone.meeting), None)
+        run(exports)
+    monkeypatch.setenv("RANK", "1")
+    assert not run(exports).trained

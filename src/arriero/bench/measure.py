@@ -18,15 +18,10 @@ from arriero.bench.machine import describe_code, describe_machine
 from arriero.bench.result import Breakdown, Code, Losses, Machine
 from arriero.bench.trace import broken_down
 from arriero.config.schema import RunConfig
-from arriero.data.workers import no_progress
-from arriero.interrupt import interruptible
-from arriero.parallel.world import joined, world_from
-from arriero.train.arrange import arrange
-from arriero.train.build import build
 from arriero.train.device import Device, uuid_of
 from arriero.train.hooks import Hook
-from arriero.train.loop import train
 from arriero.train.metrics import StepMetrics
+from arriero.train.run import run
 from arriero.train.session import Session
 
 # its first steps are slower: the profiler itself begins
@@ -71,43 +66,50 @@ class Measured:
 
 
 def measure(config: RunConfig, plan: Plan) -> Measured | None:
-    """One process of the run, alone or among others; what was measured, on the first."""
-    world = world_from()
-    clock, profiler = Clock(plan), ProfiledSteps(plan)
-    with interruptible():
-        arrangement = arrange(config, world)
-        with joined(world, arrangement.device.torch_device):
-            session = build(arrangement, no_progress, [clock, *([profiler] if plan.profiled else [])])
-            train(session)
-            allocated, reserved = _fullest(session)
-    if not world.leads:
+    """Train as one rank and return what was measured on rank 0, None on others."""
+    clock, profiler, facts = Clock(plan), ProfiledSteps(plan), Facts()
+    run(config, [clock, facts, *([profiler] if plan.profiled else [])])
+    if facts.session is None:
         return None
+    session = facts.session
+    world = session.mesh.world
     return Measured(
         device=describe_machine(session.device, world.size, clock.sm_mhz),
         code=describe_code(),
         compute=str(session.compute).removeprefix("torch."),
-        compiled=arrangement.resolved.compiled,
+        compiled=session.resolved.compiled,
         layout=str(session.mesh.layout),
         ranks=world.size,
-        micro_batch=arrangement.resolved.micro_batch,
+        micro_batch=session.resolved.micro_batch,
         step_ms=clock.step_ms(),
         real_tokens=clock.real_tokens(),
         flops_per_token=clock.flops_per_token(),
         start_up_s=clock.start_up_s,
         losses=clock.losses(),
         joules=clock.joules,
-        allocated=allocated,
-        reserved=reserved,
+        allocated=facts.allocated,
+        reserved=facts.reserved,
         breakdown=profiler.breakdown,
     )
 
 
-def _fullest(session: Session) -> tuple[int, int | None]:
-    device, largest = session.device, session.mesh.largest
-    allocated = int(largest(device.peak_memory()))
-    if not device.is_gpu:
-        return allocated, None
-    return allocated, int(largest(torch.cuda.max_memory_reserved(device.torch_device)))
+class Facts(Hook):
+    """Collect what is known at the end of a run: the session, and the peak memory over all ranks."""
+
+    on_all_ranks = True
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.allocated = 0
+        self.reserved: int | None = None
+
+    def on_end(self, session: Session, outcome: object) -> None:
+        device, largest = session.device, session.mesh.largest
+        self.allocated = int(largest(device.peak_memory()))
+        if device.is_gpu:
+            self.reserved = int(largest(torch.cuda.max_memory_reserved(device.torch_device)))
+        if session.mesh.world.leads:
+            self.session = session
 
 
 class Clock(Hook):

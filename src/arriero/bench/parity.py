@@ -1,5 +1,6 @@
 """Any layout, the same loss: train the same steps in each and compare with one process."""
 
+import os
 import shutil
 import tempfile
 import time
@@ -18,18 +19,11 @@ from arriero.bench.cases import BASE, Case
 from arriero.checkpoint.formats.hf import load_hf
 from arriero.config.load import load_run
 from arriero.config.toml import toml_value
-from arriero.data.workers import no_progress
 from arriero.errors import UserError
-from arriero.interrupt import interruptible
 from arriero.model.presets import expand
 from arriero.parallel.spawn import RankFailed, run_ranks
-from arriero.parallel.world import joined, world_from
-from arriero.train.arrange import arrange
-from arriero.train.build import build
 from arriero.train.device import choose_device
-from arriero.train.hooks import Hook
-from arriero.train.loop import train
-from arriero.train.metrics import StepMetrics
+from arriero.train.run import run
 
 # softmax does not see what is added to all keys alike: its gradient is rounding, which AdamW makes large
 UNSEEN = "attention.k.bias"
@@ -103,10 +97,10 @@ class Parity:
             written = [f"{key}={toml_value(value)}" for key, value in every.items()]
             config = load_run(None, written, expand).config
             start = time.monotonic()
-            losses, norms = run_ranks(lambda: _run(config), ranks, leader_prints=False)
+            result = run(config, nproc=ranks)
             seconds = time.monotonic() - start
             weights, _ = load_hf(Path(folder) / "run" / "model")
-            return Trace(losses, norms, weights, seconds)
+            return Trace([*result.losses.values()], [*result.grad_norms.values()], weights, seconds)
         finally:
             shutil.rmtree(folder)
 
@@ -124,33 +118,18 @@ def refuse_absent(device: str) -> None:
 
 @contextmanager
 def _without_threads() -> Iterator[None]:
-    """A process that has used torch's threads cannot fork others that do."""
-    threads = torch.get_num_threads()
+    """Use one thread here and in forked ranks: a process that has used torch's threads cannot fork others."""
+    threads, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-class _Recorder(Hook):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-
-    def on_metrics(self, session: Any, metrics: StepMetrics) -> None:
-        self.losses.append(metrics.loss)
-        self.norms.append(metrics.grad_norm)
-
-
-def _run(config: Any) -> tuple[list[float], list[float]]:
-    torch.set_num_threads(1)
-    recorder, world = _Recorder(), world_from()
-    with interruptible():
-        plan = arrange(config, world)
-        with joined(world, plan.device.torch_device):
-            train(build(plan, no_progress, [recorder]))
-    return recorder.losses, recorder.norms
+        if variable is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = variable
 
 
 def _apart(a: float, b: float) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from arriero.checkpoint.directory import saved_in
 from arriero.checkpoint.formats.dcp import open_dcp, write_dcp
@@ -15,8 +15,10 @@ from arriero.checkpoint.formats.meta import open_meta, write_meta
 from arriero.checkpoint.formats.single import NAME as TORCH_NAME
 from arriero.checkpoint.formats.single import open_torch, write_torch
 from arriero.checkpoint.formats.source import AS_IT_IS, Advance, Source, Writing, silent
+from arriero.data.text.hub import local_model
 from arriero.errors import UserError
 from arriero.files import check_free_space, staged_directory
+from arriero.model.family import build_model
 
 Format = Literal["hf", "meta", "dcp", "torch"]
 Write = Callable[[Source, Path, Writing, Advance], None]
@@ -52,6 +54,28 @@ def open_source(path: Path) -> Source:
         names = " or ".join(map(str, inside))
         raise UserError(f"{path} is a run, not a model", f"give {names}")
     raise UserError(f"{path} holds no model that is known here: looked for {_LOOKED_FOR}", "check the path")
+
+
+def load_model(path: str | Path, device: str | torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+    """Load a model of any format, one tensor at a time, as a module whose call returns logits."""
+    source = open_source(_model_directory(local_model(str(path))))
+    dtype = dtype or max((tensor.dtype for tensor in source.tensors.values()), key=lambda each: each.itemsize)
+    with torch.device("meta"):
+        model = build_model(source.spec).to(dtype)
+    model.to_empty(device=device)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in source.tensors:
+            parameters[name].copy_(source.load(name))
+    return model.eval()
+
+
+def _model_directory(path: Path) -> Path:
+    """Return the newest valid checkpoint of a run, or its exported model; other paths as they are."""
+    if not (path / "run.toml").is_file() or (path / ".metadata").is_file():
+        return path
+    usable = [saved.directory for saved in saved_in(path) if saved.problem is None]
+    return usable[-1] if usable else path / "model"
 
 
 def convert(

@@ -46,8 +46,9 @@ from arriero.train.cadence import Cadence
 from arriero.train.device import make_deterministic
 from arriero.train.evaluate import Evaluator
 from arriero.train.finish import check_export
-from arriero.train.hooks import EventsFile, Hook, Hooks, LedgerFile, MetricsFile, TensorBoard
+from arriero.train.hooks import Hook, Hooks
 from arriero.train.loss import chunked_loss
+from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoard
 from arriero.train.optim import Optimizer, named_parameters
 from arriero.train.passes import Passes
 from arriero.train.resume import Beginning, Restorer
@@ -94,6 +95,7 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
     ledger = LedgerFile(run_directory(config), beginning.checkpoint)
     return Session(
         config=config,
+        resolved=plan.resolved,
         spec=plan.resolved.spec,
         device=device,
         compute=plan.dtype,
@@ -340,7 +342,7 @@ def _room(plan: Arrangement, mesh: Mesh, checkpoints: Checkpoints) -> list[Decis
 def _hooks(plan: Arrangement, ledger: LedgerFile, extra: Sequence[Hook]) -> Hooks:
     """All ranks keep the ledger, as each knows only what it read; the rest is written once."""
     if not plan.world.leads:
-        return Hooks([ledger])
+        return Hooks([ledger, *(hook for hook in extra if hook.on_all_ranks)])
     run_dir = run_directory(plan.config)
     boards = [TensorBoard(run_dir)] if plan.config.observe.tensorboard else []
     return Hooks([MetricsFile(run_dir), ledger, EventsFile(run_dir), *boards, *extra])

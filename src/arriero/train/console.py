@@ -13,46 +13,27 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
-from arriero.checkpoint.manager import Report
 from arriero.interrupt import Interrupted
 from arriero.model.presets import expand
 from arriero.train.hooks import Hook
-from arriero.train.metrics import StepMetrics
 from arriero.units import human_count, human_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from arriero.config.schema import RunConfig
+    from arriero.checkpoint.manager import Report
     from arriero.data.order.streams import SourceForecast
+    from arriero.train.metrics import StepMetrics
     from arriero.train.outcome import Outcome
+    from arriero.train.run import RunResult
     from arriero.train.session import Session
 
 
-class PreparationBar:
-    """Draws the preparation of a built-in corpus, stage by stage; nothing if it is there already."""
-
-    def __init__(self, console: Console) -> None:
-        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._stages: dict[str, TaskID] = {}
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if not self._stages:
-            self._bar.console.print("preparing data, once")
-            self._bar.start()
-        if stage not in self._stages:
-            self._stages[stage] = self._bar.add_task(stage, total=total)
-        self._bar.update(self._stages[stage], completed=done)
-
-    def __enter__(self) -> "PreparationBar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-
 class ConsoleProgress(Hook):
-    """A progress bar on a terminal; elsewhere a line per tenth of the run, and at least one a minute."""
+    """Print decisions, progress and the result of a run.
+
+    Progress is a bar on a terminal; elsewhere one line per tenth of the run, and at least one per minute.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -61,6 +42,8 @@ class ConsoleProgress(Hook):
         self._tenth = 0
         self._printed = time.monotonic()
         self._saved = self._skipped = 0
+        self._preparation = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._stages: dict[str, TaskID] = {}
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("step {task.fields[step]}"),
@@ -70,7 +53,16 @@ class ConsoleProgress(Hook):
             disable=not console.is_terminal,
         )
 
+    def on_prepare(self, stage: str, done: int, total: int) -> None:
+        if not self._stages:
+            self._console.print("preparing the dataset (once)")
+            self._preparation.start()
+        if stage not in self._stages:
+            self._stages[stage] = self._preparation.add_task(stage, total=total)
+        self._preparation.update(self._stages[stage], completed=done)
+
     def on_start(self, session: "Session") -> None:
+        self._preparation.stop()
         self._start = time.monotonic() - session.outcome.seconds
         self._saved = session.outcome.steps
         self._skipped = session.optimizer.skipped
@@ -91,7 +83,7 @@ class ConsoleProgress(Hook):
         numbers = self._numbers(session, step)
         self._progress.update(self._task, completed=share, step=_of_all(session, step), numbers=numbers)
 
-    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
+    def on_metrics(self, session: "Session", metrics: "StepMetrics") -> None:
         self._metrics = metrics
         self._step_s.append(metrics.step_s)
         if (skipped := metrics.skipped - self._skipped) > 0:
@@ -111,7 +103,7 @@ class ConsoleProgress(Hook):
         text = f"held-out loss {loss:.3f}  perplexity {perplexity:.1f}"
         self._console.print(f"step {_of_all(session, step)}  {text}")
 
-    def on_save(self, session: "Session", report: Report) -> None:
+    def on_save(self, session: "Session", report: "Report") -> None:
         if report.error is not None:
             text = f"the checkpoint of step {report.step} is NOT saved: {report.error}"
             self._console.print(f"[bold red]{escape(text)}[/]", soft_wrap=True)
@@ -124,7 +116,10 @@ class ConsoleProgress(Hook):
             self._console.print(f"[bold red]{escape(text)}[/]", soft_wrap=True)
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
+        from arriero.train.finish import sample
+
         self._progress.stop()
+        show_outcome(self._console, session, outcome, sample(session, outcome.model))
 
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
         self._progress.stop()
@@ -220,11 +215,11 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
     console.print(_grid(rows))
 
 
-def show_ended(console: Console, config: "RunConfig", outcome: "Outcome") -> None:
-    run = f"{config.run.dir}/{config.run.name}"
-    loss = f", training loss {outcome.last_loss:.3f}" if outcome.last_loss is not None else ""
+def show_finished(console: Console, result: "RunResult") -> None:
+    """Report a run that had nothing left to train."""
+    loss = f", training loss {result.last_loss:.3f}" if result.last_loss is not None else ""
     console.print(
-        f"{run} is finished: step {outcome.steps}, {human_count(outcome.tokens)} tokens{loss}; "
+        f"{result.run_dir} is finished: step {result.steps}, {human_count(result.tokens)} tokens{loss}; "
         "raise train.horizon to train it further",
         markup=False,
         soft_wrap=True,

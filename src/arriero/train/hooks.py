@@ -1,44 +1,35 @@
-"""The one way optional behaviour attaches to a run, and the hooks that write files."""
+"""The interface by which optional behaviour observes a run."""
 
-import io
-import os
-import socket
-import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from tensorboard.compat.proto.event_pb2 import Event  # pyrefly: ignore[missing-module-attribute]
-from tensorboard.compat.proto.summary_pb2 import Summary  # pyrefly: ignore[missing-module-attribute]
-from tensorboard.summary.writer.record_writer import RecordWriter
-
-from arriero.checkpoint.manager import Report
-from arriero.data.order.ledger import LEDGER, Stretch, begin_ledger, ledger_bytes
-from arriero.events import EVENTS, EventLog, GrowingFile, LineFile, Tolerant
-from arriero.files import publish_file
-from arriero.interrupt import Interrupted
-from arriero.train.metrics import StepMetrics
-
 if TYPE_CHECKING:
+    from arriero.checkpoint.manager import Report
+    from arriero.train.metrics import StepMetrics
     from arriero.train.outcome import Outcome
     from arriero.train.session import Session
 
 
 class Hook:
-    """Override what you need. Hooks are called in the order they are listed; none knows of the others."""
+    """Base class of everything that observes a run: override the methods you need.
+
+    Hooks are called in the order of their list, on rank 0 only unless `on_all_ranks` is set.
+    """
+
+    on_all_ranks = False
+
+    def on_prepare(self, stage: str, done: int, total: int) -> None:
+        """Called while a built-in or raw dataset is prepared, before the session exists."""
 
     def on_start(self, session: "Session") -> None: ...
 
     def on_step(self, session: "Session", step: int, tokens: int) -> None: ...
 
-    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None: ...
+    def on_metrics(self, session: "Session", metrics: "StepMetrics") -> None: ...
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None: ...
 
-    def on_save(self, session: "Session", report: Report) -> None: ...
+    def on_save(self, session: "Session", report: "Report") -> None: ...
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None: ...
 
@@ -51,6 +42,10 @@ class Hooks(Hook):
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._hooks = hooks
 
+    def on_prepare(self, stage: str, done: int, total: int) -> None:
+        for hook in self._hooks:
+            hook.on_prepare(stage, done, total)
+
     def on_start(self, session: "Session") -> None:
         for hook in self._hooks:
             hook.on_start(session)
@@ -59,7 +54,7 @@ class Hooks(Hook):
         for hook in self._hooks:
             hook.on_step(session, step, tokens)
 
-    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
+    def on_metrics(self, session: "Session", metrics: "StepMetrics") -> None:
         for hook in self._hooks:
             hook.on_metrics(session, metrics)
 
@@ -67,7 +62,7 @@ class Hooks(Hook):
         for hook in self._hooks:
             hook.on_evaluation(session, step, tokens, loss)
 
-    def on_save(self, session: "Session", report: Report) -> None:
+    def on_save(self, session: "Session", report: "Report") -> None:
         for hook in self._hooks:
             hook.on_save(session, report)
 
@@ -84,150 +79,17 @@ class Hooks(Hook):
                 error.add_note(f"{type(hook).__name__} failed too: {second}")
 
 
-class MetricsFile(Hook):
-    def __init__(self, run_dir: Path) -> None:
-        self._file = LineFile(run_dir / "metrics.jsonl")
+class Recorder(Hook):
+    """Keep the losses and gradient norms of all logged steps in memory."""
 
-    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
-        self._file.line(metrics.line())
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.grad_norms: dict[int, float] = {}
+        self.eval_losses: dict[int, float] = {}
 
-    def on_end(self, session: "Session", outcome: "Outcome") -> None:
-        self._file.close()
-
-    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
-        self._file.close()
-
-
-class LedgerFile(Hook):
-    """What data the run has consumed. All ranks keep it together.
-
-    It is written at the start, when a checkpoint is in place, and at the end: it never claims samples that a
-    restart would read again, and a logged step costs nothing. `checkpoint` is what the run resumes from.
-    """
-
-    def __init__(self, run_dir: Path, checkpoint: Path | None = None) -> None:
-        self._checkpoint = checkpoint
-        self._tolerant = Tolerant(run_dir / LEDGER)
-        self._in_saves: deque[bytes] = deque()
-        self._unwritten = b""
-
-    def on_start(self, session: "Session") -> None:
-        if session.mesh.world.leads:
-            sequences = session.timeline.phases[0].sequences
-            self._begun = begin_ledger(session.run_dir, session.stream, sequences, self._checkpoint)
-        self._write(self._content(session))
-
-    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
-        self._write(self._unwritten)
-
-    def on_save(self, session: "Session", report: Report) -> None:
-        """Saves are reported in the order in which they were made."""
-        content = self._in_saves.popleft() if self._in_saves else b""
-        if report.error is None:
-            self._write(content)
-
-    def on_end(self, session: "Session", outcome: "Outcome") -> None:
-        self._write(self._content(session))
-
-    def write(self, session: "Session") -> bytes:
-        """What a checkpoint made now holds as its ledger, on rank 0. Called by all ranks."""
-        content = self._content(session)
-        self._in_saves.append(content)
-        return content
-
-    def _content(self, session: "Session") -> bytes:
-        stretch = _read_by_all(session)
-        if not session.mesh.world.leads:
-            return b""
-        return ledger_bytes(session.stream, self._begun.with_stretch(stretch))
-
-    def _write(self, content: bytes) -> None:
-        if content:
-            done = self._tolerant.attempt(
-                lambda: publish_file(self._tolerant.path, content), "and it is written when that is possible"
-            )
-            self._unwritten = b"" if done else content
-
-
-def _read_by_all(session: "Session") -> Stretch:
-    """Checksums and counts add up over ranks that read different sequences."""
-    own = session.loader.read()
-    wrapped = own.checksum - (1 << 64) if own.checksum >= 1 << 63 else own.checksum
-    sums = torch.tensor([wrapped, own.real_tokens, own.slots])
-    if not session.mesh.speaks_for_sequences:
-        sums.zero_()
-    checksum, real_tokens, slots = session.mesh.total(sums, "loss").tolist()
-    return Stretch(own.first, own.end, checksum % (1 << 64), real_tokens, slots)
-
-
-class EventsFile(Hook):
-    def __init__(self, run_dir: Path) -> None:
-        self._events = EventLog(run_dir / EVENTS)
-        self._skipped = 0
-
-    def on_start(self, session: "Session") -> None:
-        self._skipped = session.optimizer.skipped
-        self._events.write("start", **session.describe())
-        for remark in session.remarks:
-            self._events.write("remark", text=remark)
-
-    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
-        if metrics.skipped > self._skipped:
-            updates = metrics.skipped - self._skipped
-            self._events.write("skip", step=metrics.step, updates=updates, skipped=metrics.skipped)
-        self._skipped = metrics.skipped
+    def on_metrics(self, session: "Session", metrics: "StepMetrics") -> None:
+        self.losses[metrics.step] = metrics.loss
+        self.grad_norms[metrics.step] = metrics.grad_norm
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
-        self._events.write("evaluation", step=step, tokens=tokens, eval_loss=loss)
-
-    def on_save(self, session: "Session", report: Report) -> None:
-        fields = {name: value for name, value in asdict(report).items() if name != "error" or value}
-        self._events.write("save" if report.error is None else "save failed", **fields)
-
-    def on_end(self, session: "Session", outcome: "Outcome") -> None:
-        self._events.write("end", **outcome.describe())
-        self._events.close()
-
-    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
-        if isinstance(error, Interrupted):
-            self._events.write("signal", step=step, signal=error.name)
-        else:
-            self._events.write("fault", step=step, error=type(error).__name__, message=str(error))
-        self._events.close()
-
-
-class TensorBoard(Hook):
-    """Event files written by the main thread: torch's SummaryWriter cannot go on after a full disk."""
-
-    def __init__(self, run_dir: Path) -> None:
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = GrowingFile(run_dir / "tensorboard" / name)
-        self._begun = False
-
-    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
-        line = metrics.line()
-        step = line.pop("step")
-        line.pop("eval_loss", None)
-        self._add(step, {name: value for name, value in line.items() if value is not None})
-
-    def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
-        self._add(step, {"eval_loss": loss})
-
-    def on_end(self, session: "Session", outcome: "Outcome") -> None:
-        self._file.close()
-
-    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
-        self._file.close()
-
-    def _add(self, step: int, scalars: dict[str, float]) -> None:
-        if not self._begun:
-            self._append(Event(file_version="brain.Event:2"))
-            self._begun = True
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._append(Event(step=step, summary=Summary(value=values)))
-
-    def _append(self, event: Event) -> None:
-        event.wall_time = time.time()
-        record = io.BytesIO()
-        RecordWriter(record).write(event.SerializeToString())
-        self._file.append(record.getvalue())
+        self.eval_losses[step] = loss

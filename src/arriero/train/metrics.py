@@ -1,16 +1,34 @@
-"""What is measured at a logged step, and the stopwatch that measures it."""
+"""Metrics of a logged step, the stopwatch that measures them, and the hooks that write files of a run."""
 
+import io
 import math
+import os
+import socket
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from tensorboard.compat.proto.event_pb2 import Event  # pyrefly: ignore[missing-module-attribute]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyrefly: ignore[missing-module-attribute]
+from tensorboard.summary.writer.record_writer import RecordWriter
 
+from arriero.checkpoint.manager import Report
+from arriero.data.order.ledger import LEDGER, Stretch, begin_ledger, ledger_bytes
+from arriero.events import EVENTS, EventLog, GrowingFile, LineFile, Tolerant
+from arriero.files import publish_file
+from arriero.interrupt import Interrupted
 from arriero.parallel.mesh import Mesh
 from arriero.train.device import Device
+from arriero.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from arriero.train.outcome import Outcome
+    from arriero.train.session import Session
 
 
 @dataclass(frozen=True)
@@ -107,3 +125,152 @@ class Stopwatch:
         }
         self._reset()
         return lap, ranks[0, 3:].tolist()
+
+
+class MetricsFile(Hook):
+    def __init__(self, run_dir: Path) -> None:
+        self._file = LineFile(run_dir / "metrics.jsonl")
+
+    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
+        self._file.line(metrics.line())
+
+    def on_end(self, session: "Session", outcome: "Outcome") -> None:
+        self._file.close()
+
+    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
+        self._file.close()
+
+
+class LedgerFile(Hook):
+    """What data the run has consumed. All ranks keep it together.
+
+    It is written at the start, when a checkpoint is in place, and at the end: it never claims samples that a
+    restart would read again, and a logged step costs nothing. `checkpoint` is what the run resumes from.
+    """
+
+    def __init__(self, run_dir: Path, checkpoint: Path | None = None) -> None:
+        self._checkpoint = checkpoint
+        self._tolerant = Tolerant(run_dir / LEDGER)
+        self._in_saves: deque[bytes] = deque()
+        self._unwritten = b""
+
+    def on_start(self, session: "Session") -> None:
+        if session.mesh.world.leads:
+            sequences = session.timeline.phases[0].sequences
+            self._begun = begin_ledger(session.run_dir, session.stream, sequences, self._checkpoint)
+        self._write(self._content(session))
+
+    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
+        self._write(self._unwritten)
+
+    def on_save(self, session: "Session", report: Report) -> None:
+        """Saves are reported in the order in which they were made."""
+        content = self._in_saves.popleft() if self._in_saves else b""
+        if report.error is None:
+            self._write(content)
+
+    def on_end(self, session: "Session", outcome: "Outcome") -> None:
+        self._write(self._content(session))
+
+    def write(self, session: "Session") -> bytes:
+        """What a checkpoint made now holds as its ledger, on rank 0. Called by all ranks."""
+        content = self._content(session)
+        self._in_saves.append(content)
+        return content
+
+    def _content(self, session: "Session") -> bytes:
+        stretch = _read_by_all(session)
+        if not session.mesh.world.leads:
+            return b""
+        return ledger_bytes(session.stream, self._begun.with_stretch(stretch))
+
+    def _write(self, content: bytes) -> None:
+        if content:
+            done = self._tolerant.attempt(
+                lambda: publish_file(self._tolerant.path, content), "and it is written when that is possible"
+            )
+            self._unwritten = b"" if done else content
+
+
+def _read_by_all(session: "Session") -> Stretch:
+    """Checksums and counts add up over ranks that read different sequences."""
+    own = session.loader.read()
+    wrapped = own.checksum - (1 << 64) if own.checksum >= 1 << 63 else own.checksum
+    sums = torch.tensor([wrapped, own.real_tokens, own.slots])
+    if not session.mesh.speaks_for_sequences:
+        sums.zero_()
+    checksum, real_tokens, slots = session.mesh.total(sums, "loss").tolist()
+    return Stretch(own.first, own.end, checksum % (1 << 64), real_tokens, slots)
+
+
+class EventsFile(Hook):
+    def __init__(self, run_dir: Path) -> None:
+        self._events = EventLog(run_dir / EVENTS)
+        self._skipped = 0
+
+    def on_start(self, session: "Session") -> None:
+        self._skipped = session.optimizer.skipped
+        self._events.write("start", **session.describe())
+        for remark in session.remarks:
+            self._events.write("remark", text=remark)
+
+    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
+        if metrics.skipped > self._skipped:
+            updates = metrics.skipped - self._skipped
+            self._events.write("skip", step=metrics.step, updates=updates, skipped=metrics.skipped)
+        self._skipped = metrics.skipped
+
+    def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
+        self._events.write("evaluation", step=step, tokens=tokens, eval_loss=loss)
+
+    def on_save(self, session: "Session", report: Report) -> None:
+        fields = {name: value for name, value in asdict(report).items() if name != "error" or value}
+        self._events.write("save" if report.error is None else "save failed", **fields)
+
+    def on_end(self, session: "Session", outcome: "Outcome") -> None:
+        self._events.write("end", **outcome.describe())
+        self._events.close()
+
+    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
+        if isinstance(error, Interrupted):
+            self._events.write("signal", step=step, signal=error.name)
+        else:
+            self._events.write("fault", step=step, error=type(error).__name__, message=str(error))
+        self._events.close()
+
+
+class TensorBoard(Hook):
+    """Event files written by the main thread: torch's SummaryWriter cannot go on after a full disk."""
+
+    def __init__(self, run_dir: Path) -> None:
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = GrowingFile(run_dir / "tensorboard" / name)
+        self._begun = False
+
+    def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
+        line = metrics.line()
+        step = line.pop("step")
+        line.pop("eval_loss", None)
+        self._add(step, {name: value for name, value in line.items() if value is not None})
+
+    def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
+        self._add(step, {"eval_loss": loss})
+
+    def on_end(self, session: "Session", outcome: "Outcome") -> None:
+        self._file.close()
+
+    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
+        self._file.close()
+
+    def _add(self, step: int, scalars: dict[str, float]) -> None:
+        if not self._begun:
+            self._append(Event(file_version="brain.Event:2"))
+            self._begun = True
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._append(Event(step=step, summary=Summary(value=values)))
+
+    def _append(self, event: Event) -> None:
+        event.wall_time = time.time()
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._file.append(record.getvalue())

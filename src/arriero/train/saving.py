@@ -23,7 +23,7 @@ from arriero.errors import UserError
 from arriero.interrupt import Interrupted, Requests
 from arriero.parallel.mesh import Mesh
 from arriero.train.cadence import Cadence
-from arriero.train.hooks import LedgerFile
+from arriero.train.metrics import LedgerFile
 from arriero.train.outcome import Outcome
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from arriero.data.tokens.tokenizer import Separators, Tokenizer
 from arriero.model.language_model import LanguageModel
 from arriero.model.spec import ModelSpec, flops_per_token
 from arriero.parallel.mesh import Mesh
-from arriero.plan.resolve import Decision
+from arriero.plan.resolve import Decision, Resolved
 from arriero.train.cadence import Cadence
 from arriero.train.device import Device
 from arriero.train.evaluate import Evaluator
@@ -40,6 +40,7 @@ class Session:
     """
 
     config: RunConfig
+    resolved: Resolved
     spec: ModelSpec
     device: Device
     compute: torch.dtype

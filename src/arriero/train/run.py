@@ -1,0 +1,134 @@
+"""Run a training job: resolve the settings, join the process group, build the session, train."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from arriero.config.schema import RunConfig
+from arriero.errors import UserError
+from arriero.interrupt import Requests
+from arriero.parallel.spawn import run_ranks
+from arriero.parallel.world import World, joined, world_from
+from arriero.train.lock import held
+from arriero.train.rundir import run_directory
+
+if TYPE_CHECKING:
+    from arriero.train.arrange import Arrangement
+    from arriero.train.hooks import Hook, Recorder
+    from arriero.train.outcome import Outcome
+    from arriero.train.session import Session
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run has reached.
+
+    `losses`, `grad_norms` and `eval_losses` map each step that this call logged to its training loss,
+    gradient norm and validation loss; they are empty on ranks other than 0. `model` is the exported Hugging
+    Face directory, or None. `trained` is False if the run was finished before.
+    """
+
+    run_dir: Path
+    model: Path | None
+    steps: int
+    tokens: int
+    seconds: float
+    last_loss: float | None
+    last_eval_loss: float | None
+    losses: Mapping[int, float]
+    grad_norms: Mapping[int, float]
+    eval_losses: Mapping[int, float]
+    trained: bool
+
+
+def run(config: RunConfig, hooks: "Sequence[Hook]" = (), nproc: int | None = None) -> RunResult:
+    """Train a run to its end and return what it reached; a run that was stopped resumes.
+
+    Without `nproc` it trains in this process, which is one rank if torchrun, srun or mpirun started several.
+    With `nproc` it forks that many ranks on this machine; the caller must not have used a GPU before. Hooks
+    are called in the process of rank 0, whose output is shown only if there are hooks.
+    """
+    if nproc is None:
+        return _run_rank(config, hooks, is_child=False)
+    if world_from().size > 1:
+        raise UserError("a launcher has started several ranks already", "omit --nproc")
+    with held(run_directory(config)):
+        # imported once here, so that the forked ranks need not import it
+        import_module("arriero.train.build")
+        return run_ranks(lambda: _run_rank(config, hooks, is_child=True), nproc, leader_prints=bool(hooks))
+
+
+def _run_rank(config: RunConfig, hooks: "Sequence[Hook]", is_child: bool) -> RunResult:
+    """Run one rank. A forked rank is a process of its own, whose parent has locked the run directory."""
+    world = world_from()
+    with Requests(speaks=world.leads, final=is_child), ExitStack() as stack:
+        refusal = None
+        if world.leads and not is_child:
+            try:
+                # locked before torch is imported, so that a second run is rejected quickly
+                stack.enter_context(held(run_directory(config)))
+            except UserError as error:
+                refusal = error
+                if world.size == 1:
+                    raise
+        return _train(config, world, hooks, refusal)
+
+
+def _train(config: RunConfig, world: World, hooks: "Sequence[Hook]", refusal: UserError | None) -> RunResult:
+    from arriero.train.arrange import arrange
+    from arriero.train.finish import ended_already
+    from arriero.train.hooks import Recorder
+    from arriero.train.loop import train
+
+    plan, recorder = arrange(config, world), Recorder()
+    if (outcome := ended_already(config)) is not None:
+        # all ranks return here, so rank 0 must not wait for them in the process group
+        if refusal is not None:
+            raise refusal
+        return _result(config, outcome, recorder)
+    with _session(plan, [recorder, *hooks], refusal) as session:
+        return _result(config, train(session), recorder)
+
+
+@contextmanager
+def open_session(config: RunConfig, hooks: "Sequence[Hook]" = ()) -> "Iterator[Session]":
+    """Build the session of this rank without training it."""
+    from arriero.train.arrange import arrange
+
+    with _session(arrange(config, world_from()), hooks) as session:
+        try:
+            yield session
+        finally:
+            session.loader.close()
+
+
+@contextmanager
+def _session(
+    plan: "Arrangement", hooks: "Sequence[Hook]", refusal: UserError | None = None
+) -> "Iterator[Session]":
+    """Join the process group and build; `refusal`, why rank 0 cannot take part, is raised on all ranks."""
+    from arriero.train.build import build
+    from arriero.train.hooks import Hooks
+
+    with joined(plan.world, plan.device.torch_device, refusal=refusal):
+        yield build(plan, Hooks(hooks).on_prepare, hooks)
+
+
+def _result(config: RunConfig, outcome: "Outcome", recorder: "Recorder") -> RunResult:
+    exported = run_directory(config) / "model"
+    return RunResult(
+        run_dir=run_directory(config),
+        model=exported if config.checkpoint.export and exported.is_dir() else None,
+        steps=outcome.steps,
+        tokens=outcome.tokens,
+        seconds=outcome.seconds,
+        last_loss=outcome.last_loss,
+        last_eval_loss=outcome.last_eval_loss,
+        losses=recorder.losses,
+        grad_norms=recorder.grad_norms,
+        eval_losses=recorder.eval_losses,
+        trained=outcome.trained,
+    )
