@@ -8,38 +8,38 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# tests fork, and a process that has asked CUDA itself for its devices cannot fork others that use them
+# tests fork, and after a CUDA call a process cannot fork others that use CUDA
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 REPOSITORY = Path(__file__).parents[1]
-USERS_FOLDERS = [REPOSITORY / name for name in ("runs", "data")]
-# Tests change the working directory; their subprocesses must still find what these relative paths name.
+USER_FOLDERS = [REPOSITORY / name for name in ("runs", "data")]
+# Tests change the working directory; relative paths in these variables must stay valid in their subprocesses.
 for name in ("PYTHONPATH", "ARRIERO_PEERS_PYTHON"):
     if name in os.environ:
         parts = filter(None, os.environ[name].split(os.pathsep))
         os.environ[name] = os.pathsep.join(os.path.abspath(part) for part in parts)  # noqa: PTH100
 
 
-def users_files():
-    return {path for folder in USERS_FOLDERS if folder.is_dir() for path in folder.iterdir()}
+def user_files():
+    return {path for folder in USER_FOLDERS if folder.is_dir() for path in folder.iterdir()}
 
 
 def pytest_sessionstart(session):
-    session.config.users_files = users_files()
+    session.config.user_files = user_files()
 
 
 def pytest_sessionfinish(session):
-    if users_files() - session.config.users_files:
+    if user_files() - session.config.user_files:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    for path in sorted(users_files() - config.users_files):
+    for path in sorted(user_files() - config.user_files):
         terminalreporter.write_line(f"FAILED: a test made {path}; tests may write to tmp_path only", red=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_fixture_runs_in_the_repository(tmp_path_factory):
+def working_directory_of_fixtures(tmp_path_factory):
     before = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("working-directory"))
     yield
@@ -47,19 +47,19 @@ def no_fixture_runs_in_the_repository(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def no_test_runs_in_the_repository(tmp_path, monkeypatch):
-    """Relative paths like runs/demo lead to an empty folder, never to the user's own runs and data."""
+def working_directory_of_tests(tmp_path, monkeypatch):
+    """Run each test in an empty folder, so that runs/demo is never a run of the user."""
     monkeypatch.chdir(tmp_path)
 
 
 def pytest_collection_modifyitems(items):
-    wanting = [item for item in items if item.get_closest_marker("gpu")]
-    if wanting and not gpu_here():
-        for item in wanting:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not has_gpu():
+        for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {item.originalname}"))
 
 
-def gpu_here():
+def has_gpu():
     import torch
 
     from arriero.parallel.spawn import run_ranks
@@ -69,7 +69,7 @@ def gpu_here():
 
 @pytest.fixture(scope="session")
 def corpus_cache(tmp_path_factory):
-    """One prepared built-in corpus for the whole suite."""
+    """Prepare the built-in corpus once for the whole suite."""
     from arriero.data.prepare.builtin import prepare_builtin
 
     cache = tmp_path_factory.mktemp("data")
@@ -79,7 +79,7 @@ def corpus_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def synthetic_cache(tmp_path_factory):
-    """The corpus of all parity cases, prepared once."""
+    """Prepare the corpus of the parity cases once."""
     from arriero.data.prepare.builtin import prepare_builtin
 
     cache = tmp_path_factory.mktemp("synthetic")
@@ -87,11 +87,11 @@ def synthetic_cache(tmp_path_factory):
     return cache
 
 
-@pytest.fixture
-def python(tmp_path):
-    """A fresh interpreter in an empty directory that finds this checkout."""
+@pytest.fixture(scope="session")
+def run_python():
+    """Run a new interpreter in a directory, with this checkout on its path."""
 
-    def run(*arguments, cwd=tmp_path):
+    def run(*arguments, cwd):
         paths = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, *map(str, arguments)]
@@ -101,14 +101,20 @@ def python(tmp_path):
 
 
 @pytest.fixture
+def python(run_python, tmp_path):
+    """Run a new interpreter in an empty directory."""
+    return lambda *arguments, cwd=tmp_path: run_python(*arguments, cwd=cwd)
+
+
+@pytest.fixture
 def arriero(python):
-    """The command line as a user meets it."""
+    """Run the command line in a process of its own; for verbs that train or fork."""
     return lambda *arguments, **options: python("-m", "arriero", *arguments, **options)
 
 
 @pytest.fixture
 def command(capsys, monkeypatch):
-    """The command line in this process: quicker, for verbs that do not fork."""
+    """Run the command line in this process: faster, for verbs that do not fork."""
     from arriero import cli
 
     monkeypatch.setenv("COLUMNS", "200")
@@ -125,7 +131,7 @@ def command(capsys, monkeypatch):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder on a disk of one MiB, and functions that fill it and empty it again."""
+    """Return a folder on a file system of one MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]

@@ -16,17 +16,25 @@ TINY = [
 ]  # fmt: skip
 
 
-def test_help_lists_only_verbs_that_exist(arriero):
-    text = arriero("--help").stdout
+def test_help_lists_only_verbs_that_exist(command):
+    text = command("--help").stdout
     assert "train" in text
     assert "config" in text
     for absent in ("plan", "launch", "doctor", "fed"):
         assert f" {absent} " not in text
 
 
-def test_training_shows_what_it_decided_and_what_came_of_it(arriero, corpus_cache, tmp_path):
-    result = arriero("train", *TINY, "--set", f"data.cache='{corpus_cache}'")
+@pytest.fixture(scope="module")
+def trained(run_python, corpus_cache, tmp_path_factory):
+    """Train the tiny model once; return what was printed and the run directory."""
+    folder = tmp_path_factory.mktemp("trained")
+    result = run_python("-m", "arriero", "train", *TINY, "--set", f"data.cache='{corpus_cache}'", cwd=folder)
     assert result.returncode == 0, result.stderr
+    return result.stdout, folder / "runs" / "demo"
+
+
+def test_training_prints_its_settings_and_its_result(trained):
+    printed, run = trained
     for words in (
         "parameters",
         "micro-batch",
@@ -36,21 +44,19 @@ def test_training_shows_what_it_decided_and_what_came_of_it(arriero, corpus_cach
         "runs/demo",
         "continues",
     ):
-        assert words in result.stdout
-    exported = json.loads((tmp_path / "runs/demo/model/config.json").read_text())
+        assert words in printed
+    exported = json.loads((run / "model/config.json").read_text())
     assert exported["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_the_exported_model_is_the_one_that_was_evaluated(arriero, corpus_cache, tmp_path):
-    """transformers, reading the run's model/, finds the held-out loss the run reported."""
+def test_transformers_computes_the_reported_loss_from_the_exported_model(trained, corpus_cache):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from arriero.data.order.shuffle import split_heldout
     from arriero.data.store.store import TokenStore
 
-    assert arriero("train", *TINY, "--set", f"data.cache='{corpus_cache}'").returncode == 0
-    run = tmp_path / "runs" / "demo"
+    _, run = trained
     reported = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"]
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     store = TokenStore.open(next(corpus_cache.glob("stdlib-*")))
@@ -80,8 +86,8 @@ def test_the_exported_model_is_the_one_that_was_evaluated(arriero, corpus_cache,
         (["config", "explain", "train.bach"], "did you mean 'train.batch'"),
     ],
 )
-def test_a_mistake_ends_in_one_sentence_and_code_2(arriero, arguments, words, tmp_path):
-    result = arriero(*arguments)
+def test_a_mistake_ends_in_one_line_and_exit_code_2(command, arguments, words, tmp_path):
+    result = command(*arguments)
     assert result.returncode == 2
     assert words in result.stderr
     assert "Traceback" not in result.stderr
@@ -93,7 +99,7 @@ def test_a_mistake_ends_in_one_sentence_and_code_2(arriero, arguments, words, tm
 @pytest.mark.parametrize(
     "verb", [["ckpt", "list"], ["ckpt", "verify"], ["data", "verify"], ["config", "show"]]
 )
-def test_an_odd_path_ends_in_one_sentence(command, verb, path, tmp_path):
+def test_an_odd_path_ends_without_a_traceback(command, verb, path, tmp_path):
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "loop").symlink_to("loop")
     result = command(*verb, path)
@@ -104,7 +110,7 @@ def test_an_odd_path_ends_in_one_sentence(command, verb, path, tmp_path):
 
 @pytest.mark.parametrize("path", ["nowhere/result.json", "."])
 @pytest.mark.parametrize("verb", [["step", "--json"], ["parity", "--write"]])
-def test_a_result_that_could_not_be_written_is_refused_before_the_work(command, verb, path):
+def test_an_unwritable_result_file_is_rejected_before_the_work(command, verb, path):
     result = command("bench", *verb, path)
     assert result.returncode == 2
     assert f"{verb[-1]} {path} " in result.stderr
@@ -119,7 +125,7 @@ def test_a_moved_verb_is_answered_by_its_new_name(command, verb, now):
     assert f"`arriero {verb}` is now `{now}`" in result.stderr
 
 
-def test_an_argument_that_is_not_utf8_is_refused(command):
+def test_an_argument_that_is_not_utf8_is_rejected(command):
     for arguments in (["ckpt", "list", "run\udcff"], ["train", "--set", "run.name=\udcff"]):
         result = command(*arguments)
         assert result.returncode == 2
@@ -143,17 +149,19 @@ def test_a_key_given_as_an_option_is_answered_with_set(command, option, words):
 
 
 def test_debug_shows_the_traceback(arriero):
-    assert "Traceback" in arriero("train", "absent.toml", "--debug").stderr
-    assert "Traceback" in arriero("--debug", "train", "absent.toml").stderr
+    for arguments in (["train", "absent.toml", "--debug"], ["--debug", "train", "absent.toml"]):
+        result = arriero(*arguments)
+        assert "Traceback" in result.stderr
+        assert "no run file absent.toml" in result.stderr
 
 
 def verbs(group=None, words=()):
-    """Every verb as its words, found by walking the command table."""
+    """Yield every verb as its words, by walking the command table."""
     group = typer.main.get_command(app) if group is None else group
     for name, each in group.commands.items():
         if hasattr(each, "commands"):
             yield from verbs(each, (*words, name))
-        else:
+        elif not each.hidden:  # hidden verbs only name the place where they moved
             yield (*words, name)
 
 
@@ -230,19 +238,19 @@ def test_the_completion_script_is_shown(command, monkeypatch):
     assert "_ARRIERO_COMPLETE=complete_zsh" in command("--show-completion").stdout
 
 
-def test_config_show_is_a_run_file_itself(arriero, tmp_path):
-    text = arriero("config", "show", "--set", "optim.lr=0.5").stdout
+def test_config_show_prints_a_valid_run_file(command, tmp_path):
+    text = command("config", "show", "--set", "optim.lr=0.5").stdout
     assert "# --set" in text
     assert "# preset llama-demo" in text
     (tmp_path / "again.toml").write_text(text)
-    again = arriero("config", "show", "again.toml").stdout
+    again = command("config", "show", "again.toml").stdout
     assert [line.split("#")[0].rstrip() for line in again.splitlines()] == [
         line.split("#")[0].rstrip() for line in text.splitlines()
     ]
 
 
-def test_config_schema_is_a_json_schema(arriero):
-    schema = json.loads(arriero("config", "schema").stdout)
+def test_config_schema_is_a_json_schema(command):
+    schema = json.loads(command("config", "schema").stdout)
     assert "train" in schema["properties"]
     assert "extends" in schema["properties"]
     assert schema["$defs"]["TrainSection"]["properties"]["batch"]["default"] == "524288 tok"
@@ -250,7 +258,7 @@ def test_config_schema_is_a_json_schema(arriero):
     assert "null" not in json.dumps(schema)
 
 
-def test_explain_tells_type_default_and_names_in_other_trainers(command):
+def test_explain_shows_type_default_and_names_in_other_trainers(command):
     assert '"cosine"' in command("config", "explain", "schedule.kind").stdout
     text = command("config", "explain", "train.micro_batch").stdout
     for words in ('integer > 0 or "auto"', "default", "per_device_train_batch_size"):
@@ -272,7 +280,7 @@ def test_explain_lists_the_keys_of_a_section_with_type_and_default(command):
     assert "data.sources.weight" in sources
 
 
-def test_models_lists_every_preset_with_its_size(arriero):
-    text = arriero("config", "models").stdout
+def test_models_lists_every_preset_with_its_size(command):
+    text = command("config", "models").stdout
     assert "llama3.1-405b" in text
     assert "405.853 B" in text

@@ -1,4 +1,4 @@
-"""The suite leaves the user's own runs/ and data/ alone, so `make demo` and `make test` pass in any order."""
+"""Check that tests do not touch the user's runs/ and data/: `make demo` and `make test` pass in any order."""
 
 import shutil
 from pathlib import Path
@@ -13,12 +13,12 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def folder_of_a_wider_fixture():
+def folder_of_a_module_fixture():
     return Path.cwd()
 
 
-def test_no_test_and_no_fixture_runs_inside_the_repository(folder_of_a_wider_fixture):
-    for folder in (Path.cwd(), folder_of_a_wider_fixture):
+def test_no_test_and_no_fixture_runs_inside_the_repository(folder_of_a_module_fixture):
+    for folder in (Path.cwd(), folder_of_a_module_fixture):
         assert REPOSITORY not in (folder, *folder.parents)
 
 
@@ -29,7 +29,7 @@ def test_the_default_run_directory_of_a_test_is_empty(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "code"), [("runs", 1), ("elsewhere", 0)])
-def test_a_test_that_writes_to_the_users_folders_fails_the_suite(python, tmp_path, name, code):
+def test_a_test_that_writes_to_user_folders_fails_the_suite(python, tmp_path, name, code):
     (tmp_path / "tests").mkdir()
     shutil.copy(REPOSITORY / "tests" / "conftest.py", tmp_path / "tests")
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['gpu']\n")
