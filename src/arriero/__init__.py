@@ -15,13 +15,28 @@ if TYPE_CHECKING:
     from arriero.config.schema import RunConfig
     from arriero.data.dataset import Dataset
     from arriero.errors import UserError
+    from arriero.model.family import Family, register_model
     from arriero.train.hooks import Hook
     from arriero.train.run import RunResult
 
 __version__ = "0.1.0"
-__all__ = ["Hook", "UserError", "load_config", "load_model", "open_dataset", "run"]
+__all__ = [
+    "Family",
+    "Hook",
+    "UserError",
+    "load_config",
+    "load_model",
+    "open_dataset",
+    "register_model",
+    "run",
+]
 
-_LAZY = {"Hook": "arriero.train.hooks", "UserError": "arriero.errors"}
+_LAZY = {
+    "Family": "arriero.model.family",
+    "Hook": "arriero.train.hooks",
+    "UserError": "arriero.errors",
+    "register_model": "arriero.model.family",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -72,8 +87,15 @@ def load_model(
     return load(path, device, dtype)
 
 
-def open_dataset(path: str | Path) -> "Dataset":
-    """Open a prepared dataset: its documents, and batches for any rank in the order of training."""
+def open_dataset(path: str | Path, cache: str | Path = "data") -> "Dataset":
+    """Open a prepared dataset: its documents, and batches for any rank in the order of training.
+
+    A built-in dataset, like "builtin:stdlib", is prepared once in `cache`.
+    """
     from arriero.data.dataset import Dataset
 
+    if str(path).startswith("builtin:"):
+        from arriero.data.prepare.builtin import prepare_builtin
+
+        path = prepare_builtin(str(path), Path(cache))
     return Dataset(path)
