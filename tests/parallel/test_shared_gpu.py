@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from arriero.bench.cases import cases
+from arriero.bench.parity import Parity
 from arriero.parallel.shared_gpu import BACKEND, poison_, register_backend
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import world_from
@@ -116,3 +118,9 @@ def test_poison_is_no_number_in_any_type(dtype):
     tensor = torch.zeros(4).to(dtype)
     poison_(tensor)
     assert tensor.float().isnan().all() if dtype.is_floating_point else (tensor == -1).all()
+
+
+def test_a_layout_trained_through_the_group_has_the_loss_of_one_process(synthetic_cache):
+    case = next(case for case in cases("llama") if case.title == "two axes: dp_shard 2 x tp 2")
+    verdict = Parity("llama", synthetic_cache, {"run.share_gpu": True}).judge(case)
+    assert verdict.holds, verdict

@@ -78,8 +78,8 @@ def layout(**degrees: int) -> dict[str, Any]:
     return sets
 
 
-def cases(model: str) -> list[Case]:
-    """Modes that do not ask how a block is made are tried on the first model alone."""
+def cases(model: str, device: str = "cpu") -> list[Case]:
+    """Return all cases of a model; modes that do not depend on its blocks are of the first model only."""
     layouts = [*_axes(model), *_pairs(), *_deeper(), *_schedules(), *_documents()]
     if model != MODELS[0]:
         return layouts
@@ -90,6 +90,7 @@ def cases(model: str) -> list[Case]:
         *_optimizers(),
         *_compiled(),
         *_precisions(),
+        *(_on_a_gpu() if device == "cuda" else []),
     ]
 
 
@@ -262,3 +263,34 @@ def _precisions() -> list[Case]:
         sets = layout(dp_shard=2) | {"optim.state": state}
         made.append(Case("optimizer state beside fp32", f"{state}, dp_shard 2", sets, tolerance=tolerance))
     return made
+
+
+def _on_a_gpu() -> list[Case]:
+    """Return modes with their own CUDA streams or kernels, beside fp32 in one process."""
+    bf16, compiled = {"precision.compute": "bf16"}, {"precision.compile": True}
+    gather = {"precision.float8": "tensorwise", "precision.float8_all_gather": True}
+    shards, spread, ring = layout(dp_shard=2), layout(dp_shard=2, tp=2), {"parallel.context": "ring"}
+    offload = [("state", "memory.offload_state"), ("activations", "memory.offload_activations")]
+    return [
+        Case("GPU", "compiled bf16, dp_shard 2 x tp 2", spread | bf16 | compiled, tolerance=BF16),
+        Case("GPU", "compiled bf16, pp 2", layout(pp=2) | bf16 | compiled, tolerance=BF16),
+        *(
+            Case("GPU", f"{name} offloaded, dp_shard 2", shards | bf16 | {key: True}, tolerance=BF16)
+            for name, key in offload
+        ),
+        Case("GPU", "float8 all-gather, dp_shard 2", shards | bf16 | gather, tolerance=FLOAT8),
+        Case(
+            "GPU",
+            "float8 all-gather compiled, dp_shard 2",
+            shards | bf16 | gather | compiled,
+            tolerance=FLOAT8,
+        ),
+        Case("GPU", "documents, compiled bf16, cp 2", layout(cp=2) | bf16 | compiled | _MASK, _MASK, BF16),
+        Case(
+            "GPU",
+            "documents, compiled bf16, cp 2, ring",
+            layout(cp=2) | ring | bf16 | compiled | _MASK,
+            _MASK,
+            BF16,
+        ),
+    ]

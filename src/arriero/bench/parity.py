@@ -106,7 +106,7 @@ class Parity:
 
 
 def judge_all(model: str, wanted: Iterable[Case], cache_dir: Path, device: str = "cpu") -> Iterator[Verdict]:
-    parity = Parity(model, cache_dir, {"run.device": device})
+    parity = Parity(model, cache_dir, {"run.device": device, "run.share_gpu": device == "cuda"})
     for case in wanted:
         yield parity.judge(case)
 

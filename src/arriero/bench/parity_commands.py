@@ -33,7 +33,7 @@ Write = Annotated[
 ]
 Cache = Annotated[Path, typer.Option(help="Where the built-in corpus is kept, made once.")]
 Device = Annotated[
-    Literal["cpu", "cuda"], typer.Option(help="Where to compute; on 'cuda' the cases of one process.")
+    Literal["cpu", "cuda"], typer.Option(help="Where to compute; on 'cuda' all ranks share one GPU.")
 ]
 
 
@@ -81,10 +81,8 @@ def parity(
 def _chosen(model: str, quick: bool, only: str | None, device: str) -> list[Case]:
     return [
         case
-        for case in cases(model)
-        if (case.quick or not quick)
-        and (only is None or case.matches(only))
-        and (device == "cpu" or case.ranks == 1)
+        for case in cases(model, device)
+        if (case.quick or not quick) and (only is None or case.matches(only))
     ]
 
 

@@ -55,7 +55,7 @@ def page(verdicts: Mapping[str, Sequence[Verdict]], device: str) -> str:
         judged=len(judged),
         every=sum(len(cases(model)) for model in verdicts),
         torch=torch.__version__,
-        place="a GPU" if device == "cuda" else "a CPU (gloo)",
+        place="one GPU that all ranks share" if device == "cuda" else "a CPU (gloo)",
         models="\n".join(f"- {_describe(model)}" for model in verdicts),
         unseen=UNSEEN,
         bounds="\n".join(f"| {name} | {_cells(bounds)} |" for name, bounds in _BOUNDS.items()),

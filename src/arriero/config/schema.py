@@ -36,6 +36,11 @@ class RunSection(Section):
     deterministic: bool = Field(
         False, description="Bit-identical losses over two runs on the same machine, at some cost in speed."
     )
+    share_gpu: bool = Field(
+        False,
+        description="For tests: several ranks share one GPU, and collectives go through host memory, as "
+        "asynchronous as NCCL's. A result that is read before it is waited for is NaN.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="Where to compute; 'cuda' means any NVIDIA or AMD GPU, 'auto' takes one if there is one.",

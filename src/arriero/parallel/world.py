@@ -140,6 +140,7 @@ def joined(
     device: "torch.device",
     timeout: timedelta = timedelta(minutes=30),
     refusal: UserError | None = None,
+    share_gpu: bool = False,
 ) -> Iterator[None]:
     """Inside, the processes of the run can communicate: by the GPUs' own library where there are GPUs.
 
@@ -153,13 +154,18 @@ def joined(
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if share_gpu:
+        from arriero.parallel.shared_gpu import BACKEND, register_backend
+
+        register_backend()
+        backend = BACKEND
     dist.init_process_group(
         backend,
         init_method=world.meeting,
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if device.type == "cuda" and not share_gpu else None,
     )
     told = [refusal]
     dist.broadcast_object_list(told, src=0)

@@ -32,5 +32,5 @@ class Arrangement:
 def arrange(config: RunConfig, world: World) -> Arrangement:
     """Choose the device of this rank and resolve the run for it."""
     refuse_foreign(config)
-    device = choose_device(config.run.device, world.local_rank, world.local_size)
+    device = choose_device(config.run.device, world.local_rank, world.local_size, config.run.share_gpu)
     return Arrangement(resolve(config, device.machine(world.local_size), world.size), world, device)

@@ -62,7 +62,7 @@ def uuid_of(gpu: torch.device | int) -> str:
     return f"GPU-{torch.cuda.get_device_properties(gpu).uuid}"
 
 
-def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> Device:
+def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1, share_gpu: bool = False) -> Device:
     """Return the device of a local rank and make it torch's current one."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device is 'cuda' but torch sees no GPU here", "set run.device = 'auto' or 'cpu'")
@@ -72,17 +72,18 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> Devi
     visible = torch.cuda.device_count()
     # Slurm may show each process only its own GPU
     bound = visible == 1 and "SLURM_STEP_ID" in os.environ
-    if local_rank >= visible and not bound:
+    if local_rank >= visible and not bound and not share_gpu:
         raise UserError(
             f"process {local_rank} of this node has no GPU of its own: there are {visible}",
-            "start one process per GPU, or set run.device = 'cpu'",
+            "start one process per GPU, set run.device = 'cpu', or for tests run.share_gpu = true",
         )
-    device = torch.device("cuda", 0 if bound else local_rank)
+    device = torch.device("cuda", 0 if bound else local_rank % visible)
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
     peak = peak_of(properties.name)
     free, _ = torch.cuda.mem_get_info(device)
-    return Device(device, properties.name, free, peak.bf16 if peak else None)
+    sharing = -(-local_size // visible) if share_gpu else 1
+    return Device(device, properties.name, free // sharing, peak.bf16 if peak else None)
 
 
 def make_deterministic() -> None:

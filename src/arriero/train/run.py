@@ -113,7 +113,8 @@ def _session(
     from arriero.train.build import build
     from arriero.train.hooks import Hooks
 
-    with joined(plan.world, plan.device.torch_device, refusal=refusal):
+    share_gpu = plan.config.run.share_gpu
+    with joined(plan.world, plan.device.torch_device, refusal=refusal, share_gpu=share_gpu):
         yield build(plan, Hooks(hooks).on_prepare, hooks)
 
 
