@@ -13,12 +13,12 @@ from torch.distributed.tensor import Replicate
 
 import arriero.parallel.apply
 import arriero.parallel.context
+import arriero.parallel.loss
 import arriero.parallel.pipeline
 import arriero.parallel.ring
 import arriero.parallel.tensor
 import arriero.plan.resolve
 import arriero.train.build
-import arriero.train.loss
 import arriero.train.optim.clip
 import arriero.train.optim.muon
 import arriero.train.optim.optimizer
@@ -119,13 +119,13 @@ def the_heads_partial_gradient_is_taken_for_whole(patch):
 
 @mutation("one axis: tp 2")
 def every_slice_of_the_vocabulary_begins_at_zero(patch):
-    original = train.loss._local_rows
+    original = parallel.loss._local_rows
 
     def from_zero(weight):
         rows, held = original(weight)
         return rows, held._replace(start=0)
 
-    patch.setattr(train.loss, "_local_rows", from_zero)
+    patch.setattr(parallel.loss, "_local_rows", from_zero)
 
 
 @mutation("one axis: tp 2")
@@ -180,8 +180,8 @@ def blocks_of_a_ring_merge_evenly(patch):
 
 @mutation("document masks: cp 2, ring")
 def a_ring_attends_across_documents(patch):
-    original = parallel.ring.meetings
-    patch.setattr(parallel.ring, "meetings", lambda *given: original(*given[:-1], None))
+    original = parallel.ring.attention_tiles
+    patch.setattr(parallel.ring, "attention_tiles", lambda *given: original(*given[:-1], None))
 
 
 @mutation("one axis: pp 2")

@@ -4,14 +4,14 @@ import torch
 
 from arriero.config.remat import parse_remat
 from arriero.config.schema import MemorySection, PrecisionSection
-from arriero.kernels import want
-from arriero.parallel.apply import Recipe, parallelize
+from arriero.kernels import enable_kernels
+from arriero.parallel.apply import ModelOptions, parallelize
 from arriero.parallel.fsdp import Sharding
+from arriero.parallel.loss import LossOptions
 from arriero.parallel.mesh import make_mesh
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import World
 from arriero.plan.layout import Layout
-from arriero.train.loss import chunked_loss
 
 DEVICE = torch.device("cuda")
 MESH = make_mesh(Layout(), World(), 1, DEVICE)
@@ -24,14 +24,14 @@ def alone(work):
 
 def made(spec, compiled=False, weights=torch.float32, remat="none", loss_chunk=2048, kernels=True):
     """`kernels` are for all that this process computes from here on."""
-    want(kernels)
-    recipe = Recipe(
+    enable_kernels(kernels)
+    recipe = ModelOptions(
         sharding=Sharding(weights, torch.float32, True, 1, False),
         compiled=compiled,
         async_tp=False,
         memory=MemorySection(remat=parse_remat(remat)),
         precision=PrecisionSection(),
-        loss=chunked_loss(loss_chunk),
+        loss=LossOptions(loss_chunk),
         weights=weights,
         splits_backward=False,
         widths_vary=False,

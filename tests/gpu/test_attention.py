@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arriero.model.layers import attend
+from arriero.model.attention import AttentionCore
 from gpu.alone import DEVICE, alone, apart
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,7 @@ def inputs(heads, kv_heads, head_dim, tokens):
 
 def attention(q, k, v, grad):
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = attend(q, k, v, None)
+    out = AttentionCore()(q, k, v, None)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from arriero.kernels import usable_on
-from arriero.model.attention import Documents, attend_by_document, document_mask
-from arriero.model.layers import attend
+from arriero.model.attention import AttentionCore, Documents, attend_by_document, document_mask
 from gpu.alone import DEVICE, alone, apart
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +38,7 @@ def test_one_kernel_for_all_documents_is_attention_of_each_alone_in_fp32(shape):
         documents, given = documents_of(shape[-1], 3), inputs(*shape)
         mask = document_mask(documents, DEVICE)
         assert not isinstance(mask, Documents)
-        found = attention(attend, mask, *given)
+        found = attention(AttentionCore(), mask, *given)
         exact = attention(attend_by_document, Documents(documents), *(x.float() for x in given))
         return [apart(a, b) for a, b in zip(found, exact, strict=True)]
 
@@ -51,7 +50,7 @@ def test_one_kernel_for_all_documents_is_attention_of_each_alone_in_fp32(shape):
 def test_other_documents_neither_recompile_nor_wait_for_the_gpu():
     def work():
         given = inputs(8, 2, 64, 1024)
-        compiled = torch.compile(lambda mask, *given: attention(attend, mask, *given), dynamic=False)
+        compiled = torch.compile(lambda mask, *given: attention(AttentionCore(), mask, *given), dynamic=False)
         compiled(document_mask(documents_of(1024, 0), DEVICE), *given)
         with torch.compiler.set_stance("fail_on_recompile"):
             for seed in range(1, 6):
@@ -75,7 +74,7 @@ def test_long_packed_rows_take_memory_in_proportion_to_their_tokens():
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            attention(attend, document_mask(documents_of(tokens, 1), DEVICE), *given)
+            attention(AttentionCore(), document_mask(documents_of(tokens, 1), DEVICE), *given)
             peaks.append(torch.cuda.max_memory_allocated() - before)
             del given
         return peaks

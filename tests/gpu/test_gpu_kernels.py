@@ -1,14 +1,15 @@
-"""Each kernel beside its twin in plain PyTorch, on fresh numbers."""
+"""Each kernel beside its PyTorch reference, on random numbers."""
 
 import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from arriero.kernels import float8
-from arriero.kernels.swiglu import swiglu
-from arriero.model import layers
+from arriero.kernels.float8 import swiglu
+from arriero.model.layers import converted
 from arriero.train.optim.adamw import in_place
 from arriero.train.optim.rounding import Noise, joined
 from arriero.train.optim.states import Plain
@@ -34,11 +35,11 @@ def out_of_line(tensor):
 @pytest.mark.parametrize(
     ("weights", "moments", "halves"),
     [(BF16, BF16, False), (BF16, FP32, True), (BF16, BF16, True), (FP32, FP32, False)],
-    ids=["bf16, rounded by chance", "fp32 in halves", "fp32 in halves, bf16 moments", "fp32"],
+    ids=["bf16, stochastic rounding", "fp32 in halves", "fp32 in halves, bf16 moments", "fp32"],
 )
 def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halves, shifted):
     def work():
-        from arriero.kernels.adamw import Parameters, Rates, step_in_place
+        from arriero.kernels.multi_tensor import Parameters, Rates, adamw_
 
         noise = Noise(1, DEVICE)
         w = [fresh(n, dtype=weights) for n in SIZES]
@@ -56,7 +57,7 @@ def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halv
             step_key = noise.step_key(step)
             # the fourth step is not accepted, and must change nothing
             scalars = torch.tensor([0.7, *unbiased, float(step < 4)], device=DEVICE)
-            step_in_place(Parameters(w, low, g, m, v, decays, keys), rates, scalars, step_key)
+            adamw_(Parameters(w, low, g, m, v, decays, keys), rates, scalars, step_key)
             for i in range(len(SIZES)):
                 in_place(
                     twins[0][i],
@@ -134,7 +135,7 @@ def test_swiglu_of_two_halves_is_the_plain_one():
 def beside_exact(kernel, plain, layer, x):
     """The results and, for the same gradients of these, every gradient: each beside the plain one in fp64."""
     exact, exact_x = copy.deepcopy(layer).double(), x.double().requires_grad_()
-    results, expected = kernel(layer, x.requires_grad_()), plain(exact, exact_x)
+    results, expected = kernel(x.requires_grad_()), plain(exact, exact_x)
     given = [fresh(*result.shape, dtype=result.dtype) for result in results]
     gradients = torch.autograd.grad(results, [x, *layer.parameters()], given)
     exact_given = [gradient.double() for gradient in given]
@@ -144,18 +145,19 @@ def beside_exact(kernel, plain, layer, x):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
-def test_a_norm_beside_what_goes_past_it_is_the_plain_one_of_any_width(kind, dtype):
+def test_layer_norm_with_residual_matches_pytorch_for_any_width(dtype):
     def work():
-        from arriero.kernels.norm import normed_on
+        from arriero.kernels.elementwise import Processors, ResidualLayerNorm
 
         found = {}
         for rows, width in ((1, 16), (37, 100), (1031, 1600), (300, 4096), (70, 8192), (9, 16384)):
-            norm = kind(width, eps=1e-5, device=DEVICE, dtype=dtype)
+            norm = nn.LayerNorm(width, eps=1e-5, device=DEVICE, dtype=dtype)
             for parameter in norm.parameters():
                 nn.init.normal_(parameter, mean=1.0)
+            kernel = converted(norm, ResidualLayerNorm)
+            kernel.processors = Processors.of(DEVICE)
             x = fresh(1, rows, width, dtype=dtype)
-            found[rows, width] = beside_exact(normed_on(DEVICE), layers.normed, norm, x)
+            found[rows, width] = beside_exact(kernel, lambda norm, x: (x, norm(x)), norm, x)
         return found
 
     for size, differences in alone(work).items():
@@ -163,17 +165,19 @@ def test_a_norm_beside_what_goes_past_it_is_the_plain_one_of_any_width(kind, dty
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-def test_gelu_and_its_bias_are_the_plain_ones_of_any_size(dtype):
+def test_gelu_and_its_bias_match_pytorch_for_any_size(dtype):
     def work():
-        from arriero.kernels.gelu import gelu_of
+        from arriero.kernels.elementwise import LinearGelu
+
+        def plain(layer, x):
+            return [F.gelu(layer(x), approximate="tanh")]
 
         found = {}
         for rows, width in ((1, 16), (37, 100), (1031, 6400)):
             layer = nn.Linear(64, width, device=DEVICE, dtype=dtype)
+            kernel = converted(layer, LinearGelu)
             x = fresh(rows, 64, dtype=dtype)
-            found[rows, width] = beside_exact(
-                lambda layer, x: [gelu_of(x, layer)], lambda layer, x: [layers.gelu_of(x, layer)], layer, x
-            )
+            found[rows, width] = beside_exact(lambda x, k=kernel: [k(x)], plain, layer, x)
         return found
 
     for size, differences in alone(work).items():
@@ -184,21 +188,21 @@ def test_slices_of_the_vocabulary_have_the_slope_of_the_whole():
     """As the ranks of tensor parallelism compute it, which exchange their statistics between the halves."""
 
     def work():
-        from arriero.kernels.cross_entropy import loss_and_slope, slope_in_place, statistics
+        from arriero.kernels.cross_entropy import logits_grad_, loss_and_logits_grad_, softmax_statistics
 
         logits, labels = fresh(64, 1000, std=3.0), torch.randint(0, 1000, (64,), device=DEVICE)
         labels[::5] = -100
         slices = [logits[:, :600].contiguous(), logits[:, 600:].contiguous()]
         targets = [labels.where((labels >= 0) & (labels < 600), -1), (labels - 600).where(labels >= 600, -1)]
-        loss = loss_and_slope(logits, 1000, labels, -100, 0.0)
+        loss = loss_and_logits_grad_(logits, 1000, labels, -100, 0.0)
         pairs = list(zip(slices, targets, strict=True))
-        found = [statistics(part, part.shape[1], target) for part, target in pairs]
+        found = [softmax_statistics(part, part.shape[1], target) for part, target in pairs]
         top = torch.maximum(found[0][0], found[1][0])
         total = sum(each[1] * (each[0] - top).exp() for each in found)
         counted = labels != -100
         for (part, target), own in zip(pairs, found, strict=True):
             share = counted * (own[0] - top).exp() / total
-            slope_in_place(part, part.shape[1], target, own[0], share)
+            logits_grad_(part, part.shape[1], target, own[0], share)
         joined_loss = ((total.log() + top - found[0][2] - found[1][2]) * counted).sum()
         return apart(joined_loss, loss), apart(torch.cat(slices, dim=1), logits)
 

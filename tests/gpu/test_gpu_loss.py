@@ -1,10 +1,12 @@
 """The chunked loss in bf16 on a GPU: the cross-entropy of the very logits, of any vocabulary."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from arriero.train.loss import chunked_loss
+from arriero.parallel.loss import LossOptions, chunked_loss
 from gpu.alone import DEVICE, alone, apart
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +48,7 @@ def plain(z_loss):
 def test_chunks_of_bf16_logits_have_the_loss_and_gradients_of_fp32_cross_entropy(vocab, z_loss):
     def work():
         given = states(vocab)
-        found = with_gradients(chunked_loss(128, z_loss), *given)
+        found = with_gradients(partial(chunked_loss, options=LossOptions(128, z_loss)), *given)
         # what is reported is the cross-entropy alone
         value = with_gradients(plain(0.0), *given)[0]
         _, *expected = with_gradients(plain(z_loss), *given)
@@ -63,8 +65,9 @@ def test_chunks_of_bf16_logits_have_the_loss_and_gradients_of_fp32_cross_entropy
 def test_a_float8_head_has_the_loss_and_gradients_of_the_emulated_one(chunk):
     def work():
         given = states(4099)
-        found = with_gradients(chunked_loss(chunk, float8=True), *given)
-        expected = with_gradients(chunked_loss(chunk, float8=True), *(each.cpu() for each in given))
+        loss = partial(chunked_loss, options=LossOptions(chunk, float8=True))
+        found = with_gradients(loss, *given)
+        expected = with_gradients(loss, *(each.cpu() for each in given))
         return [apart(a.cpu(), b) for a, b in zip(found, expected, strict=True)]
 
     value, *gradients = alone(work)

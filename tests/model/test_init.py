@@ -5,7 +5,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from arriero.model.family import build_model
-from arriero.model.init import Rule, fill
+from arriero.model.init import InitRule, fill
 from arriero.model.presets import load_preset, resolve
 
 
@@ -37,21 +37,21 @@ def test_no_two_parameters_are_alike():
 
 def test_a_slice_filled_alone_equals_the_slice_of_the_whole():
     whole = torch.empty(40, 24)
-    fill(whole, "w", Rule(0.02), seed=3)
+    fill(whole, "w", InitRule(0.02), seed=3)
     part = torch.empty(7, 10)
-    fill(torch.empty(40, 24), "w", Rule(0.02), 3, pieces=lambda _: [(part, (30, 5))])
+    fill(torch.empty(40, 24), "w", InitRule(0.02), 3, local_shard=lambda _: (part, (30, 5)))
     assert torch.equal(part, whole[30:37, 5:15])
     line, piece = torch.empty(100), torch.empty(30)
-    fill(line, "b", Rule(0.02), seed=3)
-    fill(line.clone(), "b", Rule(0.02), 3, pieces=lambda _: [(piece, (50,))])
+    fill(line, "b", InitRule(0.02), seed=3)
+    fill(line.clone(), "b", InitRule(0.02), 3, local_shard=lambda _: (piece, (50,)))
     assert torch.equal(piece, line[50:80])
 
 
 def test_large_parameters_do_not_show_the_chunks():
     large = torch.empty(300, 1000)
-    fill(large, "w", Rule(1.0), seed=3)
+    fill(large, "w", InitRule(1.0), seed=3)
     rows = torch.empty(1, 1000)
-    fill(torch.empty(300, 1000), "w", Rule(1.0), 3, pieces=lambda _: [(rows, (299, 0))])
+    fill(torch.empty(300, 1000), "w", InitRule(1.0), 3, local_shard=lambda _: (rows, (299, 0)))
     assert torch.equal(rows[0], large[299])
     assert torch.unique(large).numel() > 0.95 * large.numel()
 
@@ -59,7 +59,7 @@ def test_large_parameters_do_not_show_the_chunks():
 @pytest.mark.parametrize("cut", [3.0, 5.0])
 def test_draws_are_a_cut_normal(cut):
     x = torch.empty(1000, 1000)
-    fill(x, "w", Rule(1.0, cut), seed=4)
+    fill(x, "w", InitRule(1.0, cut), seed=4)
     x = x.double().flatten()
     density = math.exp(-cut * cut / 2) / math.sqrt(2 * math.pi)
     std = math.sqrt(1 - 2 * cut * density / math.erf(cut / math.sqrt(2)))

@@ -3,10 +3,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from arriero.model.family import build_model
-from arriero.model.layers import Rope, by_one_matmul, one_by_one, rope_frequencies
+from arriero.model.layers import Attention, FusedQKVAttention, Rope, converted, rope_frequencies
 from arriero.model.presets import load_preset, resolve
 from arriero.model.spec import RopeScaling
 
@@ -133,14 +132,23 @@ def test_gpt2_refuses_more_tokens_than_positions():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_projections_by_one_matmul_are_those_one_by_one(bias):
+def test_fused_projections_are_those_of_separate_layers(bias):
     torch.manual_seed(0)
-    layers = [nn.Linear(24, out, bias=bias) for out in (32, 8, 8)]
+    attention = Attention(24, heads=4, kv_heads=1, head_dim=8, bias=bias)
     x = torch.randn(2, 5, 24, requires_grad=True)
     results = []
-    for project in (one_by_one, by_one_matmul):
-        outs = list(project(x, layers))
-        weights = [p for layer in layers for p in layer.parameters()]
+    for module in (attention, converted(attention, FusedQKVAttention)):
+        outs = list(module.project(x))
+        weights = [p for layer in (module.q, module.k, module.v) for p in layer.parameters()]
         results.append([*outs, *torch.autograd.grad([out.square().sum() for out in outs], [x, *weights])])
-    for apart, together in zip(*results, strict=True):
-        torch.testing.assert_close(together, apart)
+    for separate, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, separate)
+
+
+def test_a_converted_module_shares_parameters_and_leaves_the_original_alone():
+    attention = Attention(24, heads=2, kv_heads=2, head_dim=8, bias=False)
+    fused = converted(attention, FusedQKVAttention)
+    assert type(attention) is Attention and type(fused) is FusedQKVAttention
+    assert all(a is b for a, b in zip(attention.parameters(), fused.parameters(), strict=True))
+    fused.core = None
+    assert attention.core is not None

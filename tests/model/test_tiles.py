@@ -1,11 +1,13 @@
 """The feed-forward half of a block, some tokens at a time."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from arriero.model.family import build_model
+from arriero.model.layers import TiledBlock, apply_in_tiles
 from arriero.model.presets import load_preset
-from arriero.model.tiles import in_tiles
 
 FAMILIES = ["llama-test", "gpt2-test"]
 
@@ -13,11 +15,12 @@ FAMILIES = ["llama-test", "gpt2-test"]
 def gradients(name, tile=None, compiled=False):
     model = build_model(load_preset(name))
     model.init_weights(1)
-    for block in model.blocks.values():
-        block.tile = tile
+    compiler = partial(torch.compile, backend="aot_eager") if compiled else None
+    for number, block in model.blocks.items():
+        if tile is not None:
+            model.blocks[number] = TiledBlock.of(block, tile, compiler)
         if compiled:
-            block.feed_forward = torch.compile(block.feed_forward, backend="aot_eager")
-            block.compile(backend="aot_eager")
+            model.blocks[number].compile(backend="aot_eager")
     tokens = torch.randint(0, model.spec.vocab_size, (2, 30), generator=torch.Generator().manual_seed(5))
     loss = model(tokens, labels_BT=tokens.roll(-1, 1))
     loss.backward()
@@ -47,7 +50,7 @@ def test_no_more_than_a_tile_goes_through_at_once():
 
     weight = torch.ones(3, requires_grad=True)
     x = torch.randn(2, 10, 3, requires_grad=True)
-    in_tiles(function, x, 4, [weight]).sum().backward()
+    apply_in_tiles(function, x, 4, [weight]).sum().backward()
     assert seen == [4, 4, 2] * 2
     assert torch.equal(x.grad, torch.ones_like(x))
     torch.testing.assert_close(weight.grad, x.detach().sum((0, 1)))
@@ -57,5 +60,5 @@ def test_many_small_gradients_of_tiles_add_up_in_fp32():
     """In bf16 256 + 1 is 256."""
     weight = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     x = torch.ones(1, 512, 1, dtype=torch.bfloat16)
-    in_tiles(lambda tile: tile * weight, x, 1, [weight]).sum().backward()
+    apply_in_tiles(lambda tile: tile * weight, x, 1, [weight]).sum().backward()
     assert weight.grad.item() == 512

@@ -22,7 +22,7 @@ from arriero.model.init import plain_name
 from arriero.model.layers import Block
 from arriero.model.presets import expand, resolve
 from arriero.parallel import offload
-from arriero.parallel.activation_checkpointing import apply_remat
+from arriero.parallel.activation_checkpointing import apply_activation_checkpointing
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
 
@@ -134,7 +134,7 @@ def test_a_budget_without_a_compiler_is_refused():
         load_run(None, ["memory.remat=budget:0.5", "precision.compile=false"], expand)
     config = load_run(None, ["memory.remat=budget:0.5", "precision.compile=auto"], expand).config
     with pytest.raises(UserError, match="blocks are not compiled here"):
-        apply_remat(model_of(), config.memory.remat, LAYERS, compiled=False)
+        apply_activation_checkpointing(model_of(), config.memory.remat, LAYERS, compiled=False)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -144,7 +144,7 @@ def test_gradients_are_the_same_to_the_bit(name, kind, offloads):
     for masked in (False, True):
         model = model_of(name)
         reference = gradients(copy.deepcopy(model), masked)
-        apply_remat(model, parse_remat(kind), LAYERS, compiled=False, offload=offloads)
+        apply_activation_checkpointing(model, parse_remat(kind), LAYERS, compiled=False, offload=offloads)
         assert_equal(gradients(model, masked), reference)
 
 
@@ -152,7 +152,7 @@ def test_gradients_are_the_same_to_the_bit(name, kind, offloads):
 def test_a_part_of_a_pipeline_recomputes_the_blocks_the_whole_would(kind):
     part = model_of(blocks=range(2, 4))
     reference = gradients(copy.deepcopy(part))
-    apply_remat(part, parse_remat(kind), LAYERS, compiled=False)
+    apply_activation_checkpointing(part, parse_remat(kind), LAYERS, compiled=False)
     wrapped = {int(name) for name, block in part.blocks.items() if not isinstance(block, Block)}
     assert wrapped == parse_remat(kind).blocks(LAYERS) & {2, 3}
     assert wrapped
@@ -163,7 +163,7 @@ def test_names_and_attributes_are_those_of_the_bare_block():
     model = model_of()
     names = [name for name, _ in model.named_parameters()]
     attention = model.blocks["1"].attention
-    apply_remat(model, parse_remat("full"), LAYERS, compiled=False, offload=True)
+    apply_activation_checkpointing(model, parse_remat("full"), LAYERS, compiled=False, offload=True)
     assert [plain_name(name) for name, _ in model.named_parameters()] == names
     assert list(model.state_dict()) == names
     assert model.blocks["1"].attention is attention
@@ -175,7 +175,7 @@ def test_the_chosen_blocks_and_no_others_run_again_in_backward(kind):
     calls = Counter()
     for name, block in model.blocks.items():
         block.attention.register_forward_hook(lambda *_, name=name: calls.update([int(name)]))
-    apply_remat(model, parse_remat(kind), LAYERS, compiled=False)
+    apply_activation_checkpointing(model, parse_remat(kind), LAYERS, compiled=False)
     gradients(model)
     again = {name for name, count in calls.items() if count == 2}
     assert again == parse_remat(kind).blocks(LAYERS)
@@ -208,7 +208,9 @@ def kept_bytes(monkeypatch, offloads, backend=None):
     def measure(kind):
         sizes.clear()
         model = model_of()
-        apply_remat(model, parse_remat(kind), LAYERS, compiled=backend is not None, offload=offloads)
+        apply_activation_checkpointing(
+            model, parse_remat(kind), LAYERS, compiled=backend is not None, offload=offloads
+        )
         if backend is not None:
             torch._dynamo.reset()
             for block in model.blocks.values():
@@ -237,7 +239,7 @@ class Operations(TorchDispatchMode):
 def test_selective_recomputes_every_second_matmul_and_no_attention(name, linear, linears):
     def in_backward(kind):
         model = model_of(name)
-        apply_remat(model, parse_remat(kind), LAYERS, compiled=False)
+        apply_activation_checkpointing(model, parse_remat(kind), LAYERS, compiled=False)
         loss = model(**batch(model)).square().mean()
         with Operations() as seen:
             loss.backward()
@@ -263,7 +265,7 @@ def test_offloading_moves_each_activation_once_and_no_weight(monkeypatch):
 
     monkeypatch.setattr(offload, "_Away", Seen)
     model = model_of()
-    apply_remat(model, parse_remat("none"), LAYERS, compiled=False, offload=True)
+    apply_activation_checkpointing(model, parse_remat("none"), LAYERS, compiled=False, offload=True)
     gradients(model, masked=True)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert moved and not weights & {t.untyped_storage().data_ptr() for t in moved}
@@ -282,7 +284,7 @@ def test_what_came_back_leaves_again_after_its_last_use(monkeypatch):
 
     monkeypatch.setattr(offload, "_Away", Seen)
     model = model_of()
-    apply_remat(model, parse_remat("none"), LAYERS, compiled=False, offload=True)
+    apply_activation_checkpointing(model, parse_remat("none"), LAYERS, compiled=False, offload=True)
     model(**batch(model)).square().mean().backward(retain_graph=True)
     assert any(away.keepers > 1 for away in made)
     assert [away for away in made if away._back is not None] == []
@@ -290,7 +292,7 @@ def test_what_came_back_leaves_again_after_its_last_use(monkeypatch):
 
 def test_a_share_of_the_blocks_may_keep_its_activations_in_host_memory():
     model = model_of()
-    apply_remat(model, parse_remat("none"), LAYERS, compiled=False, offload=0.5)
+    apply_activation_checkpointing(model, parse_remat("none"), LAYERS, compiled=False, offload=0.5)
     leaving = [int(name) for name, block in model.blocks.items() if isinstance(block, offload.Offloaded)]
     assert len(leaving) == LAYERS // 2
     assert_equal(gradients(model), gradients(model_of()))
@@ -307,7 +309,7 @@ def test_a_block_asks_for_its_own_and_for_what_the_block_before_will_need(monkey
     made = []
     monkeypatch.setattr(offload, "_Luggage", lambda *args: made.append(Seen(*args)) or made[-1])
     model = model_of()
-    apply_remat(model, parse_remat("full"), LAYERS, compiled=False, offload=True)
+    apply_activation_checkpointing(model, parse_remat("full"), LAYERS, compiled=False, offload=True)
     gradients(model)
     order = [made.index(luggage) for luggage in asked]
     assert order[:2] == [LAYERS - 1, LAYERS - 2] and order[-1] == 0
@@ -320,7 +322,7 @@ def test_a_block_asks_for_its_own_and_for_what_the_block_before_will_need(monkey
 def test_a_pipeline_may_run_the_backward_pass_in_two_halves(kind, offloads):
     part = model_of(blocks=range(2, 4))
     reference = gradients(copy.deepcopy(part))
-    apply_remat(part, parse_remat(kind), LAYERS, compiled=False, offload=offloads)
+    apply_activation_checkpointing(part, parse_remat(kind), LAYERS, compiled=False, offload=offloads)
     given = batch(part)
     out = part(**given).square().mean()
     (x_grad,) = torch.autograd.grad(out, given["x"], retain_graph=True)
@@ -343,7 +345,7 @@ def test_compiled_after_wrapping_gives_the_eager_gradients(name, kind, offloads)
     torch._dynamo.reset()
     model = model_of(name)
     reference = gradients(copy.deepcopy(model))
-    apply_remat(model, parse_remat(kind), LAYERS, compiled=True, offload=offloads)
+    apply_activation_checkpointing(model, parse_remat(kind), LAYERS, compiled=True, offload=offloads)
     for block in model.blocks.values():
         block.compile(backend=backend, fullgraph=True, dynamic=False)
     assert_equal(gradients(model), reference)
@@ -383,7 +385,9 @@ def test_split_over_ranks_it_changes_no_gradient_either(kind, offloads):
                     model = model_of()
                     if split is over_heads:
                         split(model, mesh)
-                    apply_remat(model, parse_remat(remat), LAYERS, compiled=False, offload=offloaded)
+                    apply_activation_checkpointing(
+                        model, parse_remat(remat), LAYERS, compiled=False, offload=offloaded
+                    )
                     if split is sharded:
                         split(model, mesh)
                     found.append({name: whole(g) for name, g in gradients(model).items()})
@@ -398,7 +402,7 @@ def whole(gradient):
 
 
 def test_a_budget_is_the_compilers_and_does_not_outlive_its_run():
-    apply_remat(model_of(), parse_remat("budget:0.25"), LAYERS, compiled=True)
+    apply_activation_checkpointing(model_of(), parse_remat("budget:0.25"), LAYERS, compiled=True)
     assert torch._functorch.config.activation_memory_budget == 0.25
-    apply_remat(model_of(), parse_remat("none"), LAYERS, compiled=True)
+    apply_activation_checkpointing(model_of(), parse_remat("none"), LAYERS, compiled=True)
     assert torch._functorch.config.activation_memory_budget == 1.0

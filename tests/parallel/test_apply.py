@@ -1,4 +1,4 @@
-"""A plain model becomes a rank's part of a parallel one, and stays the same model."""
+"""Transforming a model changes neither its initial weights nor its gradients."""
 
 import logging
 from dataclasses import replace
@@ -13,25 +13,25 @@ from arriero.config.remat import parse_remat
 from arriero.config.schema import MemorySection, PrecisionSection
 from arriero.model.family import build_model
 from arriero.model.presets import load_preset
-from arriero.parallel.apply import Recipe, parallelize
+from arriero.parallel.apply import ModelOptions, parallelize
 from arriero.parallel.fsdp import Sharding
+from arriero.parallel.loss import LossOptions
 from arriero.parallel.mesh import make_mesh
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import World, joined, world_from
 from arriero.plan.layout import Layout
-from arriero.train.loss import chunked_loss
 
 CPU = torch.device("cpu")
 
 
-def recipe(compiled=False, remat="none", splits_backward=False, **precision):
-    return Recipe(
+def options(compiled=False, remat="none", splits_backward=False, **precision):
+    return ModelOptions(
         sharding=Sharding(torch.float32, torch.float32, True, 1, False),
         compiled=compiled,
         async_tp=False,
         memory=MemorySection(remat=parse_remat(remat)),
         precision=PrecisionSection(**precision),
-        loss=chunked_loss(16),
+        loss=LossOptions(16),
         splits_backward=splits_backward,
         widths_vary=False,
         weights=torch.float32,
@@ -69,7 +69,7 @@ def test_a_compiled_block_is_for_any_size_only_where_widths_vary(widths_vary, ca
     """Of itself torch would take a second size, as of held-out batches, for a sign that any may come."""
     torch._dynamo.reset()
     torch._logging.set_logs(dynamic=logging.INFO)
-    how = replace(recipe(compiled=True), widths_vary=widths_vary)
+    how = replace(options(compiled=True), widths_vary=widths_vary)
     mesh = make_mesh(Layout(), World(), 1, CPU)
     [model], _ = parallelize(load_preset("llama-test"), [range(2)], mesh, how, CPU)
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_first_weights_are_the_same_bits_in_every_layout(name, layout):
 
     def work(mesh):
         stages = [range(2), range(2, 3)] if layout.pp == 2 else [range(3)]
-        [part], _ = parallelize(spec, stages[mesh.coordinate("pp") :][:1], mesh, recipe(), CPU)
+        [part], _ = parallelize(spec, stages[mesh.coordinate("pp") :][:1], mesh, options(), CPU)
         plain = build_model(spec)
         plain.init_weights(1)
         expected = dict(plain.named_parameters())
@@ -138,8 +138,8 @@ def test_compiled_gradients_equal_eager_ones_for_every_parameter(layout, remat):
     spec = load_preset("llama-test")
 
     def work(mesh):
-        eager = gradients(spec, mesh, recipe())
-        compiled = gradients(spec, mesh, recipe(compiled=True, remat=remat))
+        eager = gradients(spec, mesh, options())
+        compiled = gradients(spec, mesh, options(compiled=True, remat=remat))
         for (name, expected), found in zip(eager.items(), compiled.values(), strict=True):
             assert expected.norm() > 0, name
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=name)
@@ -151,26 +151,42 @@ def test_compiled_gradients_equal_eager_ones_for_every_parameter(layout, remat):
 @pytest.mark.parametrize(
     ("given", "norms", "gelus"),
     [
-        (recipe(), True, True),
-        (recipe(compiled=True), True, True),
-        (recipe(remat="selective"), True, True),
+        (options(), True, True),
+        (options(compiled=True), True, True),
+        (options(remat="selective"), True, True),
         # the compiler cannot look into kernels to choose what to compute again
-        (recipe(compiled=True, remat="selective"), False, False),
-        (recipe(compiled=True, remat="budget:0.5"), False, False),
+        (options(compiled=True, remat="selective"), False, False),
+        (options(compiled=True, remat="budget:0.5"), False, False),
         # torch 2.11 would give norms no gradient
-        (recipe(splits_backward=True), False, True),
-        (recipe(compute="bf16", float8="tensorwise"), True, False),
+        (options(splits_backward=True), False, True),
+        (options(compute="bf16", float8="tensorwise"), True, False),
     ],
 )
-def test_blocks_compute_by_kernels_of_their_own_where_these_fit(given, norms, gelus, monkeypatch):
-    """Which they are is decided everywhere; that they are right only a GPU can show."""
-    own = SimpleNamespace(normed_on=lambda device: [device, "norm"], gelu_of="gelu")
+def test_blocks_use_kernels_where_these_fit(given, norms, gelus, monkeypatch):
+    """The choice is the same on every device; only a GPU can test the kernels."""
+    elementwise = SimpleNamespace(
+        Processors=SimpleNamespace(of=lambda device: (device, 1)),
+        ResidualLayerNorm=type("ResidualLayerNorm", (nn.LayerNorm,), {}),
+        LinearGelu=type("LinearGelu", (nn.Linear,), {}),
+    )
     monkeypatch.setattr("arriero.parallel.apply.usable_on", lambda _: True)
-    monkeypatch.setattr("arriero.parallel.apply.kernels", lambda _: own)
+    monkeypatch.setattr("arriero.parallel.apply.kernels", lambda _: elementwise)
     mesh = make_mesh(Layout(), World(), 1, CPU)
     [model], _ = parallelize(load_preset("gpt2-test"), [range(2)], mesh, given, CPU)
-    for block in model.blocks.values():
-        assert (block.normed == [CPU, "norm"]) is norms
-        assert (block.ffn.activated == "gelu") is gelus
-    # or each block would be compiled anew
-    assert len({id(block.normed) for block in model.blocks.values()}) == 1
+    blocks = list(model.blocks.values())
+    for block in blocks:
+        for norm in (block.attention_norm, block.ffn_norm):
+            assert isinstance(norm, elementwise.ResidualLayerNorm) is norms
+        assert isinstance(block.ffn.up, elementwise.LinearGelu) is gelus
+        assert isinstance(block.ffn.activation, nn.Identity) is gelus
+    if norms:
+        # or each block would be compiled again
+        assert len({id(block.ffn_norm.processors) for block in blocks}) == 1
+
+
+def test_llama_has_no_kernels_to_load(monkeypatch):
+    """Its norms and activations are as fast when compiled."""
+    monkeypatch.setattr("arriero.parallel.apply.usable_on", lambda _: True)
+    mesh = make_mesh(Layout(), World(), 1, CPU)
+    [model], _ = parallelize(load_preset("llama-test"), [range(2)], mesh, options(), CPU)
+    assert {type(block.ffn_norm) for block in model.blocks.values()} == {nn.RMSNorm}

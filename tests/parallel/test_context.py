@@ -10,13 +10,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from arriero.data.order.loader import IGNORED, Batch
-from arriero.model.attention import Documents
+from arriero.model.attention import AttentionCore, Documents
 from arriero.model.family import build_model
-from arriero.model.layers import Attention, attend
+from arriero.model.layers import Attention
 from arriero.model.presets import load_preset
-from arriero.parallel.blocks import block_backward, block_forward, merge
-from arriero.parallel.context import apply_context, cut_to, positions_held
-from arriero.parallel.ring import meetings
+from arriero.parallel.context import apply_context_parallel, cut_to, positions_held
+from arriero.parallel.ring import (
+    attention_tiles,
+    merge,
+    partial_attention,
+    partial_attention_backward,
+)
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
 from arriero.plan.layout import divide_context, tokens_divisor
@@ -72,7 +76,7 @@ def gradients(model, batch, whole):
 def part_of_a_rank(case, batch, change):
     mesh = init_device_mesh("cpu", (case.ring, case.ulysses), mesh_dim_names=("ring", "ulysses"))
     model = case.model()
-    apply_context(model, mesh.get_group("ring"), mesh.get_group("ulysses"))
+    apply_context_parallel(model, mesh.get_group("ring"), mesh.get_group("ulysses"))
     change(model)
     held = positions_held(TOKENS, dist.get_rank(), case.ulysses, case.ring)
     loss, grads = gradients(model, cut_to(batch, held), batch)
@@ -192,7 +196,7 @@ def pairs_met(ring, length, documents):
         for rank in range(ring):
             source = (rank - step) % ring
             before = met.sum().item()
-            for rows, queries, keys, causal in meetings(rank, source, ring, length // ring, documents):
+            for rows, queries, keys, causal in attention_tiles(rank, source, ring, length // ring, documents):
                 at = positions_held(length, rank, 1, ring)[queries]
                 to = positions_held(length, source, 1, ring)[keys]
                 pairs = torch.ones(len(at), len(to), dtype=torch.long)
@@ -236,13 +240,13 @@ def attention_by_blocks(q, k, v, grad, documents, ring):
         merged = torch.zeros_like(mine, dtype=torch.float32)
         lse = merged.new_empty(len(q), q.shape[2], len(at))
         met = [
-            (source, meeting)
+            (source, tile)
             for source in ((rank - step) % ring for step in range(ring))
-            for meeting in meetings(rank, source, ring, len(at), documents)
+            for tile in attention_tiles(rank, source, ring, len(at), documents)
         ]
         for source, (rows, queries, keys, causal) in met:
             k_here, v_here = (x[:, held[source]][rows, keys] for x in (k, v))
-            block = block_forward(mine[rows, queries], k_here, v_here, causal)
+            block = partial_attention(mine[rows, queries], k_here, v_here, causal)
             if not causal:
                 block = merge(merged[rows, queries], lse[rows, :, queries], *block)
             merged[rows, queries], lse[rows, :, queries] = block
@@ -251,7 +255,7 @@ def attention_by_blocks(q, k, v, grad, documents, ring):
             k_here, v_here = (x[:, held[source]][rows, keys] for x in (k, v))
             given = (grad_here[rows, queries], mine[rows, queries], k_here, v_here)
             whole = merged.to(q.dtype)[rows, queries]
-            more = block_backward(*given, whole, lse[rows, :, queries], causal)
+            more = partial_attention_backward(*given, whole, lse[rows, :, queries], causal)
             for total, where, part in zip(
                 (dq, dk, dv), (at[queries], held[source][keys], held[source][keys]), more, strict=True
             ):
@@ -261,7 +265,7 @@ def attention_by_blocks(q, k, v, grad, documents, ring):
 
 def attention_at_once(q, k, v, grad, documents):
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    out = attend(q, k, v, documents)
+    out = AttentionCore()(q, k, v, documents)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from arriero.config.load import load_run
 from arriero.config.schema import PrecisionSection
 from arriero.errors import UserError
-from arriero.kernels.float8 import computes_float8, own_float8
+from arriero.kernels.float8 import computes_float8, has_float8_kernels
 from arriero.model.family import build_model
 from arriero.model.presets import expand, load_preset
 from arriero.parallel.precision import apply_float8, renew_scales
@@ -153,14 +153,14 @@ def test_the_device_is_asked_whether_it_computes_float8(name, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "own"), [("H100", True), ("A100", False), ("gfx942:sramecc+:xnack-", False)]
 )
-def test_own_float8_kernels_are_for_nvidia_gpus_with_float8(name, own, monkeypatch):
+def test_float8_kernels_are_for_nvidia_gpus_with_float8(name, own, monkeypatch):
     properties = SimpleNamespace(name=name, **({"gcnArchName": name} if name in AMD else {}))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (NVIDIA | AMD)[name])
     monkeypatch.setattr(torch.version, "hip", "7.0" if name in AMD else None)
-    own_float8.cache_clear()
-    found = own_float8(torch.device("cuda"))
-    own_float8.cache_clear()
+    has_float8_kernels.cache_clear()
+    found = has_float8_kernels(torch.device("cuda"))
+    has_float8_kernels.cache_clear()
     assert found is own
 
 

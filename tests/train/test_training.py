@@ -22,7 +22,7 @@ from arriero.model.presets import expand
 from arriero.model.spec import flops_per_token
 from arriero.parallel.world import World
 from arriero.train.arrange import arrange
-from arriero.train.build import _recipe, build
+from arriero.train.build import _model_options, build
 from arriero.train.console import ConsoleProgress, _model
 from arriero.train.finish import sample
 from arriero.train.hooks import Hook
@@ -465,7 +465,7 @@ def test_a_text_that_grows_is_continued_without_compiling_anything_more(session)
 @pytest.mark.parametrize(("packing", "vary"), [("concat", False), ("bestfit", False), ("none", True)])
 def test_the_compiler_is_told_whether_widths_vary(packing, vary):
     config = load_run(None, [*BASE, f"data.packing={packing}"], expand).config
-    assert _recipe(arrange(config, World())).widths_vary is vary
+    assert _model_options(arrange(config, World())).widths_vary is vary
 
 
 def test_masked_documents_cost_less_and_count_so(session):

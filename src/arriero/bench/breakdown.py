@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from arriero.train.ranges import LOSS, OPTIMIZER
+from arriero.parallel.loss import LOSS
+from arriero.train.ranges import OPTIMIZER
 
 # at an instant when several are under way the first of these has it
 COMPUTE = ("GEMM", "attention", "elementwise", "loss", "optimizer")

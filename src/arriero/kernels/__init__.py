@@ -1,4 +1,7 @@
-"""What is worth a kernel of its own on a GPU. Each has a twin in plain PyTorch, which other devices use."""
+"""Triton kernels for GPUs, each with a measured gain (docs/log.md) and a PyTorch reference for other devices.
+
+Modules that import Triton are loaded by `kernels(name)`: Triton is installed with GPU builds only.
+"""
 
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache
@@ -12,41 +15,41 @@ from torch import Tensor
 
 Item = TypeVar("Item")
 
-# bytes that are read at once
-LINE = 16
-_wanted = True
+# bytes; kernels use wide loads for tensors that start at a multiple
+ALIGNMENT = 16
+_enabled = True
 
 
-def want(kernels: bool) -> None:
-    """For all that this process computes from here on."""
-    global _wanted
-    _wanted = kernels
+def enable_kernels(enabled: bool) -> None:
+    """Turn the kernels on or off for the rest of the process."""
+    global _enabled
+    _enabled = enabled
 
 
 def usable_on(device: torch.device) -> bool:
-    return _wanted and device.type == "cuda" and _has_triton()
+    return _enabled and device.type == "cuda" and _has_triton()
 
 
 def usable(tensor: Tensor) -> bool:
     return usable_on(tensor.device)
 
 
-def in_line(tensor: Tensor) -> bool:
-    """Contiguous from the start of a line on, as kernels read it; a slice of another tensor may not be."""
-    return tensor.is_contiguous() and tensor.data_ptr() % LINE == 0
+def is_aligned(tensor: Tensor) -> bool:
+    """Return whether a tensor is contiguous and aligned; a slice of another tensor may not be."""
+    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
 
 
-def alike(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[list[Item]]:
-    """In lists of one kind each: what is in one list goes into one launch."""
-    lists: dict[Hashable, list[Item]] = {}
+def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
+    """Group items by key; each group is one kernel launch."""
+    groups: dict[Hashable, list[Item]] = {}
     for item in items:
-        lists.setdefault(kind(item), []).append(item)
-    return list(lists.values())
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
 
 
 @cache
 def kernels(name: str) -> ModuleType:
-    """The module of that name here; asked for only where it is usable, as Triton comes with GPUs alone."""
+    """Import a module of this package; call it only where kernels are usable."""
     return import_module(f"arriero.kernels.{name}")
 
 

@@ -1,7 +1,8 @@
-"""Softmax cross-entropy over rows of logits, and its slope written in their place.
+"""Cross-entropy over rows of logits, and its gradient written in their place.
 
-Read once and written once: a row is still in the cache when its slope is made. For a slice of the vocabulary
-the two halves are called apart, and the ranks exchange their statistics between them.
+Logits are read once from memory: a row is still in the cache when its gradient is computed. With the
+vocabulary split over ranks, statistics and gradient are separate kernels, and the ranks exchange the
+statistics in between. The PyTorch reference is in `arriero.parallel.loss`.
 """
 
 import torch
@@ -13,27 +14,29 @@ _BLOCK = 4096
 _WARPS = 8
 
 
-def loss_and_slope(logits_CV: Tensor, columns: int, labels_C: Tensor, ignored: int, z_loss: float) -> Tensor:
-    """The summed loss. Columns from `columns` on are padding: they count for nothing and get no slope."""
+def loss_and_logits_grad_(
+    logits_CV: Tensor, columns: int, labels_C: Tensor, ignored: int, z_loss: float
+) -> Tensor:
+    """Return the summed loss and overwrite the logits by their gradient; later columns are padding."""
     loss_C = torch.empty(logits_CV.shape[0], dtype=torch.float32, device=logits_CV.device)
     _launch(_whole, logits_CV, labels_C, loss_C, columns, ignored, z_loss)
     return loss_C.sum()
 
 
-def statistics(logits_CV: Tensor, columns: int, target_C: Tensor) -> Tensor:
-    """(3, C): the largest of a row, the sum of exp beyond it, the target's logit or 0 where that is < 0."""
+def softmax_statistics(logits_CV: Tensor, columns: int, target_C: Tensor) -> Tensor:
+    """Return (3, C): the largest logit of a row, the sum of exp(logit - it), the logit of a target >= 0."""
     found_3C = torch.empty(3, logits_CV.shape[0], dtype=torch.float32, device=logits_CV.device)
     _launch(_statistics, logits_CV, target_C, found_3C, columns, logits_CV.shape[0])
     return found_3C
 
 
-def slope_in_place(logits_CV: Tensor, columns: int, target_C: Tensor, top_C: Tensor, share_C: Tensor) -> None:
-    """share x exp(logit - top), less one at the target where there is one."""
-    _launch(_slope, logits_CV, target_C, top_C.contiguous(), share_C.contiguous(), columns)
+def logits_grad_(logits_CV: Tensor, columns: int, target_C: Tensor, top_C: Tensor, factor_C: Tensor) -> None:
+    """Overwrite logits by factor x exp(logit - top), minus one at a target >= 0."""
+    _launch(_gradient, logits_CV, target_C, top_C.contiguous(), factor_C.contiguous(), columns)
 
 
 def scaled(tensor: Tensor, factor: Tensor) -> Tensor:
-    """By an fp32 number on the device: PyTorch's own product of two types is four times as slow."""
+    """Multiply by an fp32 scalar on the device; PyTorch's product of two dtypes is four times as slow."""
     result = torch.empty_like(tensor)
     blocks = triton.cdiv(tensor.numel(), _BLOCK)
     _scaled[(blocks,)](tensor, result, factor, tensor.numel(), BLOCK=_BLOCK, num_warps=_WARPS)
@@ -57,7 +60,7 @@ def _scaled(tensor, result, factor, count, BLOCK: tl.constexpr):
 @triton.jit
 def _row_statistics(row, columns, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    # finite, for the difference of two infinities is no number
+    # finite, because inf - inf is NaN
     top_B = tl.full((BLOCK,), -3.0e38, tl.float32)
     sum_B = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
@@ -71,13 +74,13 @@ def _row_statistics(row, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _row_slope(row, columns, width, target, top, share, less, BLOCK: tl.constexpr):
+def _row_gradient(row, columns, width, target, top, factor, less, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     for start in range(0, width, BLOCK):
         column = start + at
         x = tl.load(row + column, mask=column < columns, other=-float("inf")).to(tl.float32)
-        slope = share * tl.exp(x - top) - tl.where(column == target, less, 0.0)
-        tl.store(row + column, slope.to(row.dtype.element_ty), mask=column < width)
+        gradient = factor * tl.exp(x - top) - tl.where(column == target, less, 0.0)
+        tl.store(row + column, gradient.to(row.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
@@ -89,10 +92,10 @@ def _whole(logits, stride, width, labels, losses, columns, ignored, z_loss, BLOC
     wanted = tl.load(row + label, mask=label != ignored, other=0.0).to(tl.float32)
     top, total = _row_statistics(row, columns, BLOCK)
     log_total = tl.log(total)
-    # near the top: far from zero, fp32 would round the small difference away
+    # subtract before adding: fp32 would lose a small difference of large numbers
     tl.store(losses + number, (log_total + (top - wanted)) * counts)
-    share = counts * (1.0 + 2.0 * z_loss * (top + log_total)) / total
-    _row_slope(row, columns, width, label, top, share, counts, BLOCK)
+    factor = counts * (1.0 + 2.0 * z_loss * (top + log_total)) / total
+    _row_gradient(row, columns, width, label, top, factor, counts, BLOCK)
 
 
 @triton.jit
@@ -108,9 +111,9 @@ def _statistics(logits, stride, width, targets, found, columns, rows, BLOCK: tl.
 
 
 @triton.jit
-def _slope(logits, stride, width, targets, tops, shares, columns, BLOCK: tl.constexpr):
+def _gradient(logits, stride, width, targets, tops, factors, columns, BLOCK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
     target = tl.load(targets + number)
-    top, share = tl.load(tops + number), tl.load(shares + number)
-    _row_slope(row, columns, width, target, top, share, 1.0, BLOCK)
+    top, factor = tl.load(tops + number), tl.load(factors + number)
+    _row_gradient(row, columns, width, target, top, factor, 1.0, BLOCK)

@@ -1,7 +1,8 @@
-"""Linear layers whose matmuls are in float8, with one scale for each tensor, taken from the tensor itself.
+"""Linear layers and SwiGLU with matmuls in float8, one dynamic scale per tensor (tensorwise).
 
-Hopper multiplies float8 only along contiguous rows, and each tensor takes part in two products, along its
-rows and along its columns. One kernel therefore casts a tensor to both layouts in one pass over it.
+Hopper multiplies float8 only along contiguous rows, and each tensor is an operand of two products, by rows
+and by columns. One kernel therefore casts a tensor to both layouts in one pass. Where the kernels cannot
+run, the same numbers are emulated in PyTorch.
 """
 
 from collections.abc import Sequence
@@ -13,28 +14,29 @@ from torch import Tensor
 
 from arriero.kernels import kernels, usable
 
-# more digits for what is multiplied forward, more range for gradients
+# e4m3 has more digits, for values; e5m2 more range, for gradients
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _AMD_WITH_FLOAT8 = ("gfx94", "gfx95", "gfx120")
 MULTIPLE = 16
+_SWIGLU_BLOCK = 4096
 
 
 def linears(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """x @ weight.T for each, side by side: together they are one product."""
+    """Return x @ weight.T for each weight, concatenated, as one product."""
     rows = x.flatten(0, -2)
-    y, *_ = torch.ops.arriero.float8_linears(in_sixteens(rows), list(weights))
+    y, *_ = torch.ops.arriero.float8_linears(padded_rows(rows), list(weights))
     return y[: rows.shape[0]].unflatten(0, x.shape[:-1])
 
 
-def in_sixteens(rows: Tensor) -> Tensor:
-    """With rows of zeros below, where they are needed: the tensor cores sum over so many at once."""
+def padded_rows(rows: Tensor) -> Tensor:
+    """Append rows of zeros up to a multiple of 16, which float8 matmuls need."""
     missing = -rows.shape[0] % MULTIPLE
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 @torch.library.custom_op("arriero::float8_linears", mutates_args=())
 def float8_linears(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The products side by side; then what backward needs: x and the weights transposed, and their scales."""
+    """Return the concatenated products, and for backward x and the weights transposed with their scales."""
     x8, x8_t, x_scale = both_layouts([x], VALUES)
     w8, w8_t, w_scale = both_layouts(weights, VALUES)
     return product(x8, w8, x_scale, w_scale, x.dtype, fast=True), x8_t, x_scale, w8_t, w_scale
@@ -53,7 +55,7 @@ def _(x, weights):
 def float8_gradients(
     gradient: Tensor, x8_t: Tensor, x_scale: Tensor, w8_t: Tensor, w_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of x, and of the weights one below the other."""
+    """Return the gradient of x, and of the weights, stacked."""
     g8, g8_t, g_scale = both_layouts([gradient], GRADIENTS)
     return (
         product(g8, w8_t, g_scale, w_scale, gradient.dtype, fast=False),
@@ -67,7 +69,7 @@ def _(gradient, x8_t, x_scale, w8_t, w_scale):  # noqa: ARG001
     return gradient.new_empty(rows, inner), gradient.new_empty(gradient.shape[1], inner)
 
 
-def _keep(ctx, inputs, output) -> None:
+def _save(ctx, inputs, output) -> None:
     _, *kept = output
     ctx.rows = [weight.shape[0] for weight in inputs[1]]
     ctx.save_for_backward(*kept)
@@ -79,44 +81,97 @@ def _backward(ctx, gradient, *_):
     return x_grad, list(weight_grad.split(ctx.rows))
 
 
-float8_linears.register_autograd(_backward, setup_context=_keep)
+float8_linears.register_autograd(_backward, setup_context=_save)
 
 
 def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a @ b.T. `fast` leaves sums in the tensor cores, with fewer digits."""
-    if _by_kernels(a):
+    """Return a @ b.T. `fast` accumulates in the tensor cores, with lower precision."""
+    if _by_kernel(a):
         return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
     return ((a.float() @ b.float().T) * (a_scale * b_scale)).to(dtype)
 
 
 def both_layouts(parts: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts, one below the other, in float8; the same transposed; what to multiply them by."""
-    if _by_kernels(parts[0]):
-        return kernels("float8_cast").both_layouts([part.contiguous() for part in parts], kind)
+    """Return the stacked parts in float8, their transpose, and the scale that restores their values."""
+    if _by_kernel(parts[0]):
+        return kernels("float8_triton").both_layouts([part.contiguous() for part in parts], kind)
     whole = torch.cat(list(parts)).float()
     most = torch.finfo(kind).max
     scale = whole.abs().amax().clamp(min=1e-12) / most
-    # rounding may step over the largest number there is
+    # rounding may exceed the largest float8 number
     cast = (whole / scale).clamp(-most, most).to(kind)
     return cast, cast.T.contiguous(), scale
 
 
 def computes_float8(device: torch.device) -> bool:
-    """Whether the device multiplies float8; elsewhere it is emulated: as exact, and slower than bf16."""
+    """Return whether the device has float8 matmuls; elsewhere they are emulated, slower than bf16."""
     if device.type != "cuda":
         return False
     amd = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")
-    # AMD's capability numbers say (9, 0) for an MI250, which has no float8
+    # the capability of an MI250 is (9, 0), but it has no float8
     if amd.startswith("gfx"):
         return amd.startswith(_AMD_WITH_FLOAT8)
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @cache
-def own_float8(device: torch.device) -> bool:
-    """Whether the kernels here know the device's float8; AMD's is another one."""
+def has_float8_kernels(device: torch.device) -> bool:
+    """Return whether the kernels here support the device's float8 format; AMD's is another."""
     return torch.version.hip is None and computes_float8(device)
 
 
-def _by_kernels(tensor: Tensor) -> bool:
-    return usable(tensor) and own_float8(tensor.device)
+def _by_kernel(tensor: Tensor) -> bool:
+    return usable(tensor) and has_float8_kernels(tensor.device)
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """Return silu(gate) * up for gate and up concatenated in y.
+
+    The kernel's gain is in backward, where the compiler reads everything twice to write both halves.
+    """
+    if usable(y):
+        return torch.ops.arriero.swiglu(y.contiguous())
+    gate, up = y.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@torch.library.custom_op("arriero::swiglu", mutates_args=())
+def _swiglu(y: Tensor) -> Tensor:
+    h = y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
+    launch = kernels("float8_triton").swiglu_forward[_swiglu_grid(h)]
+    launch(y, h, h.shape[-1], BLOCK=_SWIGLU_BLOCK, num_warps=8)
+    return h
+
+
+@torch.library.custom_op("arriero::swiglu_backward", mutates_args=())
+def _swiglu_backward(gradient: Tensor, y: Tensor) -> Tensor:
+    y_grad = torch.empty_like(y)
+    launch = kernels("float8_triton").swiglu_backward[_swiglu_grid(gradient)]
+    launch(gradient, y, y_grad, gradient.shape[-1], BLOCK=_SWIGLU_BLOCK, num_warps=8)
+    return y_grad
+
+
+@_swiglu.register_fake
+def _(y):
+    return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
+
+
+@_swiglu_backward.register_fake
+def _(gradient, y):  # noqa: ARG001
+    return torch.empty_like(y)
+
+
+def _save_inputs(ctx, inputs, output) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs)
+
+
+def _swiglu_gradient(ctx, gradient):
+    return torch.ops.arriero.swiglu_backward(gradient.contiguous(), *ctx.saved_tensors)
+
+
+_swiglu.register_autograd(_swiglu_gradient, setup_context=_save_inputs)
+
+
+def _swiglu_grid(h: Tensor) -> tuple[int, int]:
+    width = h.shape[-1]
+    return h.numel() // width, -(-width // _SWIGLU_BLOCK)

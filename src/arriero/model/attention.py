@@ -1,8 +1,8 @@
-"""Attention that stays inside the documents of packed rows, without a T x T mask.
+"""Causal attention, also inside the documents of packed sequences, without a T x T mask.
 
-A token attends to the tokens of its own document up to itself. On GPUs this is one FlexAttention kernel,
-which skips the blocks between documents; elsewhere it is one causal attention per document.
-B batch, T tokens, H heads, K kv heads, E head dim, N blocks of tokens.
+With a document mask, a token attends to the tokens of its own document up to itself. On GPUs this is one
+FlexAttention kernel, which skips blocks between documents; elsewhere one causal attention per document.
+Shapes: B batch, T tokens, H heads, K kv heads, E head dim, N blocks of tokens.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from arriero.kernels import usable_on
@@ -34,15 +34,30 @@ _NARROW_HEADS = {
 }
 
 
+class AttentionCore(nn.Module):
+    """Causal attention, inside documents where there is a mask. Context parallelism replaces it."""
+
+    def mask(self, documents_BT: Tensor, device: torch.device) -> "Mask":
+        """Return the mask for `forward` that keeps attention inside the documents numbered in the tensor."""
+        return document_mask(documents_BT, device)
+
+    def forward(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: "Mask") -> Tensor:
+        if mask is None:
+            return attend_causally(q_BTHE, k_BTKE, v_BTKE)
+        if isinstance(mask, BlockMask):
+            return attend_by_blocks(q_BTHE, k_BTKE, v_BTKE, mask)
+        return attend_by_document(q_BTHE, k_BTKE, v_BTKE, mask)
+
+
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
 class Documents:
-    """Where documents begin and end in each row, on the host: `edges[b]` is 0, ..., T.
+    """The boundaries of the documents of each row, on the host: `edges[b]` is 0, ..., T.
 
-    Compiled code receives it as an opaque object, so other edges do not recompile a block.
+    Compiled code receives it as an opaque object, so that other edges do not recompile a block.
     """
 
     def __init__(self, documents_BT: Tensor) -> None:
@@ -51,8 +66,11 @@ class Documents:
         self.edges = [[0, *(row.nonzero().flatten() + 1).tolist(), tokens] for row in changes]
 
 
+Mask = BlockMask | Documents | None
+
+
 def document_mask(documents_BT: Tensor, device: torch.device) -> BlockMask | Documents:
-    """Return what `attend` needs to keep attention inside the documents that `documents_BT` numbers."""
+    """Return the mask of documents: blocks for FlexAttention on a GPU, else the edges of the documents."""
     if usable_on(device) and documents_BT.shape[1] >= _BLOCK:
         return block_mask(documents_BT.to(device, non_blocking=True))
     return Documents(documents_BT)
@@ -65,20 +83,20 @@ def block_mask(documents_BT: Tensor) -> BlockMask:
     query_block = torch.arange(-(-tokens // _BLOCK), device=documents_BT.device)
     last_query = (query_block + 1) * _BLOCK - 1
     first_BN = starts_BT[:, query_block * _BLOCK] // _BLOCK
-    # a key block is whole if every query of a block attends to all its keys; the diagonal never is,
-    # nor is anything for a last block that is not filled with queries
-    first_whole_BN = -(-starts_BT[:, last_query.clamp(max=tokens - 1)] // _BLOCK)
-    first_whole_BN = torch.where(last_query < tokens, first_whole_BN.minimum(query_block), query_block)
-    whole_BN = query_block - first_whole_BN
-    before_BN = first_whole_BN - first_BN
+    # a key block is full if every query of a block attends to all its keys; the diagonal never is,
+    # nor is any block for a last query block that is not filled
+    first_full_BN = -(-starts_BT[:, last_query.clamp(max=tokens - 1)] // _BLOCK)
+    first_full_BN = torch.where(last_query < tokens, first_full_BN.minimum(query_block), query_block)
+    full_BN = query_block - first_full_BN
+    before_BN = first_full_BN - first_BN
     step = query_block
-    whole_BNN = (first_whole_BN[..., None] + step).clamp(max=len(step) - 1)
+    full_BNN = (first_full_BN[..., None] + step).clamp(max=len(step) - 1)
     partial_BNN = torch.where(step < before_BN[..., None], first_BN[..., None] + step, query_block[:, None])
 
     def sees(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= starts_BT[b, query])
 
-    counts_and_indices = [before_BN + 1, partial_BNN, whole_BN, whole_BNN]
+    counts_and_indices = [before_BN + 1, partial_BNN, full_BN, full_BNN]
     return BlockMask.from_kv_blocks(
         *(x.int()[:, None].contiguous() for x in counts_and_indices),
         BLOCK_SIZE=_BLOCK,
@@ -88,7 +106,7 @@ def block_mask(documents_BT: Tensor) -> BlockMask:
 
 
 def document_starts(documents_BT: Tensor) -> Tensor:
-    """The index in its row of the first token of each token's document."""
+    """Return the index in its row of the first token of each token's document."""
     index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     begins_BT = F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0))
     return (begins_BT * index_T).cummax(dim=1).values
@@ -97,7 +115,7 @@ def document_starts(documents_BT: Tensor) -> Tensor:
 def attend_by_blocks(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: BlockMask) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
     options: dict[str, Any] = {"BACKEND": "TRITON"} | _measured_options(q)
-    # uncompiled it would compute whole T x T scores
+    # uncompiled, it would compute all T x T scores
     flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
     grouped = q.shape[1] != k.shape[1]
     out = flex(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=cast(Any, options))
@@ -110,7 +128,7 @@ def _measured_options(q_BHTE: Tensor) -> dict[str, int]:
     return _NARROW_HEADS if q_BHTE.shape[-1] <= 64 and q_BHTE.dtype.itemsize == 2 else {}
 
 
-# every batch has other lengths, and each would be compiled anew
+# every batch has other lengths, and each would be compiled again
 @torch.compiler.disable
 def attend_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Documents) -> Tensor:
     rows = []

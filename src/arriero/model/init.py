@@ -1,25 +1,25 @@
-"""First weights. Element n of a parameter is a pure function of (seed, parameter name, n): the same bits on
-every device, in any order, and for any slice of the parameter."""
+"""Weight initialisation. Element n of a parameter is a pure function of (seed, parameter name, n): the same
+bits on every device, in any order, and for any shard of the parameter."""
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-Piece = tuple[Tensor, Sequence[int]]
-Pieces = Callable[[Tensor], Iterable[Piece]]
+# Returns the local part of a parameter and its offset in the whole.
+LocalShard = Callable[[Tensor], tuple[Tensor, Sequence[int]]]
 
 _CELLS = 1 << 16
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A constant where std is zero, else a normal cut at so many sigmas."""
+class InitRule:
+    """A constant if std is zero, else a normal distribution truncated at `cut` standard deviations."""
 
     std: float = 0.0
     cut: float = 3.0
@@ -27,35 +27,34 @@ class Rule:
 
 
 def plain_name(name: str) -> str:
+    """Remove the parts that wrappers for compilation and activation checkpointing add to a name."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
-def whole(parameter: Tensor) -> Iterable[Piece]:
-    return [(parameter, (0,) * parameter.ndim)]
+def whole(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+    return parameter, (0,) * parameter.ndim
 
 
 @torch.no_grad()
-def fill(parameter: Tensor, name: str, rule: Rule, seed: int, pieces: Pieces = whole) -> None:
-    """`pieces` names the parts of the parameter held here, each with where in the whole it begins."""
-    shape = parameter.shape
-    for held, start in pieces(parameter):
-        if held.is_meta:
-            raise ValueError(f"{name} has no storage yet: call to_empty before init_weights")
-        if rule.std == 0.0:
-            held.fill_(rule.constant)
-            continue
-        rows = held.unsqueeze(0) if held.ndim == 1 else held
-        width = shape[-1]
-        row, column = (0, start[0]) if held.ndim == 1 else (start[0], start[1])
-        _fill_rows(rows, row, column, width, _key(seed, name), rule)
+def fill(parameter: Tensor, name: str, rule: InitRule, seed: int, local_shard: LocalShard = whole) -> None:
+    """Initialise the local part of a parameter."""
+    local, start = local_shard(parameter)
+    if local.is_meta:
+        raise ValueError(f"{name} has no storage yet: call to_empty before init_weights")
+    if rule.std == 0.0:
+        local.fill_(rule.constant)
+        return
+    rows = local.unsqueeze(0) if local.ndim == 1 else local
+    row, column = (0, start[0]) if local.ndim == 1 else (start[0], start[1])
+    _fill_rows(rows, row, column, parameter.shape[-1], _key(seed, name), rule)
 
 
-def _fill_rows(rows: Tensor, row: int, column: int, width: int, key: int, rule: Rule) -> None:
+def _fill_rows(rows: Tensor, row: int, column: int, width: int, key: int, rule: InitRule) -> None:
     table = _quantiles(rule.cut).to(rows.device) * rule.std
     columns = torch.arange(column, column + rows.shape[1], device=rows.device)
-    # small chunks stay in a CPU's cache, large ones fill a GPU
+    # small chunks fit a CPU cache, large ones fill a GPU
     at_once = max(1, (1 << 15 if rows.device.type == "cpu" else 1 << 24) // max(1, rows.shape[1]))
     for first in range(0, rows.shape[0], at_once):
         part = rows[first : first + at_once]
@@ -64,7 +63,7 @@ def _fill_rows(rows: Tensor, row: int, column: int, width: int, key: int, rule: 
 
 
 def _normals(index: Tensor, key: int, table: Tensor) -> Tensor:
-    """Inverse normal by table and straight line: all devices round these operations alike, but not erfinv."""
+    """Invert the normal CDF by linear interpolation, which all devices round alike, unlike erfinv."""
     bits = _mix(index, key)
     cell = _shift(bits, 48)
     low = table[cell]
@@ -73,7 +72,7 @@ def _normals(index: Tensor, key: int, table: Tensor) -> Tensor:
 
 
 def _mix(index: Tensor, key: int) -> Tensor:
-    """SplitMix64 at a counter: neighbouring indices give unrelated bits."""
+    """Return SplitMix64 at a counter: neighbouring indices give unrelated bits."""
     z = index * _signed(0x9E3779B97F4A7C15) + _signed(key)
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)

@@ -1,34 +1,39 @@
-"""What a block is made of. B batch, T tokens, D dim, H heads, K kv heads, E head dim, F ffn."""
+"""Modules of a transformer block, and the head. What a block computes is the modules it holds: faster or
+parallel versions replace these modules and keep the names of their parameters.
+
+Shapes: B batch, T tokens, D dim, H heads, K kv heads, E head dim, F ffn, V vocabulary.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from types import MethodType
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
+from torch.autograd.function import once_differentiable
 
-from arriero.model.attention import Documents, attend_by_blocks, attend_by_document, attend_causally
+from arriero.model.attention import AttentionCore, Mask
 from arriero.model.spec import RopeScaling
-from arriero.model.tiles import in_tiles
 
-# attention's kernels may count the elements from a tensor's first to its last in 32 bits
-_COUNTED = 2**31
+# Attention kernels may index the elements of a strided tensor with 32 bits.
+_INDEX_LIMIT = 2**31
 
 Rotation = tuple[Tensor, Tensor]
-Mask = BlockMask | Documents | None
-MaskOf = Callable[[Tensor, torch.device], Any]
-Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-Project = Callable[[Tensor, Sequence[nn.Linear]], Iterable[Tensor]]
-Gated = Callable[[Tensor, nn.Linear, nn.Linear], Tensor]
-Activated = Callable[[Tensor, nn.Linear], Tensor]
-Normed = Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]
-HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def converted(module: nn.Module, kind: type[Module]) -> Module:
+    """Return a module of the subclass `kind` with the parameters, children and settings of `module`."""
+    assert issubclass(kind, type(module)), f"{kind.__name__} is not a kind of {type(module).__name__}"
+    new = kind.__new__(kind)
+    new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()})
+    return new
 
 
 class Rope(nn.Module):
-    """Rotary positions in Hugging Face's half-split order: dimension i turns with i + E/2."""
+    """Rotary position embedding in Hugging Face's order: dimension i is rotated with i + E/2."""
 
     frequencies: Tensor
 
@@ -45,13 +50,13 @@ class Rope(nn.Module):
             self.frequencies = frequencies.to(self.frequencies.device)
 
     def _apply(self, fn, recurse=True):
-        # a cast to bf16 or a to_empty would spoil the angles of far positions
+        # in bf16 the angles of far positions would be wrong, and to_empty leaves them undefined
         super()._apply(fn, recurse)
         self.reset()
         return self
 
     def forward(self, positions: Tensor) -> Rotation:
-        """Cosines and sines in fp32, shaped (..., T, 1, E/2) to meet (B, T, H, E/2)."""
+        """Return cosines and sines in fp32, shaped (..., T, 1, E/2) to broadcast over (B, T, H, E/2)."""
         angles = positions[..., None, None].float() * self.frequencies
         return angles.cos(), angles.sin()
 
@@ -73,30 +78,9 @@ def rotate(x_BTHE: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTHE.dtype)
 
 
-def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Mask) -> Tensor:
-    """Causal attention, inside documents where there is a mask."""
-    if mask is None:
-        return attend_causally(q_BTHE, k_BTKE, v_BTKE)
-    if isinstance(mask, BlockMask):
-        return attend_by_blocks(q_BTHE, k_BTKE, v_BTKE, mask)
-    return attend_by_document(q_BTHE, k_BTKE, v_BTKE, mask)
-
-
-def one_by_one(x_BTD: Tensor, layers: Sequence[nn.Linear]) -> Iterable[Tensor]:
-    return [layer(x_BTD) for layer in layers]
-
-
-def by_one_matmul(x_BTD: Tensor, layers: Sequence[nn.Linear]) -> Iterable[Tensor]:
-    """Faster on a GPU than narrow ones apart, for all that the weights are copied side by side."""
-    if x_BTD.numel() // x_BTD.shape[-1] * sum(layer.out_features for layer in layers) >= _COUNTED:
-        return one_by_one(x_BTD, layers)
-    weight = torch.cat([layer.weight for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-    return F.linear(x_BTD, weight, bias).split([layer.out_features for layer in layers], dim=-1)
-
-
 class Attention(nn.Module):
-    """Heads are counted from the projections' width, so a slice of them is an Attention too."""
+    """Self-attention. The number of heads follows from the width of q, k and v: under tensor parallelism
+    these are slices. `core` is replaced under context parallelism."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, bias: bool) -> None:
         super().__init__()
@@ -104,55 +88,71 @@ class Attention(nn.Module):
         self.q = nn.Linear(dim, heads * head_dim, bias=bias)
         self.k = nn.Linear(dim, kv_heads * head_dim, bias=bias)
         self.v = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.core = AttentionCore()
         self.o = nn.Linear(heads * head_dim, dim, bias=bias)
-        self.project: Project = one_by_one
-        self.attend: Attend = attend
 
     def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Mask) -> Tensor:
-        projected = self.project(x_BTD, (self.q, self.k, self.v))
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.project(x_BTD))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        return self.o(self.attend(q, k, v, mask).flatten(-2))
+        return self.o(self.core(q, k, v, mask).flatten(-2))
+
+    def project(self, x_BTD: Tensor) -> Iterable[Tensor]:
+        return [self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)]
 
 
-def gated(x_BTD: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
-    return F.silu(gate(x_BTD)) * up(x_BTD)
+class FusedQKVAttention(Attention):
+    """Attention with q, k and v in one matmul of concatenated weights, which is faster on a GPU."""
+
+    def project(self, x_BTD: Tensor) -> Iterable[Tensor]:
+        layers = (self.q, self.k, self.v)
+        widths = [layer.out_features for layer in layers]
+        if x_BTD.numel() // x_BTD.shape[-1] * sum(widths) >= _INDEX_LIMIT:
+            return super().project(x_BTD)
+        weight = torch.cat([layer.weight for layer in layers])
+        bias = None if self.q.bias is None else torch.cat([layer.bias for layer in layers])
+        return F.linear(x_BTD, weight, bias).split(widths, dim=-1)
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, dim: int, ffn: int) -> None:
+    """Gated feed-forward layer: down(activation(gate(x)) * up(x)), with SiLU unless another is given."""
+
+    def __init__(self, dim: int, ffn: int, activation: nn.Module | None = None) -> None:
         super().__init__()
         self.gate = nn.Linear(dim, ffn, bias=False)
         self.up = nn.Linear(dim, ffn, bias=False)
+        self.activation = nn.SiLU() if activation is None else activation
         self.down = nn.Linear(ffn, dim, bias=False)
-        self.gated: Gated = gated
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(self.gated(x_BTD, self.gate, self.up))
+        return self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))
 
 
-def gelu_of(x_BTD: Tensor, up: nn.Linear) -> Tensor:
-    return F.gelu(up(x_BTD), approximate="tanh")
+class MLP(nn.Module):
+    """Feed-forward layer with biases: down(activation(up(x))), with tanh-approximated GELU by default."""
 
-
-class Gelu(nn.Module):
-    def __init__(self, dim: int, ffn: int) -> None:
+    def __init__(self, dim: int, ffn: int, activation: nn.Module | None = None) -> None:
         super().__init__()
         self.up = nn.Linear(dim, ffn)
+        self.activation = nn.GELU(approximate="tanh") if activation is None else activation
         self.down = nn.Linear(ffn, dim)
-        self.activated: Activated = gelu_of
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(self.activated(x_BTD, self.up))
+        return self.down(self.activation(self.up(x_BTD)))
 
 
-def normed(norm: nn.Module, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """The states as they go on past the norm, and what comes out of it."""
-    return x_BTD, norm(x_BTD)
+def residual_and_norm(norm: nn.Module, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x, to be used for the residual connection, and the norm of x.
+
+    A kernel norm returns both itself, so that their gradients are added in one pass.
+    """
+    y = norm(x_BTD)
+    return y if isinstance(y, tuple) else (x_BTD, y)
 
 
 class Block(nn.Module):
+    """Pre-norm transformer block."""
+
     def __init__(
         self, attention_norm: nn.Module, attention: Attention, ffn_norm: nn.Module, ffn: nn.Module
     ) -> None:
@@ -161,38 +161,102 @@ class Block(nn.Module):
         self.attention = attention
         self.ffn_norm = ffn_norm
         self.ffn = ffn
-        self.normed: Normed = normed
-        self.tile: int | None = None
 
     def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Mask) -> Tensor:
-        x_BTD, y_BTD = self.normed(self.attention_norm, x_BTD)
+        x_BTD, y_BTD = residual_and_norm(self.attention_norm, x_BTD)
         x_BTD = x_BTD + self.attention(y_BTD, rotation, mask)
-        if self.tile is None or x_BTD.shape[1] <= self.tile:
-            return self.feed_forward(x_BTD)
-        weights = [*self.ffn_norm.parameters(), *self.ffn.parameters()]
-        return in_tiles(self.feed_forward, x_BTD, self.tile, weights)
+        return self.feed_forward(x_BTD)
 
     def feed_forward(self, x_BTD: Tensor) -> Tensor:
-        """The half of the block that looks at each token alone."""
-        x_BTD, y_BTD = self.normed(self.ffn_norm, x_BTD)
+        """Compute the half of the block that treats each token independently."""
+        x_BTD, y_BTD = residual_and_norm(self.ffn_norm, x_BTD)
         return x_BTD + self.ffn(y_BTD)
 
 
+class TiledBlock(Block):
+    """Block whose feed-forward half processes at most `tile` tokens of a sequence at a time, and recomputes
+    each tile in the backward pass: its activations never exist for a whole sequence."""
+
+    tile: int
+    feed_forward_of_tile: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, block: Block, tile: int, compiler: Callable[..., Any] | None) -> "TiledBlock":
+        """Convert a block; `compiler` compiles the function of one tile."""
+        new = converted(block, cls)
+        new.tile = tile
+        function = MethodType(Block.feed_forward, new)
+        new.feed_forward_of_tile = function if compiler is None else compiler(function)
+        return new
+
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Mask) -> Tensor:
+        x_BTD, y_BTD = residual_and_norm(self.attention_norm, x_BTD)
+        x_BTD = x_BTD + self.attention(y_BTD, rotation, mask)
+        if x_BTD.shape[1] <= self.tile:
+            return self.feed_forward_of_tile(x_BTD)
+        weights = [*self.ffn_norm.parameters(), *self.ffn.parameters()]
+        return apply_in_tiles(self.feed_forward_of_tile, x_BTD, self.tile, weights)
+
+
+@torch.compiler.disable
+def apply_in_tiles(
+    function: Callable[[Tensor], Tensor], x_BTD: Tensor, tokens: int, weights: Sequence[Tensor]
+) -> Tensor:
+    """Apply a function of single tokens to `tokens` of each sequence at a time, recomputing it in backward.
+
+    `weights` are the parameters that the function uses.
+    """
+    if not torch.is_grad_enabled():
+        return torch.cat([function(tile) for tile in x_BTD.split(tokens, dim=1)], dim=1)
+    return _Tiles.apply(function, tokens, x_BTD, *weights)
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function, tokens: int, x_BTD: Tensor, *weights: Tensor) -> Tensor:
+        ctx.function, ctx.tokens = function, tokens
+        ctx.save_for_backward(x_BTD, *weights)
+        y_BTD = torch.empty_like(x_BTD)
+        for x, y in zip(x_BTD.split(tokens, dim=1), y_BTD.split(tokens, dim=1), strict=True):
+            y.copy_(function(x))
+        return y_BTD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
+        x_BTD, *weights = ctx.saved_tensors
+        x_grad = torch.empty_like(x_BTD)
+        # in fp32, because many small gradients are added
+        sums: list[Tensor] = []
+        tiles = (t.split(ctx.tokens, dim=1) for t in (x_BTD, *grad_outputs, x_grad))
+        for x, gradient, out in zip(*tiles, strict=True):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                found, *own = torch.autograd.grad(ctx.function(x), [x, *weights], gradient)
+            out.copy_(found)
+            if sums:
+                sums = [total.add_(g) for total, g in zip(sums, own, strict=True)]
+            else:
+                sums = [g.float() for g in own]
+        grads = [total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)]
+        return None, None, x_grad, *grads
+
+
 def logits_loss(x_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
-    """Summed next-token loss by whole logits in fp32; labels of -100 do not count."""
+    """Return the summed next-token loss from logits in fp32; labels of -100 are excluded from the loss."""
     logits_BTV = F.linear(x_BTD, weight_VD).float()
     return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum")
 
 
 class Head(nn.Module):
-    """States to logits; given labels, straight to their summed loss, so that logits need never be whole."""
+    """Hidden states to logits; with labels, to their summed loss. Training replaces it by a head that
+    computes the loss without holding all logits at once."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__()
         self.weight: Tensor = nn.Parameter(torch.zeros(vocab_size, dim))
-        self.loss: HeadLoss = logits_loss
 
     def forward(self, x_BTD: Tensor, labels_BT: Tensor | None = None) -> Tensor:
         if labels_BT is None:
             return F.linear(x_BTD, self.weight)
-        return self.loss(x_BTD, self.weight, labels_BT)
+        return logits_loss(x_BTD, self.weight, labels_BT)

@@ -32,7 +32,7 @@ _COLLECTIVES = ("reduce_scatter_tensor", "all_to_all_single")
 _REDUCTIONS = ("max",)
 
 
-def apply_remat(
+def apply_activation_checkpointing(
     model: LanguageModel, remat: Remat, layers: int, compiled: bool, offload: bool | float = False
 ) -> None:
     """`layers` are those of the whole model, of which this may be a part; `offload` is a share of them."""

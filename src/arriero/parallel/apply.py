@@ -1,40 +1,42 @@
-"""THE order in which a plain model becomes a rank's part of a parallel one."""
+"""The order of the transformations that turn a plain model into a rank's part of a parallel one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import cast
 
 import torch
+from torch import nn
 
 from arriero.config.schema import MemorySection, PrecisionSection
 from arriero.kernels import kernels, usable_on
 from arriero.kernels.float8 import computes_float8
 from arriero.model.family import build_model
 from arriero.model.language_model import LanguageModel
-from arriero.model.layers import Block, Gelu, HeadLoss, by_one_matmul
+from arriero.model.layers import MLP, Attention, Block, FusedQKVAttention, Head, TiledBlock, converted
 from arriero.model.spec import ModelSpec
-from arriero.parallel.activation_checkpointing import apply_remat
-from arriero.parallel.context import apply_context
+from arriero.parallel.activation_checkpointing import apply_activation_checkpointing
+from arriero.parallel.context import apply_context_parallel
 from arriero.parallel.dtensor import local_shard
 from arriero.parallel.fsdp import Sharding, shard_weights
+from arriero.parallel.loss import ChunkedLossHead, LossOptions
 from arriero.parallel.mesh import Mesh
-from arriero.parallel.precision import Float8Layers, apply_float8, joined_layers
+from arriero.parallel.precision import Float8Layers, apply_float8
 from arriero.parallel.tensor import split_layers, use_async_tensor_parallel
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What is to be done to the model, all of it decided. `weights` is the type they are kept in;
-    `splits_backward` says that states and weights have their gradients computed apart, `widths_vary` that
-    batches are as wide as their longest sample."""
+class ModelOptions:
+    """How a model is transformed, with every choice made.
+
+    `weights` is the dtype of the parameters. `splits_backward` says that a pipeline schedule computes the
+    gradients of states and weights separately, `widths_vary` that sequences are padded to varying lengths.
+    """
 
     sharding: Sharding
     compiled: bool
     async_tp: bool
     memory: MemorySection
     precision: PrecisionSection
-    loss: HeadLoss
+    loss: LossOptions
     weights: torch.dtype
     splits_backward: bool
     widths_vary: bool
@@ -42,93 +44,146 @@ class Recipe:
 
     @property
     def dynamic(self) -> bool | None:
-        """As the compiler asks. Where sizes of batches are few, each has its own compilation: after an
-        evaluation in smaller ones the training step would be compiled for any size, and be slower."""
+        """The option of torch.compile. With few batch shapes, each has its own compilation: after an
+        evaluation with smaller batches, torch would else recompile the training step for any shape."""
         return None if self.widths_vary else False
+
+    @property
+    def compiler_recomputes(self) -> bool:
+        """Whether the compiler must see activation checkpointing, because it keeps some results of a block.
+
+        Recomputation of whole blocks is hidden from it: torch 2.13 cannot compile it with tensor parallelism.
+        """
+        return self.memory.remat.keeps_some
 
 
 def parallelize(
-    spec: ModelSpec, stages: Sequence[range], mesh: Mesh, recipe: Recipe, device: torch.device
+    spec: ModelSpec, stages: Sequence[range], mesh: Mesh, options: ModelOptions, device: torch.device
 ) -> tuple[list[LanguageModel], Float8Layers]:
-    """This rank's parts, with their first weights; no rank ever holds more than its own."""
-    made = [_part(spec, blocks, mesh, recipe, device) for blocks in stages]
-    return [part for part, _ in made], joined_layers([layers for _, layers in made])
+    """Return this rank's pipeline stages with initial weights; no rank ever holds more than its own part."""
+    made = [_stage(spec, blocks, mesh, options, device) for blocks in stages]
+    return [stage for stage, _ in made], Float8Layers.of_stages([layers for _, layers in made])
 
 
-def _part(
-    spec: ModelSpec, blocks: range, mesh: Mesh, recipe: Recipe, device: torch.device
+def _stage(
+    spec: ModelSpec, blocks: range, mesh: Mesh, options: ModelOptions, device: torch.device
 ) -> tuple[LanguageModel, Float8Layers]:
+    tp, cp, memory = mesh.layout.tp, mesh.layout.cp, options.memory
+    # on meta, so that no rank allocates weights that it will not hold
     with torch.device("meta"):
-        model = build_model(spec).to(recipe.weights)
+        model = build_model(spec).to(options.weights)
+    # pipeline parallelism: only this stage's blocks are transformed
     model.keep(blocks)
-    if model.head is not None:
-        model.head.loss = recipe.loss
-    float8 = recipe.precision.float8 != "off"
-    if device.type == "cuda" and mesh.layout.tp == 1 and not mesh.shards and not float8:
-        # where weights are whole anyway: the copy of them outlives the forward pass
-        for block in model.blocks.values():
-            cast(Block, block).attention.project = by_one_matmul
-    if usable_on(device) and mesh.layout.tp == 1:
-        _use_kernels(model, device, recipe)
-    # makes new modules: whatever hooks into modules must come after
-    emulate = not computes_float8(device)
-    layers = apply_float8(model, recipe.precision, emulate, mesh.layout.tp, mesh.shards)
-    if mesh.layout.tp > 1:
-        # what follows sees one rank's slice of each layer
+    # modules are replaced first: everything after this adds hooks to them
+    _use_chunked_loss(model, options)
+    _use_fused_projections(model, mesh, options, device)
+    _use_kernels(model, mesh, options, device)
+    # float8 before tensor parallelism: it makes new modules, without the hooks of the old ones
+    float8 = apply_float8(model, options.precision, not computes_float8(device), tp, mesh.shards)
+    # tensor and sequence parallelism: what follows sees one rank's slice of each layer
+    if tp > 1:
         split_layers(model, mesh.tp)
-        if recipe.async_tp:
+        if options.async_tp:
             use_async_tensor_parallel(mesh.tp)
-    if mesh.layout.cp > 1:
-        # attention over the heads that are left here
-        apply_context(model, mesh.group("ring"), mesh.group("ulysses"))
-    if recipe.memory.ffn_tile:
-        # before blocks are compiled: tiles part them in two
-        _cut_into_tiles(model, recipe)
-    # only the compiler can keep some of a compiled block's results; whole blocks it need not see recomputed,
-    # and torch 2.13 cannot compile that together with tensor parallelism
-    sees_remat = recipe.memory.remat.keeps_some
-    if recipe.compiled and not sees_remat:
-        _compile(model, recipe)
-    apply_remat(model, recipe.memory.remat, spec.layers, recipe.compiled, recipe.memory.offload_activations)
-    if recipe.compiled and sees_remat:
-        _compile(model, recipe)
+    # context parallelism after tensor parallelism: it divides the heads that are left on this rank
+    if cp > 1:
+        apply_context_parallel(model, mesh.group("ring"), mesh.group("ulysses"))
+    # tiles before compilation: a tiled block is compiled in two parts
+    _use_tiles(model, options)
+    # compilation inside activation checkpointing, except where the compiler must see it
+    if options.compiled and not options.compiler_recomputes:
+        _compile(model, options)
+    apply_activation_checkpointing(
+        model, memory.remat, spec.layers, options.compiled, memory.offload_activations
+    )
+    if options.compiled and options.compiler_recomputes:
+        _compile(model, options)
+    # FSDP (HSDP with dp_replicate) last: it gathers the weights that all of the above computes with
     if mesh.shards:
-        # what is gathered is what all of the above computes with
-        shard_weights(model, mesh, recipe.sharding, device.type == "cuda")
-    offloaded = mesh.shards and recipe.sharding.offload
+        shard_weights(model, mesh, options.sharding, device.type == "cuda")
+    # weights get storage when each rank's shard is known
+    _allocate(model, device, offloaded=mesh.shards and options.sharding.offload)
+    model.init_weights(options.seed, local_shard)
+    return model, float8
+
+
+def _use_chunked_loss(model: LanguageModel, options: ModelOptions) -> None:
+    if type(model.head) is Head:
+        model.head = ChunkedLossHead.of(model.head, options.loss)
+
+
+def _use_fused_projections(
+    model: LanguageModel, mesh: Mesh, options: ModelOptions, device: torch.device
+) -> None:
+    """Compute q, k and v in one matmul on a GPU that holds whole weights in bf16 or fp32.
+
+    Under FSDP the concatenated copy would outlive the gathered weights until backward.
+    """
+    plain = mesh.layout.tp == 1 and not mesh.shards and options.precision.float8 == "off"
+    if device.type != "cuda" or not plain:
+        return
+    for block in model.blocks.values():
+        if isinstance(block, Block) and type(block.attention) is Attention:
+            block.attention = converted(block.attention, FusedQKVAttention)
+
+
+def _use_kernels(model: LanguageModel, mesh: Mesh, options: ModelOptions, device: torch.device) -> None:
+    """Replace LayerNorm and GELU by kernels, for weights that are plain tensors in the forward pass."""
+    remat = options.memory.remat
+    # where the compiler chooses what to recompute, it cannot see into kernels
+    hidden = options.compiled and (remat.keeps_some or remat.kind == "budget")
+    blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
+    if hidden or not usable_on(device) or mesh.layout.tp > 1 or not any(map(_has_kernels, blocks)):
+        return
+    elementwise = kernels("elementwise")
+    # one object for all blocks, or each block would be compiled again
+    processors = elementwise.Processors.of(device)
+    for block in blocks:
+        # torch 2.11 confuses the gradients of two results when backward runs twice
+        for name in () if options.splits_backward else ("attention_norm", "ffn_norm"):
+            norm = getattr(block, name)
+            if _is_layer_norm(norm):
+                setattr(block, name, converted(norm, elementwise.ResidualLayerNorm))
+                getattr(block, name).processors = processors
+        ffn = block.ffn
+        if isinstance(ffn, MLP) and _is_gelu(ffn) and options.precision.float8 == "off":
+            ffn.up, ffn.activation = converted(ffn.up, elementwise.LinearGelu), nn.Identity()
+
+
+def _has_kernels(block: Block) -> bool:
+    return _is_layer_norm(block.attention_norm) or _is_layer_norm(block.ffn_norm) or _is_gelu(block.ffn)
+
+
+def _is_layer_norm(norm: nn.Module) -> bool:
+    return type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None
+
+
+def _is_gelu(ffn: nn.Module) -> bool:
+    return type(ffn) is MLP and isinstance(ffn.activation, nn.GELU) and ffn.activation.approximate == "tanh"
+
+
+def _use_tiles(model: LanguageModel, options: ModelOptions) -> None:
+    if not options.memory.ffn_tile:
+        return
+
+    def compiler(function):
+        return torch.compile(function, dynamic=options.dynamic)
+
+    for name, block in model.blocks.items():
+        if type(block) is Block:
+            tiled = TiledBlock.of(block, options.memory.ffn_tile, compiler if options.compiled else None)
+            model.blocks[name] = tiled
+
+
+def _compile(model: LanguageModel, options: ModelOptions) -> None:
+    """Compile block by block: equal blocks share one compilation."""
+    for block in model.blocks.values():
+        block.compile(dynamic=options.dynamic)
+
+
+def _allocate(model: LanguageModel, device: torch.device, offloaded: bool) -> None:
     model.to_empty(device="cpu" if offloaded else device)
     for module in model.modules():
-        # weights may wait in host memory; what is computed with as it is may not
+        # FSDP moves offloaded parameters to the GPU for computation, but not buffers
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
-    model.init_weights(recipe.seed, lambda parameter: [local_shard(parameter)])
-    return model, layers
-
-
-def _use_kernels(model: LanguageModel, device: torch.device, recipe: Recipe) -> None:
-    """Norms and activations, for weights that are plain tensors while they are computed with."""
-    remat = recipe.memory.remat
-    if recipe.compiled and (remat.keeps_some or remat.kind == "budget"):
-        # a compiler that chooses what to compute again cannot look into kernels
-        return
-    # one for all: the compiler would take another function for another kind of block
-    normed = kernels("norm").normed_on(device)
-    for block in map(partial(cast, Block), model.blocks.values()):
-        # torch 2.11, going backward twice, mixes up the gradients of two results
-        if not recipe.splits_backward:
-            block.normed = normed
-        if isinstance(block.ffn, Gelu) and recipe.precision.float8 == "off":
-            block.ffn.activated = kernels("gelu").gelu_of
-
-
-def _cut_into_tiles(model: LanguageModel, recipe: Recipe) -> None:
-    for block in map(partial(cast, Block), model.blocks.values()):
-        block.tile = recipe.memory.ffn_tile
-        if recipe.compiled:
-            block.feed_forward = torch.compile(block.feed_forward, dynamic=recipe.dynamic)
-
-
-def _compile(model: LanguageModel, recipe: Recipe) -> None:
-    """Block by block: they are alike, so one compilation serves them all."""
-    for block in model.blocks.values():
-        block.compile(dynamic=recipe.dynamic)

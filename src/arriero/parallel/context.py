@@ -1,7 +1,7 @@
-"""Context parallelism: the tokens of a sequence divided over `cp` ranks.
+"""Context parallelism: the tokens of a sequence are divided over `cp` ranks.
 
-Ulysses first: ranks exchange tokens for heads, so that each has all of its neighbours' tokens for some heads.
-Where heads run out, a ring of such neighbourhoods passes keys and values round.
+Ulysses: an all-to-all exchanges tokens for heads, so that each rank of a group has all the group's tokens for
+some heads. Where there are fewer heads than ranks, several Ulysses groups form a ring (`ring.py`).
 """
 
 from dataclasses import replace
@@ -12,15 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arriero.data.order.loader import Batch
-from arriero.model.attention import Documents, document_mask
+from arriero.model.attention import AttentionCore, Documents, Mask
 from arriero.model.language_model import LanguageModel
-from arriero.model.layers import Attention, Mask, attend
 from arriero.parallel.ring import ring_attention
 from arriero.plan.layout import tokens_divisor
 
 
 def positions_held(seq_len: int, cp_rank: int, ulysses: int, ring: int) -> Tensor:
-    """Where in the sequence this rank's tokens stand. The ranks of a Ulysses group are consecutive."""
+    """Return the positions of this rank's tokens in a sequence. Ranks of a Ulysses group are consecutive."""
     divisor = tokens_divisor(ulysses, ring)
     if seq_len % divisor:
         raise ValueError(f"{seq_len} tokens cannot be divided: not a multiple of {divisor}")
@@ -33,7 +32,7 @@ def positions_held(seq_len: int, cp_rank: int, ulysses: int, ring: int) -> Tenso
 
 
 def cut_to(batch: Batch, held_t: Tensor) -> Batch:
-    """Select this rank's tokens of each sequence; documents stay those of the whole sequences."""
+    """Select this rank's tokens of each sequence; document numbers stay those of the whole sequences."""
 
     def cut(whole_BT: Tensor) -> Tensor:
         return whole_BT.index_select(1, held_t.to(whole_BT.device))
@@ -48,62 +47,62 @@ def cut_to(batch: Batch, held_t: Tensor) -> Batch:
     )
 
 
-def apply_context(
+def apply_context_parallel(
     model: LanguageModel, ring: dist.ProcessGroup | None, ulysses: dist.ProcessGroup | None
 ) -> None:
-    """From here on the model takes this rank's part of each sequence, with its positions."""
-    attention = ContextAttention(ring, ulysses)
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.attend = attention
-    model.mask_of = attention.mask_of
+    """Replace the attention of the blocks. The model then takes this rank's part of each sequence."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, AttentionCore):
+                setattr(module, name, ContextParallelAttention(ring, ulysses))
 
 
-class ContextAttention:
-    """Attention to whole sequences where each rank has a part of each; a group of one rank is no group."""
+class ContextParallelAttention(AttentionCore):
+    """Attention to whole sequences where each rank has a part of each; a group of one rank is not used."""
 
     def __init__(self, ring: dist.ProcessGroup | None, ulysses: dist.ProcessGroup | None) -> None:
+        super().__init__()
         self.ring = ring if ring is not None and ring.size() > 1 else None
         self.ulysses = ulysses if ulysses is not None and ulysses.size() > 1 else None
 
     # its collectives cannot be traced
     @torch.compiler.disable
-    def __call__(self, q_BtHE: Tensor, k_BtKE: Tensor, v_BtKE: Tensor, mask: Mask) -> Tensor:
+    def forward(self, q_BtHE: Tensor, k_BtKE: Tensor, v_BtKE: Tensor, mask: Mask) -> Tensor:
         q, k, v = q_BtHE, k_BtKE, v_BtKE
         if self.ulysses is not None:
             q, k, v = _tokens_for_heads(q, k, v, self.ulysses)
         if self.ring is None:
-            out = attend(q, k, v, mask)
+            out = super().forward(q, k, v, mask)
         else:
             assert mask is None or isinstance(mask, Documents)
             out = ring_attention(q, k, v, mask, self.ring)
         return out if self.ulysses is None else _heads_for_tokens(out, self.ulysses)
 
-    def mask_of(self, documents_BT: Tensor, device: torch.device) -> Mask:
-        """Masks are of whole sequences: Ulysses brings all tokens here, and a ring all pairs of ranks."""
-        return document_mask(documents_BT, device) if self.ring is None else Documents(documents_BT)
+    def mask(self, documents_BT: Tensor, device: torch.device) -> Mask:
+        """Return the mask of whole sequences: Ulysses gathers all tokens, a ring visits all ranks."""
+        return super().mask(documents_BT, device) if self.ring is None else Documents(documents_BT)
 
 
 def _tokens_for_heads(
     q_BtHE: Tensor, k_BtKE: Tensor, v_BtKE: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """From all heads of this rank's tokens to a share of the heads of all the group's tokens."""
+    """Exchange all heads of this rank's tokens for some heads of all tokens of the Ulysses group."""
     size = group.size()
     if (copies := size // k_BtKE.shape[2]) > 1:
         k_BtKE, v_BtKE = (x.repeat_interleave(copies, dim=2) for x in (k_BtKE, v_BtKE))
     shares = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in (q_BtHE, k_BtKE, v_BtKE)]
-    arrived_UBthE = _Exchange.apply(torch.cat(shares, dim=3), group)
+    arrived_UBthE = _AllToAll.apply(torch.cat(shares, dim=3), group)
     whole_BThE = arrived_UBthE.transpose(0, 1).flatten(1, 2)
     return whole_BThE.split([x.shape[3] for x in shares], dim=2)
 
 
 def _heads_for_tokens(out_BThE: Tensor, group: dist.ProcessGroup) -> Tensor:
-    arrived_UBthE = _Exchange.apply(out_BThE.unflatten(1, (group.size(), -1)).transpose(0, 1), group)
+    arrived_UBthE = _AllToAll.apply(out_BThE.unflatten(1, (group.size(), -1)).transpose(0, 1), group)
     return arrived_UBthE.movedim(0, 2).flatten(2, 3)
 
 
-class _Exchange(torch.autograd.Function):
-    """Part i goes to rank i, and part j of the result is from rank j: an exchange that undoes itself."""
+class _AllToAll(torch.autograd.Function):
+    """All-to-all: part i goes to rank i, part j of the result is from rank j. It is its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, parts_U: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -115,4 +114,4 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(grads[0], ctx.group), None
+        return _AllToAll.apply(grads[0], ctx.group), None

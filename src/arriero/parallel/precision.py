@@ -1,33 +1,35 @@
-"""Float8 matmuls in the blocks: which layers, on which device, with whose scales and by whose kernels."""
+"""Float8 matmuls in the blocks: which linear layers are converted, and by which implementation.
+
+Tensorwise float8 of unsplit weights uses the kernels of `arriero.kernels.float8`; tensor parallelism, float8
+all-gathers and rowwise scaling use torchao.
+"""
 
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from arriero.config.schema import PrecisionSection
 from arriero.errors import UserError, nearest
-from arriero.kernels.float8 import MULTIPLE
-from arriero.model.float8 import use_float8
+from arriero.kernels.float8 import MULTIPLE, linears, swiglu
 from arriero.model.language_model import LanguageModel
-from arriero.model.layers import Block
+from arriero.model.layers import Attention, SwiGLU, converted
 
 _RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp"}
-
-# kernels of other precisions than these, and a remark from one part of torch's making to another
+# log messages at the import of torchao about kernels that are not used here
 _NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "Enum subclass"}
 
 
 @dataclass(frozen=True)
 class Float8Layers:
-    """What was decided for every linear layer of the blocks held here; `left` says why."""
+    """The linear layers that were converted to float8, and for each other one the reason (`left`)."""
 
     converted: tuple[str, ...]
     left: dict[str, str]
@@ -38,19 +40,48 @@ class Float8Layers:
         reasons = (f"{count} left: {reason}" for reason, count in Counter(self.left.values()).items())
         return "; ".join([f"{len(self.converted)} of {total} linear layers", *reasons])
 
+    @classmethod
+    def of_stages(cls, stages: Iterable["Float8Layers"]) -> "Float8Layers":
+        """Combine those of several pipeline stages."""
+        stages = list(stages)
+        left = {name: reason for stage in stages for name, reason in stage.left.items()}
+        return cls(tuple(name for stage in stages for name in stage.converted), left)
 
-def joined_layers(parts: Iterable[Float8Layers]) -> Float8Layers:
-    parts = list(parts)
-    left = {name: reason for part in parts for name, reason in part.left.items()}
-    return Float8Layers(tuple(name for part in parts for name in part.converted), left)
+
+class Float8Linear(nn.Linear):
+    """Linear layer in tensorwise float8, for weights that are plain tensors in the forward pass."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        (y,) = _project(input, (self,))
+        return y
+
+
+class Float8QKVAttention(Attention):
+    """Attention with q, k and v in one float8 product."""
+
+    def project(self, x_BTD: Tensor) -> Iterable[Tensor]:
+        return _project(x_BTD, (self.q, self.k, self.v))
+
+
+class Float8SwiGLU(SwiGLU):
+    """SwiGLU with gate and up in one float8 product."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(swiglu(linears(x_BTD, [self.gate.weight, self.up.weight])))
+
+
+def _project(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
+    together = linears(x, [layer.weight for layer in layers])
+    products = together.split([layer.out_features for layer in layers], dim=-1)
+    return [y if layer.bias is None else y + layer.bias for y, layer in zip(products, layers, strict=True)]
 
 
 def apply_float8(
     model: LanguageModel, settings: PrecisionSection, emulate: bool, tp: int = 1, sharded: bool = False
 ) -> Float8Layers:
-    """Comes first of all transformations: it makes new modules, without the hooks of the old ones.
+    """Convert linear layers of the blocks. It must precede transformations that add hooks to modules.
 
-    `tp` is the number of ranks a layer will be split over, `sharded` whether FSDP will shard the weights.
+    `tp` is the tensor-parallel degree, `sharded` whether FSDP will shard the weights.
     """
     if settings.float8 == "off":
         return Float8Layers((), {})
@@ -59,18 +90,18 @@ def apply_float8(
             "precision.float8_all_gather is on, and no weights are gathered in this layout",
             "turn it off, or shard: parallel.dp_shard",
         )
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("blocks.")}
-    _check_patterns(settings.float8_exclude, list(linears), model.spec.layers)
-    reasons = {name: _reason_to_leave(name, linear, settings, tp) for name, linear in linears.items()}
+    found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("blocks.")}
+    _check_patterns(settings.float8_exclude, list(found), model.spec.layers)
+    reasons = {name: _reason_to_leave(name, linear, settings, tp) for name, linear in found.items()}
     chosen = tuple(name for name, reason in reasons.items() if reason is None)
-    if hooked := [n for n in chosen if linears[n]._forward_pre_hooks or linears[n]._forward_hooks]:
+    if hooked := [n for n in chosen if found[n]._forward_pre_hooks or found[n]._forward_hooks]:
         raise RuntimeError(f"float8 would lose the hooks of {hooked[0]}: it comes before tensor parallelism")
     plain = tp == 1 and not settings.float8_all_gather
-    # AMD's float8 is another, which torchao knows
+    # AMD's float8 format is another one, which torchao supports
     if settings.float8 == "tensorwise" and plain and (emulate or torch.version.hip is None):
         for number, block in model.blocks.items():
-            own = [linears[name] for name in chosen if name.startswith(f"blocks.{number}.")]
-            use_float8(cast(Block, block), own)
+            prefix = f"blocks.{number}."
+            _convert_block(block, {n.removeprefix(prefix) for n in chosen if n.startswith(prefix)})
     else:
         torchao = _torchao()
         torchao.convert_to_float8_training(
@@ -79,9 +110,24 @@ def apply_float8(
     return Float8Layers(chosen, {name: reason for name, reason in reasons.items() if reason is not None})
 
 
+def _convert_block(block: nn.Module, chosen: Collection[str]) -> None:
+    """Replace the chosen linear layers; those that share their input become one product."""
+    for name in chosen:
+        parent, _, child = name.rpartition(".")
+        linear = block.get_submodule(name)
+        setattr(block.get_submodule(parent), child, converted(linear, Float8Linear))
+    attention, ffn = getattr(block, "attention", None), getattr(block, "ffn", None)
+    if type(attention) is Attention and {"attention.q", "attention.k", "attention.v"} <= set(chosen):
+        block.attention = converted(attention, Float8QKVAttention)
+    if type(ffn) is SwiGLU and isinstance(ffn.activation, nn.SiLU) and {"ffn.gate", "ffn.up"} <= set(chosen):
+        block.ffn = converted(ffn, Float8SwiGLU)
+
+
 def renew_scales(model: nn.Module, settings: PrecisionSection) -> None:
-    """The scales of all weights gathered in float8, by one all-reduce. Whenever weights have changed: without
-    it the next forward takes scales of its own, under tensor parallelism others."""
+    """Compute the scales of weights that are gathered in float8, by one all-reduce, after each update.
+
+    Without it the next forward pass would compute scales of its own, which differ under tensor parallelism.
+    """
     if settings.float8 != "off" and settings.float8_all_gather:
         _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 
@@ -89,7 +135,7 @@ def renew_scales(model: nn.Module, settings: PrecisionSection) -> None:
 def _reason_to_leave(name: str, linear: nn.Linear, settings: PrecisionSection, tp: int) -> str | None:
     if any(fnmatchcase(name, pattern) for pattern in settings.float8_exclude):
         return "named by precision.float8_exclude"
-    # which of the two widths tensor parallelism splits is not known yet
+    # tensor parallelism may split either width
     multiple = MULTIPLE * tp
     if linear.in_features % multiple or linear.out_features % multiple:
         wide = f"{linear.in_features} x {linear.out_features}"
@@ -98,7 +144,7 @@ def _reason_to_leave(name: str, linear: nn.Linear, settings: PrecisionSection, t
 
 
 def _check_patterns(patterns: Sequence[str], here: list[str], layers: int) -> None:
-    """A pattern may name layers of another part of the pipeline, but must name some layer of the model."""
+    """Raise UserError for a pattern that matches no linear layer of the whole model."""
     in_a_block = {name.split(".", 2)[2] for name in here}
     everywhere = [f"blocks.{i}.{name}" for i in range(layers) for name in sorted(in_a_block)]
     for pattern in patterns:
@@ -116,7 +162,7 @@ def _recipe(torchao: Any, settings: PrecisionSection, emulate: bool) -> Any:
 
 
 def _torchao() -> Any:
-    """Only when float8 is on: the import takes seconds."""
+    """Import torchao, which takes seconds, only when float8 needs it."""
     try:
         with _quiet():
             return importlib.import_module("torchao.float8")

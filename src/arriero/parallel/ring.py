@@ -1,20 +1,27 @@
-"""Ring attention: each rank keeps its queries, keys and values go round; masked-out work is never begun.
+"""Ring attention: each rank keeps its queries, and keys and values are passed around; masked work is skipped.
 
-Rank i of r holds chunks i and 2r-1-i of 2r: the early one sees little and the late one much, so that all
-ranks have equal causal work at every step.
+Rank i of r holds chunks i and 2r-1-i of 2r: the early one attends to few keys and the late one to many, so
+that all ranks have equal causal work in every step. Attention to some of the keys returns its output and the
+log of the sum of its softmax (lse), by which partial results are merged exactly. The fused kernels are
+private operators of torch, tested with 2.11 and 2.13.
+Shapes: B batch, t queries, s keys, H heads, K kv heads, E head dim.
 """
 
 from bisect import bisect
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from arriero.model.attention import Documents
-from arriero.parallel.blocks import block_backward, block_forward, merge
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+_aten = torch.ops.aten
 
 
 def ring_attention(
@@ -24,11 +31,11 @@ def ring_attention(
     documents: Documents | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """`documents` are those of the whole sequences."""
+    """Compute causal attention over the ring; `documents` are those of the whole sequences."""
     return _Ring.apply(q_BtHE, torch.stack((k_BtKE, v_BtKE)), documents, group)
 
 
-class Meeting(NamedTuple):
+class Tile(NamedTuple):
     """Queries of this rank that attend to keys of another: to all of them, or causally."""
 
     rows: slice
@@ -37,15 +44,17 @@ class Meeting(NamedTuple):
     causal: bool
 
 
-def meetings(rank: int, source: int, ring: int, tokens: int, documents: Documents | None) -> list[Meeting]:
+def attention_tiles(
+    rank: int, source: int, ring: int, tokens: int, documents: Documents | None
+) -> list[Tile]:
     """Return all attention of the queries of `rank` to the keys of `source`; each has `tokens` tokens.
 
-    Causal meetings come first: of a rank with itself they hold every query exactly once.
+    Causal tiles come first: those of a rank with itself hold every query exactly once.
     """
     if documents is None:
         queries = slice(tokens // 2 if source > rank else 0, tokens)
         keys = slice(0, tokens // 2 if source < rank else tokens)
-        return [Meeting(slice(None), queries, keys, source == rank)]
+        return [Tile(slice(None), queries, keys, source == rank)]
     size = tokens // 2
     found = []
     for row, edges in enumerate(documents.edges):
@@ -53,10 +62,10 @@ def meetings(rank: int, source: int, ring: int, tokens: int, documents: Document
             for key_chunk, key_at in ((source, 0), (2 * ring - 1 - source, size)):
                 pairs = _between(query_chunk * size, key_chunk * size, size, edges)
                 found += [
-                    Meeting(slice(row, row + 1), _moved(queries, query_at), _moved(keys, key_at), causal)
+                    Tile(slice(row, row + 1), _moved(queries, query_at), _moved(keys, key_at), causal)
                     for queries, keys, causal in pairs
                 ]
-    return sorted(found, key=lambda meeting: not meeting.causal)
+    return sorted(found, key=lambda tile: not tile.causal)
 
 
 def _between(query: int, key: int, size: int, edges: list[int]) -> list[tuple[slice, slice, bool]]:
@@ -86,13 +95,13 @@ class _Ring(torch.autograd.Function):
         kv_2BtKE = kv_2BtKE.contiguous()
         out = torch.empty_like(q_BtHE, dtype=torch.float32, memory_format=torch.contiguous_format)
         lse = out.new_empty(out.shape[0], out.shape[2], out.shape[1])
-        for source, (k, v) in _going_round(kv_2BtKE, group):
-            for meeting in meetings(group.rank(), source, group.size(), q_BtHE.shape[1], documents):
-                rows, queries, keys, causal = meeting
-                block = block_forward(q_BtHE[rows, queries], k[rows, keys], v[rows, keys], causal)
+        for source, (k, v) in _around_ring(kv_2BtKE, group):
+            for tile in attention_tiles(group.rank(), source, group.size(), q_BtHE.shape[1], documents):
+                rows, queries, keys, causal = tile
+                part = partial_attention(q_BtHE[rows, queries], k[rows, keys], v[rows, keys], causal)
                 if not causal:
-                    block = merge(out[rows, queries], lse[rows, :, queries], *block)
-                out[rows, queries], lse[rows, :, queries] = block
+                    part = merge(out[rows, queries], lse[rows, :, queries], *part)
+                out[rows, queries], lse[rows, :, queries] = part
         out = out.to(q_BtHE.dtype)
         ctx.save_for_backward(q_BtHE, kv_2BtKE, out, lse)
         ctx.documents, ctx.group = documents, group
@@ -104,39 +113,39 @@ class _Ring(torch.autograd.Function):
         group, grad_BtHE = ctx.group, grads[0].contiguous()
         dq = torch.zeros_like(q_BtHE, dtype=torch.float32)
         dkv = torch.zeros_like(kv_2BtKE, dtype=torch.float32)
-        # the gradient of keys and values travels a step behind them, and after the last step comes home
-        passing = None
-        for source, (k, v) in _going_round(kv_2BtKE, group):
-            blocks = []
-            for meeting in meetings(group.rank(), source, group.size(), q_BtHE.shape[1], ctx.documents):
-                rows, queries, keys, causal = meeting
+        # the gradient of keys and values follows them one step behind and ends at its own rank
+        sending = None
+        for source, (k, v) in _around_ring(kv_2BtKE, group):
+            parts = []
+            for tile in attention_tiles(group.rank(), source, group.size(), q_BtHE.shape[1], ctx.documents):
+                rows, queries, keys, causal = tile
                 grad, q, whole = (x[rows, queries] for x in (grad_BtHE, q_BtHE, out))
-                dq_block, *dkv_block = block_backward(
+                dq_part, *dkv_part = partial_attention_backward(
                     grad, q, k[rows, keys], v[rows, keys], whole, lse[rows, :, queries], causal
                 )
-                dq[rows, queries] += dq_block
-                blocks.append((rows, keys, dkv_block))
-            if passing is not None:
-                dkv = passing.received()
-            for rows, keys, dkv_block in blocks:
-                for held, block in zip(dkv, dkv_block, strict=True):
-                    held[rows, keys] += block
-            passing = _Passing(dkv, group)
-        assert passing is not None
-        return dq.to(q_BtHE.dtype), passing.received().to(kv_2BtKE.dtype), None, None
+                dq[rows, queries] += dq_part
+                parts.append((rows, keys, dkv_part))
+            if sending is not None:
+                dkv = sending.received()
+            for rows, keys, dkv_part in parts:
+                for held, part in zip(dkv, dkv_part, strict=True):
+                    held[rows, keys] += part
+            sending = _RingSend(dkv, group)
+        assert sending is not None
+        return dq.to(q_BtHE.dtype), sending.received().to(kv_2BtKE.dtype), None, None
 
 
-def _going_round(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Every rank and its keys and values, this one's first; the next come in while these are in use."""
+def _around_ring(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """Yield each rank with its keys and values, this rank first; the next arrive while these are used."""
     for step in range(group.size()):
-        passing = _Passing(kv, group) if step < group.size() - 1 else None
+        sending = _RingSend(kv, group) if step < group.size() - 1 else None
         yield (group.rank() - step) % group.size(), kv
-        if passing is not None:
-            kv = passing.received()
+        if sending is not None:
+            kv = sending.received()
 
 
-class _Passing:
-    """A tensor on its way to the next rank, while the one of the rank before comes in."""
+class _RingSend:
+    """An asynchronous send to the next rank and receive from the previous one."""
 
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
         before, after = (dist.get_global_rank(group, (group.rank() + way) % group.size()) for way in (-1, 1))
@@ -153,3 +162,106 @@ class _Passing:
         for request in self._requests:
             request.wait()
         return self._received
+
+
+def partial_attention(q_BtHE: Tensor, k_BsKE: Tensor, v_BsKE: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the output (BtHE) and the log of the sum of the softmax (BHt) over the given keys."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BtHE, k_BsKE, v_BsKE))
+    out, lse = _kernel(q).forward(q, k, v, causal)
+    return out.transpose(1, 2), lse
+
+
+def partial_attention_backward(
+    grad_BtHE: Tensor,
+    q_BtHE: Tensor,
+    k_BsKE: Tensor,
+    v_BsKE: Tensor,
+    out_BtHE: Tensor,
+    lse_BHt: Tensor,
+    causal: bool,
+) -> Gradients:
+    """Return the contribution to the gradients of q, k and v; out and lse are the merged ones."""
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_BtHE, q_BtHE, k_BsKE, v_BsKE, out_BtHE))
+    grads = _kernel(q).backward(grad, q, k, v, out, lse_BHt.contiguous(), causal)
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    return dq, dk, dv
+
+
+def merge(
+    out_BtHE: Tensor, lse_BHt: Tensor, more_BtHE: Tensor, more_lse_BHt: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge two results for the same queries in fp32; in the first, every query has attended to some key."""
+    lse = torch.logaddexp(lse_BHt, more_lse_BHt)
+    share, more_share = ((part - lse).exp().transpose(1, 2)[..., None] for part in (lse_BHt, more_lse_BHt))
+    return out_BtHE.float() * share + more_BtHE.float() * more_share, lse
+
+
+class _Kernel(Protocol):
+    """A fused attention kernel; all tensors are (B, heads, tokens, E)."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> Gradients: ...
+
+
+def _kernel(q: Tensor) -> _Kernel:
+    if q.device.type == "cpu":
+        return _Cpu()
+    # the flash kernel on GPUs does not support fp32
+    return _Efficient() if q.dtype == torch.float32 else _Flash()
+
+
+class _Cpu:
+    def forward(self, q, k, v, causal):
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+    def backward(self, grad, q, k, v, out, lse, causal):
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal
+        )
+
+
+class _Flash:
+    def forward(self, q, k, v, causal):
+        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+
+    def backward(self, grad, q, k, v, out, lse, causal):
+        lengths, dropout = (None, None, q.shape[2], k.shape[2]), _no_dropout(q)
+        return _aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, *lengths, 0.0, causal, *dropout
+        )
+
+
+class _Efficient:
+    """The memory-efficient kernel: without grouped-query attention, and with a padded lse."""
+
+    def forward(self, q, k, v, causal):
+        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
+        return out, lse[..., : q.shape[2]]
+
+    def backward(self, grad, q, k, v, out, lse, causal):
+        queries, kv_heads = q.shape[2], k.shape[1]
+        width = queries if torch.version.hip else -(-queries // 32) * 32
+        lse = F.pad(lse, (0, width - queries), value=float("inf"))
+        # it ignores some strides of the output
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+        wanted = [True, True, True, False]
+        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, lse, *_no_dropout(q), 0.0, wanted, causal
+        )
+        dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32) for x in (dk, dv))
+        return dq, dk, dv
+
+
+def _repeat_heads(x_BKsE: Tensor, q_BHtE: Tensor) -> Tensor:
+    return x_BKsE.repeat_interleave(q_BHtE.shape[1] // x_BKsE.shape[1], dim=1)
+
+
+def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the seed and offset that the kernels require and ignore."""
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)
+    return unused, unused

@@ -28,13 +28,14 @@ from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import separators_of, tokenizer_of
 from arriero.data.workers import ProgressCallback
 from arriero.errors import UserError
-from arriero.kernels import want
+from arriero.kernels import enable_kernels
 from arriero.kernels.float8 import computes_float8
 from arriero.model.language_model import LanguageModel
 from arriero.model.spec import ModelSpec
-from arriero.parallel.apply import Recipe, parallelize
+from arriero.parallel.apply import ModelOptions, parallelize
 from arriero.parallel.context import cut_to, positions_held
 from arriero.parallel.fsdp import Sharding
+from arriero.parallel.loss import LossOptions
 from arriero.parallel.mesh import Mesh, make_mesh
 from arriero.parallel.pipeline import Pipeline, join_tied_table
 from arriero.parallel.precision import Float8Layers, renew_scales
@@ -47,7 +48,6 @@ from arriero.train.device import make_deterministic
 from arriero.train.evaluate import Evaluator
 from arriero.train.finish import check_export
 from arriero.train.hooks import Hook, Hooks
-from arriero.train.loss import chunked_loss
 from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoard
 from arriero.train.optim import Optimizer, named_parameters
 from arriero.train.passes import Passes
@@ -64,13 +64,17 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
     streams = _open_data(plan, progress)
     tokenizer, separators = tokenizer_of(streams.stores[0]), separators_of(streams.stores[0])
     most_steps = max_steps_by_epochs(streams)
-    want(config.precision.kernels)
+    enable_kernels(config.precision.kernels)
     if config.run.deterministic:
         make_deterministic()
     mesh = make_mesh(plan.resolved.layout, plan.world, plan.resolved.ulysses, device.torch_device)
     plan = _agreed(plan, mesh)
     parts, float8 = parallelize(
-        plan.resolved.spec, plan.resolved.stages_of(plan.world.rank), mesh, _recipe(plan), device.torch_device
+        plan.resolved.spec,
+        plan.resolved.stages_of(plan.world.rank),
+        mesh,
+        _model_options(plan),
+        device.torch_device,
     )
     optimizer = _optimizer(plan, parts, mesh)
     tensors = everywhere(mesh, dict(described(pieces_of(flat(optimizer.weights(), optimizer.state())))))
@@ -226,7 +230,7 @@ def _refuse_small_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> N
             )
 
 
-def _recipe(plan: Arrangement) -> Recipe:
+def _model_options(plan: Arrangement) -> ModelOptions:
     config, parallel = plan.config, plan.config.parallel
     words = {"auto": plan.resolved.layout.pp == 1, "always": True, "never": False}
     reshard = words[parallel.reshard] if isinstance(parallel.reshard, str) else parallel.reshard
@@ -237,13 +241,13 @@ def _recipe(plan: Arrangement) -> Recipe:
         prefetch=parallel.prefetch,
         offload=config.memory.offload_state,
     )
-    return Recipe(
+    return ModelOptions(
         sharding=sharding,
         compiled=plan.resolved.compiled,
         async_tp=parallel.async_tp,
         memory=plan.resolved.memory,
         precision=config.precision,
-        loss=chunked_loss(plan.resolved.loss_chunk, config.train.z_loss, config.precision.float8_head),
+        loss=LossOptions(plan.resolved.loss_chunk, config.train.z_loss, config.precision.float8_head),
         weights=torch.bfloat16 if config.precision.master == "bf16" else torch.float32,
         splits_backward=plan.resolved.layout.pp > 1 and SCHEDULES[parallel.schedule].splits_backward,
         widths_vary=config.data.packing == "none",

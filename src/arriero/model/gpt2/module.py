@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
-from arriero.model.init import Rule
+from arriero.model.init import InitRule
 from arriero.model.language_model import LanguageModel
-from arriero.model.layers import Attention, Block, Gelu
+from arriero.model.layers import MLP, Attention, Block
 from arriero.model.spec import ModelSpec
 
 
@@ -31,14 +31,14 @@ class GPT2Model(LanguageModel):
     def rotation(self, positions: Tensor) -> None:
         return None
 
-    def rule(self, name: str) -> Rule:
+    def init_rule(self, name: str) -> InitRule:
         parts = name.split(".")
         if parts[-1] == "bias":
-            return Rule()
+            return InitRule()
         if "norm" in parts[-2]:
-            return Rule(constant=1.0)
+            return InitRule(constant=1.0)
         residual = (2 * self.spec.layers) ** -0.5 if parts[-2] in ("o", "down") else 1.0
-        return Rule(std=0.02 * residual, cut=5.0)
+        return InitRule(std=0.02 * residual, cut=5.0)
 
 
 def _block(spec: ModelSpec) -> Block:
@@ -46,5 +46,5 @@ def _block(spec: ModelSpec) -> Block:
         nn.LayerNorm(spec.dim, eps=spec.norm_eps),
         Attention(spec.dim, spec.heads, spec.kv_heads, spec.head_dim, bias=True),
         nn.LayerNorm(spec.dim, eps=spec.norm_eps),
-        Gelu(spec.dim, spec.ffn),
+        MLP(spec.dim, spec.ffn),
     )

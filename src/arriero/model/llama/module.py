@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from arriero.model.init import Rule
+from arriero.model.init import InitRule
 from arriero.model.language_model import LanguageModel
 from arriero.model.layers import Attention, Block, Rope, Rotation, SwiGLU
 from arriero.model.spec import ModelSpec
@@ -23,13 +23,13 @@ class Llama(LanguageModel):
     def rotation(self, positions: Tensor) -> Rotation:
         return self.rope(positions)
 
-    def rule(self, name: str) -> Rule:
+    def init_rule(self, name: str) -> InitRule:
         parts = name.split(".")
         if "norm" in parts[-2]:
-            return Rule(constant=1.0)
+            return InitRule(constant=1.0)
         if parts[-2] in ("o", "up", "down"):
-            return Rule(std=0.02 / (2 * (int(parts[1]) + 1)) ** 0.5)
-        return Rule(std=self.spec.dim**-0.5 if parts[0] == "head" else 0.02)
+            return InitRule(std=0.02 / (2 * (int(parts[1]) + 1)) ** 0.5)
+        return InitRule(std=self.spec.dim**-0.5 if parts[0] == "head" else 0.02)
 
 
 def _block(spec: ModelSpec) -> Block:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arriero.config.schema import OptimSection
-from arriero.kernels import alike, in_line, kernels, usable
+from arriero.kernels import grouped, is_aligned, kernels, usable
 from arriero.train.optim.rounding import (
     Noise,
     high_half,
@@ -43,10 +43,10 @@ class AdamW:
         names = [name for name in self._weights if name in gradients and gradients[name].numel()]
         if held := self._for_kernel(names, update.factor):
             scalars = self._scalars(update)
-            for together in alike(names, lambda name: _kind(held[name], gradients[name])):
+            for together in grouped(names, lambda name: _kind(held[name], gradients[name])):
                 self._at_once(together, held, gradients, update, scalars)
         elif self._exact:
-            for together in alike(names, lambda name: self._weights[name].decay):
+            for together in grouped(names, lambda name: self._weights[name].decay):
                 self._by_torch(together, gradients, update)
         else:
             scalars = self._scalars(update)
@@ -69,7 +69,7 @@ class AdamW:
         update: Update,
         scalars: Tensor,
     ) -> None:
-        kernel = kernels("adamw")
+        kernel = kernels("multi_tensor")
         lows = [self._weights[name].low for name in names]
         moments = [self.moments[name] for name in names]
         decays, keys = self._constants(tuple(names))
@@ -84,7 +84,7 @@ class AdamW:
         )
         betas = (self._beta1, 1 - self._beta1, self._beta2, 1 - self._beta2)
         rates = kernel.Rates(update.lr, *betas, self._eps)
-        kernel.step_in_place(parameters, rates, scalars, self._noise.step_key(update.number))
+        kernel.adamw_(parameters, rates, scalars, self._noise.step_key(update.number))
 
     def _constants(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """Decay and key of each parameter, on the device."""
@@ -154,7 +154,7 @@ class AdamW:
 
 def _kind(local: Tensor, gradient: Tensor) -> tuple[Any, ...]:
     """What the kernel must know of a parameter before it is compiled."""
-    return local.dtype, gradient.dtype, in_line(local) and in_line(gradient)
+    return local.dtype, gradient.dtype, is_aligned(local) and is_aligned(gradient)
 
 
 @cache

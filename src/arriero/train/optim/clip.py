@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DeviceMesh, DTensor
 
-from arriero.kernels import alike, in_line, kernels, usable
+from arriero.kernels import grouped, is_aligned, kernels, usable
 from arriero.parallel.dtensor import local_part, sharded_dims
 
 _Spread = tuple[DeviceMesh | None, tuple[int, ...]]
@@ -45,7 +45,7 @@ def _sum_of_squares(parts: list[Tensor]) -> Tensor:
     if not filled:
         return torch.zeros((), dtype=torch.float64, device=parts[0].device)
     if usable(filled[0]):
-        kinds = alike(filled, lambda part: (part.dtype, in_line(part)))
+        kinds = grouped(filled, lambda part: (part.dtype, is_aligned(part)))
         return torch.stack([kernels("multi_tensor").sum_of_squares(parts) for parts in kinds]).sum()
     # a long fp32 sum loses digits, and others in each layout
     norms = torch._foreach_norm(filled, 2, dtype=torch.float64)

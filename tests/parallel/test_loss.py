@@ -1,6 +1,7 @@
 """The chunked loss is the plain loss: same value, same gradients, without ever holding the logits."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -15,11 +16,16 @@ from torch.utils._pytree import tree_leaves
 from arriero.model.family import build_model
 from arriero.model.layers import logits_loss
 from arriero.model.presets import resolve
+from arriero.parallel.loss import ChunkedLossHead, LossOptions, chunked_loss
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
-from arriero.train.loss import chunked_loss
 
 VOCAB, DIM = 37, 8
+
+
+def in_chunks(*args, **more):
+    """The chunked loss with these options."""
+    return partial(chunked_loss, options=LossOptions(*args, **more))
 
 
 def states(batch=2, length=9, dtype=torch.float32, vocab=VOCAB, dim=DIM, ignored=3):
@@ -58,33 +64,33 @@ def assert_same(ours, reference, rtol=2e-5, atol=2e-6):
 @pytest.mark.parametrize("chunk", [1, 4, 6, 18, 1000, False])
 def test_any_chunk_gives_the_plain_loss_and_its_gradients(chunk):
     given = states()
-    assert_same(with_gradients(chunked_loss(chunk), *given), with_gradients(logits_loss, *given))
+    assert_same(with_gradients(in_chunks(chunk), *given), with_gradients(logits_loss, *given))
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 7), (1, 13), (5, 2)])
 def test_any_number_of_tokens_will_do(batch, length):
     given = states(batch, length, ignored=0)
-    assert_same(with_gradients(chunked_loss(4), *given), with_gradients(logits_loss, *given))
+    assert_same(with_gradients(in_chunks(4), *given), with_gradients(logits_loss, *given))
 
 
 def test_ignored_tokens_count_for_nothing_even_where_they_fill_a_chunk():
     x, weight, labels = states(ignored=11)
-    value, x_grad, weight_grad = with_gradients(chunked_loss(4, z_loss=0.1), x, weight, labels)
+    value, x_grad, weight_grad = with_gradients(in_chunks(4, z_loss=0.1), x, weight, labels)
     assert_same([value], [logits_loss(x, weight, labels).detach()])
     assert torch.equal(x_grad.flatten(0, 1)[:11], torch.zeros(11, DIM))
     kept = x.flatten(0, 1)[None, 11:], weight, labels.flatten()[None, 11:]
-    alone = with_gradients(chunked_loss(4, z_loss=0.1), *kept)
+    alone = with_gradients(in_chunks(4, z_loss=0.1), *kept)
     assert_same([value, weight_grad], [alone[0], alone[2]])
 
     labels.fill_(-100)
-    for result in with_gradients(chunked_loss(4, z_loss=0.1), x, weight, labels):
+    for result in with_gradients(in_chunks(4, z_loss=0.1), x, weight, labels):
         assert torch.equal(result, torch.zeros_like(result))
 
 
 def test_bf16_is_as_near_to_the_exact_loss_as_the_plain_loss_in_bf16():
     """Softmax and sums are in fp32, so what is lost is bf16's rounding of logits and results: 2**-8."""
     x, weight, labels = states(4, 32, dtype=torch.bfloat16, vocab=300, dim=32)
-    ours = with_gradients(chunked_loss(24), x, weight, labels)
+    ours = with_gradients(in_chunks(24), x, weight, labels)
     assert_same(ours, with_gradients(logits_loss, x, weight, labels), rtol=2**-7, atol=2**-7)
     exact = with_gradients(logits_loss, x.double(), weight.double(), labels)
     plain = with_gradients(logits_loss, x, weight, labels)
@@ -98,14 +104,14 @@ def test_the_weights_gradient_does_not_lose_small_chunks_in_bf16():
     x = torch.ones(1, 1024, 4, dtype=torch.bfloat16)
     weight = torch.zeros(2, 4, dtype=torch.bfloat16)
     labels = torch.zeros(1, 1024, dtype=torch.long)
-    _, _, gradient = with_gradients(chunked_loss(1), x, weight, labels, scale=1.0)
+    _, _, gradient = with_gradients(in_chunks(1), x, weight, labels, scale=1.0)
     assert gradient[0].tolist() == [-512.0] * 4 and gradient[1].tolist() == [512.0] * 4
 
 
 @pytest.mark.parametrize("chunk", [5, False])
 def test_the_z_loss_is_in_the_gradients_and_not_in_the_reported_value(chunk):
     given = states()
-    value, *gradients = with_gradients(chunked_loss(chunk, z_loss=0.03), *given)
+    value, *gradients = with_gradients(in_chunks(chunk, z_loss=0.03), *given)
     assert_same([value], [logits_loss(*given).detach()])
     assert_same(gradients, with_gradients(loss_with_z(0.03), *given)[1:])
     plain = with_gradients(logits_loss, *given)
@@ -121,9 +127,7 @@ def as_float8(tensor, kind):
 @pytest.mark.parametrize("chunk", [4, False])
 def test_a_float8_head_multiplies_what_float8_makes_of_states_weight_and_slope(chunk):
     x, weight, labels = states(2, 16, dim=16, vocab=48, ignored=0)
-    value, x_grad, weight_grad = with_gradients(
-        chunked_loss(chunk, float8=True), x, weight, labels, scale=1.0
-    )
+    value, x_grad, weight_grad = with_gradients(in_chunks(chunk, float8=True), x, weight, labels, scale=1.0)
     total, x_grads, weight_grads = 0.0, [], []
     weight8 = as_float8(weight, torch.float8_e4m3fn)
     tokens = x.flatten(0, 1).split(chunk or 32)
@@ -143,24 +147,24 @@ def test_a_float8_head_multiplies_what_float8_makes_of_states_weight_and_slope(c
 def test_held_out_text_is_judged_by_the_head_as_it_is():
     x, weight, labels = states(dim=16)
     with torch.no_grad():
-        value = chunked_loss(4, float8=True)(x, weight, labels)
+        value = in_chunks(4, float8=True)(x, weight, labels)
     assert_same([value], [logits_loss(x, weight, labels).detach()])
 
 
 def test_far_away_logits_do_not_overflow():
     x, weight, labels = states()
     given = (x.detach() * 200, weight, labels)
-    ours = with_gradients(chunked_loss(4), *given)
+    ours = with_gradients(in_chunks(4), *given)
     assert all(part.isfinite().all() for part in ours)
     assert_same(ours, with_gradients(logits_loss, *given))
 
 
 def test_what_needs_no_gradient_costs_none():
     x, weight, labels = states()
-    frozen = chunked_loss(4)(x, weight.detach(), labels)
+    frozen = in_chunks(4)(x, weight.detach(), labels)
     assert torch.autograd.grad(frozen, x)[0].isfinite().all()
     with LargestMade() as without, torch.no_grad():
-        value = chunked_loss(4, z_loss=0.5)(x, weight, labels)
+        value = in_chunks(4, z_loss=0.5)(x, weight, labels)
     assert not value.requires_grad
     assert value.item() == pytest.approx(logits_loss(x, weight, labels).item(), rel=1e-6)
     assert without.matmuls == math.ceil(labels.numel() / 4)
@@ -185,7 +189,7 @@ class LargestMade(TorchDispatchMode):
 def test_no_more_than_one_chunk_of_logits_exists(dtype):
     x, weight, labels = states(2, 64, dtype=dtype, vocab=300, dim=4)
     with LargestMade() as chunked:
-        chunked_loss(8, z_loss=0.1)(x, weight, labels).backward()
+        in_chunks(8, z_loss=0.1)(x, weight, labels).backward()
     assert chunked.elements == 8 * 300
     with LargestMade() as plain:
         logits_loss(x, weight, labels).backward()
@@ -197,7 +201,7 @@ def test_a_pipeline_may_ask_for_both_gradients_one_after_the_other():
     given = states()
     _, x_grad, weight_grad = with_gradients(logits_loss, *given, scale=1.0)
     x, weight, labels = given
-    value = chunked_loss(4)(x, weight, labels)
+    value = in_chunks(4)(x, weight, labels)
     first = torch.autograd.grad(value, x, retain_graph=True)
     again = torch.autograd.grad(value, x, retain_graph=True)
     then = torch.autograd.grad(value, weight)
@@ -211,10 +215,11 @@ def test_a_model_gets_the_same_gradients_from_its_head(name, tied):
     spec = resolve(name, {"tied": tied, "vocab_size": 61})
     tokens = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(3))
     found = []
-    for loss in (logits_loss, chunked_loss(5)):
+    for chunked in (False, True):
         model = build_model(spec)
         model.init_weights(1)
-        model.head.loss = loss
+        if chunked:
+            model.head = ChunkedLossHead.of(model.head, LossOptions(5))
         value = model(tokens, labels_BT=tokens.roll(-1, 1))
         value.backward()
         found.append([value.detach(), *(p.grad for p in model.parameters())])
@@ -226,10 +231,11 @@ def test_a_sharded_model_gets_the_same_gradients(tied):
     """Weights are gathered for the head's forward pass alone; nothing of them is kept."""
     tokens = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(3))
 
-    def gradients(loss, shards):
+    def gradients(chunked, shards):
         model = build_model(resolve("llama-test", {"tied": tied, "vocab_size": 61}))
         model.init_weights(1)
-        model.head.loss = loss
+        if chunked:
+            model.head = ChunkedLossHead.of(model.head, LossOptions(5))
         if shards:
             for part in (*model.blocks.values(), model):
                 fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
@@ -238,7 +244,7 @@ def test_a_sharded_model_gets_the_same_gradients(tied):
 
     def work():
         with joined(world_from(), torch.device("cpu")):
-            assert_same(gradients(chunked_loss(5), True), gradients(logits_loss, False), rtol=1e-4)
+            assert_same(gradients(True, True), gradients(False, False), rtol=1e-4)
         return True
 
     assert run_ranks(work, 2, leader_prints=False)
@@ -264,7 +270,7 @@ def by_dtensor(x, weight, labels):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     sharded = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
     x.requires_grad_()
-    value = chunked_loss(4, z_loss=0.02)(x, sharded, labels)
+    value = in_chunks(4, z_loss=0.02)(x, sharded, labels)
     (value * 0.25).backward()
     assert isinstance(sharded.grad, DTensor) and sharded.grad.placements == (Shard(0),)
     return value.detach(), x.grad, sharded.grad.to_local()
@@ -286,7 +292,7 @@ def test_a_rank_without_a_row_is_refused_on_every_rank():
             mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
             x, weight, labels = states(vocab=4)
             with pytest.raises(ValueError, match="without any"):
-                chunked_loss(4)(x, distribute_tensor(weight.detach(), mesh, [Shard(0)]), labels)
+                in_chunks(4)(x, distribute_tensor(weight.detach(), mesh, [Shard(0)]), labels)
         return True
 
     assert run_ranks(work, 3, leader_prints=False)
@@ -298,7 +304,7 @@ def test_the_heads_gradient_may_be_too_large_for_fp16_before_it_is_scaled():
     weight = torch.zeros(5, 4, dtype=torch.float16, requires_grad=True)
     labels = torch.ones(1, tokens, dtype=torch.long)
     for chunk in (False, 1000):
-        loss = chunked_loss(chunk)(x, weight, labels)
+        loss = in_chunks(chunk)(x, weight, labels)
         (gradient,) = torch.autograd.grad(loss / tokens, weight)
         assert gradient.dtype == torch.float16
         torch.testing.assert_close(gradient[1], torch.full((4,), -7.2, dtype=torch.float16))
