@@ -66,3 +66,9 @@ def test_kernels_import_torch_and_triton_only():
     for path in (SOURCE / "kernels").rglob("*.py"):
         for name in imports_of(path):
             assert not name.startswith("arriero.") or name.startswith("arriero.kernels"), (path, name)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_only_the_ui_imports_rich(path):
+    if path.name != "ui.py":
+        assert not [name for name in imports_of(path) if name.split(".")[0] == "rich"]

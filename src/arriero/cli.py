@@ -8,8 +8,6 @@ import sys
 from importlib.metadata import version
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 import arriero.bench.matrix_commands as matrix_verbs
 import arriero.bench.parity_commands as parity_verbs
@@ -26,7 +24,7 @@ import arriero.train.commands as train_verbs
 from arriero import __version__
 from arriero.config.options import WithRunFile
 from arriero.errors import UserError
-from arriero.ui import set_quiet
+from arriero.ui import print_error, set_quiet
 
 app = typer.Typer(
     help="Pre-train Llama-class models, from raw text to a finished model.",
@@ -124,9 +122,7 @@ def main() -> None:
     except (UserError, OSError) as error:
         if "--debug" in arguments[:2] or not _is_of_the_user(error):
             raise
-        Console(stderr=True, highlight=False).print(
-            f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True
-        )
+        print_error(error)
         sys.exit(2)
 
 

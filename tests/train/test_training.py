@@ -8,7 +8,6 @@ import tomllib
 
 import pytest
 import torch
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from arriero.checkpoint.formats.hf import load_hf
@@ -28,6 +27,7 @@ from arriero.train.finish import sample
 from arriero.train.hooks import Hook
 from arriero.train.loop import train
 from arriero.train.metrics import StepMetrics
+from arriero.ui import Console
 
 BASE = [
     "model.preset=llama-test",

@@ -66,14 +66,14 @@ def matrix(
     with console.status(f"1 of {number}") as status:
         for cell in run_cells(order):
             cells.append(cell)
-            console.print(_line(cell), markup=False, soft_wrap=True)
+            console.plain(_line(cell))
             status.update(f"{len(cells) + 1} of {number}")
             # after each cell: what a long run has shown stays when it is stopped
             found = Matrix(time=began, small=small, accumulate=accumulate, cells=cells)
             found.write(out / "matrix.json")
             (out / "matrix.md").write_text(markdown(found), encoding="utf-8")
             (out / "matrix.html").write_text(html(found), encoding="utf-8")
-    console.print(f"written to {out}: matrix.md, matrix.json, matrix.html", soft_wrap=True, markup=False)
+    console.plain(f"written to {out}: matrix.md, matrix.json, matrix.html")
     if any(cell.failed for cell in cells):
         raise typer.Exit(1)
 

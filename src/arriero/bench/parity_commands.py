@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from arriero.bench.cases import MODELS, Case, cases
 from arriero.config.options import refuse_unwritable
 from arriero.errors import UserError
-from arriero.ui import make_console
+from arriero.ui import Console, columns, make_console, styled
 
 if TYPE_CHECKING:
     from arriero.bench.parity import Verdict
@@ -74,7 +71,7 @@ def parity(
     except Interrupted as stop:
         raise typer.Exit(128 + stop.number) from None
     if write is not None:
-        console.print(f"written to {write}", soft_wrap=True)
+        console.print(f"written to {write}")
     _show_failures(console, verdicts)
 
 
@@ -92,7 +89,7 @@ def _judged(
     from arriero.bench.parity import judge_all
 
     group = None
-    console.print(_row(*_COLUMNS), style="bold")
+    console.print(columns(_COLUMNS.values(), *_COLUMNS), style="bold")
     with console.status("") as status:
         judging = judge_all(model, chosen, cache, device)
         for number, case in enumerate(chosen, 1):
@@ -105,19 +102,11 @@ def _judged(
             yield verdict
 
 
-def _verdict_row(verdict: "Verdict") -> Table:
+def _verdict_row(verdict: "Verdict"):
     differences = [f"{value:.1e}" for value in (verdict.loss, verdict.norm, verdict.weights)]
-    holds = "[green]holds[/]" if verdict.holds else "[bold red]FAILS[/]"
-    case = verdict.case
-    return _row(escape(case.name), str(case.ranks), *differences, f"{verdict.seconds:.1f}", holds)
-
-
-def _row(*cells: str) -> Table:
-    table = Table.grid(padding=(0, 1))
-    for width in _COLUMNS.values():
-        table.add_column(width=width)
-    table.add_row(*cells)
-    return table
+    holds = styled("holds", "green") if verdict.holds else styled("FAILS", "bold red")
+    case, seconds = verdict.case, f"{verdict.seconds:.1f}"
+    return columns(_COLUMNS.values(), case.name, case.ranks, *differences, seconds, holds)
 
 
 def _show_failures(console: Console, verdicts: "dict[str, list[Verdict]]") -> None:
@@ -128,8 +117,8 @@ def _show_failures(console: Console, verdicts: "dict[str, list[Verdict]]") -> No
         return
     console.print(f"[bold red]{len(failed)} of {number} do not hold:[/]")
     for model, verdict in failed:
-        console.print(f"{model}, {verdict.case.title}", style="bold", markup=False)
+        console.plain(f"{model}, {verdict.case.title}", "bold")
         console.print(_verdict_row(verdict))
         if verdict.error:
-            console.print(verdict.error, markup=False, soft_wrap=True)
+            console.plain(verdict.error)
     raise typer.Exit(1)

@@ -34,12 +34,10 @@ def compare(
             f"({t.lower_quartile_ms:,.1f} to {t.upper_quartile_ms:,.1f}); {result.mode}, {result.layout}, "
             f"{result.device.name} x {result.device.count}",
             markup=False,
-            soft_wrap=True,
         )
     console.print(
         f"the second is {found.ratio:.3f} times as fast as the first "
         f"({found.least:.3f} to {found.most:.3f}): [bold]{found.verdict}[/]",
-        soft_wrap=True,
     )
 
 

@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from arriero.config.options import RunFile, Sets, refuse_unwritable
 from arriero.errors import UserError
 from arriero.train.commands import Nproc
-from arriero.ui import make_console
+from arriero.ui import Console, facts, make_console
 
 if TYPE_CHECKING:
     from arriero.bench.result import Energy, Gate, Rate, Result, Timing
@@ -109,13 +106,13 @@ def step(
     show(console, found)
     if json is not None:
         found.write(json)
-        console.print(f"written to {json}", soft_wrap=True, markup=False)
+        console.plain(f"written to {json}")
 
 
 def show_failed_gate(console: Console, gate: "Gate") -> None:
     console.print("[bold red]the gate does not hold: no speed[/]")
     if gate.error:
-        console.print(gate.error, markup=False, soft_wrap=True)
+        console.plain(gate.error)
     for what, found, bound in (
         ("loss", gate.loss, gate.loss_bound),
         ("first gradient norm", gate.norm, gate.norm_bound),
@@ -127,10 +124,7 @@ def show_failed_gate(console: Console, gate: "Gate") -> None:
 
 
 def show(console: Console, result: "Result") -> None:
-    table = Table.grid(padding=(0, 2))
-    for what, value, remark in _rows(result):
-        table.add_row(f"[bold]{what}", escape(value), f"[dim]{escape(remark)}")
-    console.print(table)
+    console.print(facts(_rows(result)))
 
 
 def _rows(result: "Result") -> list[tuple[str, str, str]]:

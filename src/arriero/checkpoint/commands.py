@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-from rich.table import Table
 
 from arriero.config.options import AsJson, read_progress
 from arriero.errors import UserError
-from arriero.ui import make_console, print_json
+from arriero.ui import Console, Table, byte_progress, escape, facts, make_console, print_json, styled
 from arriero.units import human_bytes, human_count, human_time
 
 if TYPE_CHECKING:
@@ -46,32 +42,29 @@ def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) ->
         renamed = [str(path) for _, path in aside]
         print_json({"run": str(directory), "checked": checked, "checkpoints": rows, "renamed_aside": renamed})
         return
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("step", "tokens", "size", "age"):
-        table.add_column(heading, justify="right")
-    table.add_column("valid" if not quick else "complete", overflow="fold")
+    table = Table(">step", ">tokens", ">size", ">age", "complete" if quick else "valid")
     for saved, problem in zip(found, verdicts, strict=True):
-        verdict = "[green]yes[/]" if problem is None else f"[red]no: {escape(problem)}[/]"
+        verdict = styled("yes", "green") if problem is None else styled(f"no: {problem}", "red")
         made = saved.manifest
         if made is None:
-            table.add_row(str(saved.step), "", "", "", verdict)
+            table.row(saved.step, "", "", "", verdict)
             continue
         size, age = human_bytes(made.size), human_time(time.time() - made.time)
-        table.add_row(str(saved.step), human_count(made.tokens), size, age, verdict)
+        table.row(saved.step, human_count(made.tokens), size, age, verdict)
     for step, path in aside:
-        table.add_row(str(step), "", "", "", f"[red]no: renamed aside as {escape(path.name)}[/]")
+        table.row(step, "", "", "", styled(f"no: renamed aside as {path.name}", "red"))
     console.print(table if found or aside else f"{run} has no checkpoints")
 
 
 def _listed(saved: "Saved", problem: str | None) -> dict[str, Any]:
     made = saved.manifest
-    facts = {"tokens": made.tokens, "bytes": made.size, "saved_at": made.time} if made else {}
+    held = {"tokens": made.tokens, "bytes": made.size, "saved_at": made.time} if made else {}
     return {
         "step": saved.step,
         "directory": str(saved.directory),
         "valid": problem is None,
         "problem": problem,
-        **facts,
+        **held,
     }
 
 
@@ -89,7 +82,6 @@ def inspect(
         print_json(_inspected(directory, made, tensors))
         return
     console = make_console()
-    facts = Table.grid(padding=(0, 2))
     layout = " x ".join(f"{axis} {n}" for axis, n in made.layout.items() if n > 1) or "1 process"
     rows = [
         ("checkpoint", str(directory)),
@@ -101,17 +93,15 @@ def inspect(
         ("tokenizer", made.tokenizer[:12]),
         ("size", f"{human_bytes(made.size)} in {len(made.files) + 1} files"),
     ]
-    for name, value in rows:
-        facts.add_row(f"[bold]{name}", escape(value))
-    console.print(facts)
+    console.print(facts(rows))
     if tensors:
         console.print(_tensor_table(made))
     console.print("[bold]run.toml[/]")
-    console.print(_run_toml(directory), markup=False, soft_wrap=True)
+    console.plain(_run_toml(directory))
 
 
 def _inspected(directory: Path, made: "Manifest", tensors: bool) -> dict[str, Any]:
-    facts: dict[str, Any] = {
+    found: dict[str, Any] = {
         "checkpoint": str(directory),
         "step": made.step,
         "tokens": made.tokens,
@@ -124,8 +114,8 @@ def _inspected(directory: Path, made: "Manifest", tensors: bool) -> dict[str, An
         "config": tomllib.loads(_run_toml(directory)),
     }
     if tensors:
-        facts["tensors"] = {n: {"dtype": dtype, "shape": shape} for n, (dtype, shape) in made.tensors.items()}
-    return facts
+        found["tensors"] = {n: {"dtype": dtype, "shape": shape} for n, (dtype, shape) in made.tensors.items()}
+    return found
 
 
 def verify(path: Checkpoint, as_json: AsJson = False) -> None:
@@ -140,22 +130,22 @@ def verify(path: Checkpoint, as_json: AsJson = False) -> None:
 
     console = make_console(as_json)
     directory, made = _read(path, damaged=1, as_json=as_json)
-    with _bar(console, made.size) as advance:
+    with byte_progress(console, "reading", made.size) as advance:
         problems = damaged_files(directory, made, progress=advance, report_unreadable=True)
     if not problems:
-        with _bar(console, made.size) as advance:
+        with byte_progress(console, "reading", made.size) as advance:
             found = non_finite_tensors(directory, made, advance)
         problems = dict.fromkeys(found, "contains non-finite values")
     if as_json:
-        facts = {"valid": not problems, "files": len(made.files), "bytes": made.size, "problems": problems}
-        print_json({"checkpoint": str(directory), **facts})
+        counts = {"files": len(made.files), "bytes": made.size}
+        print_json({"checkpoint": str(directory), "valid": not problems, **counts, "problems": problems})
         raise typer.Exit(1 if problems else 0)
     for name, problem in sorted(problems.items()):
-        console.print(f"[red]{escape(name)}[/] {escape(problem)}", soft_wrap=True)
+        console.print(f"[red]{escape(name)}[/] {escape(problem)}")
     if problems:
         raise typer.Exit(1)
     counts = f"{len(made.files)} files, {len(made.tensors)} tensors, {human_bytes(made.size)}"
-    console.print(f"{directory} is valid: {counts}", soft_wrap=True)
+    console.print(f"{directory} is valid: {counts}")
 
 
 def prune(
@@ -199,9 +189,9 @@ def prune(
             problem = None if dry_run else delete(saved.directory)
             done = "would remove" if dry_run else "removed" if problem is None else "could not remove"
             reason = f" ({problem})" if problem else ""
-            console.print(f"{done} {saved.directory}{reason}", markup=False, soft_wrap=True)
+            console.plain(f"{done} {saved.directory}{reason}")
     stay = ", ".join(str(saved.step) for saved in usable if saved.step not in gone)
-    console.print(f"kept: {stay}", soft_wrap=True)
+    console.print(f"kept: {stay}")
 
 
 def _run_directory(run: Path) -> Path:
@@ -235,10 +225,9 @@ def _read(path: Path, damaged: int | None = None, as_json: bool = False) -> "tup
         if damaged is None:
             raise UserError(f"{directory} {error}", "give a checkpoint that is whole") from None
         if as_json:
-            facts = {"checkpoint": str(directory), "valid": False, "problems": {MANIFEST: str(error)}}
-            print_json(facts)
+            print_json({"checkpoint": str(directory), "valid": False, "problems": {MANIFEST: str(error)}})
             raise typer.Exit(damaged) from None
-        make_console().print(f"[red]{escape(str(directory))}[/] {escape(str(error))}", soft_wrap=True)
+        make_console().print(f"[red]{escape(str(directory))}[/] {escape(str(error))}")
         raise typer.Exit(damaged) from None
 
 
@@ -247,7 +236,7 @@ def _judged(console: Console, found: "list[Saved]", quick: bool) -> list[str | N
 
     total = sum(saved.manifest.size for saved in found if saved.manifest)
     verdicts: list[str | None] = []
-    with _bar(console, total) as advance:
+    with byte_progress(console, "reading", total) as advance:
         for saved in found:
             problem, made = saved.problem, saved.manifest
             if problem is None and made is not None:
@@ -260,25 +249,8 @@ def _judged(console: Console, found: "list[Saved]", quick: bool) -> list[str | N
     return verdicts
 
 
-class _bar:
-    def __init__(self, console: Console, total: int) -> None:
-        columns = (TextColumn("reading"), BarColumn(), DownloadColumn(binary_units=True))
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self):
-        self._bar.start()
-        return lambda count: self._bar.advance(self._task, count)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-
 def _tensor_table(made: "Manifest") -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("tensor", overflow="fold")
-    table.add_column("type")
-    table.add_column("shape")
+    table = Table("tensor", "type", "shape")
     for name, (dtype, shape) in made.tensors.items():
-        table.add_row(escape(name), dtype, " x ".join(map(str, shape)) or "scalar")
+        table.row(name, dtype, " x ".join(map(str, shape)) or "scalar")
     return table

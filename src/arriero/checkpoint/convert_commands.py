@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.markup import escape
 from typer.core import TyperCommand
 
 from arriero.config.options import read_size
-from arriero.ui import byte_bar, make_console
+from arriero.ui import byte_progress, escape, make_console
 from arriero.units import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -117,14 +116,12 @@ def _write(source: "Source", target: Path, to: Format, writing: "Writing") -> No
     console.print(
         f"[bold]from[/]  {escape(source.where)}: {source.format}, {spec.family} with "
         f"{human_count(spec.parameters)} parameters",
-        soft_wrap=True,
     )
     for remark in source.remarks:
-        console.print(remark, style="yellow", markup=False, soft_wrap=True)
-    with byte_bar(console) as bar:
-        task = bar.add_task(f"writing {to}", total=total)
-        write(source, target, to, writing, lambda got: bar.advance(task, got))
+        console.plain(remark, "yellow")
+    with byte_progress(console, f"writing {to}", total) as advance:
+        write(source, target, to, writing, advance)
     files = len([path for path in target.iterdir() if path.is_file()])
     size = sum(path.stat().st_size for path in target.iterdir())
     held = f"{to}, {' and '.join(types)}, {human_bytes(size)} in {counted(files, 'file')}"
-    console.print(f"[bold]to[/]    {escape(str(target))}: {held}", soft_wrap=True)
+    console.print(f"[bold]to[/]    {escape(str(target))}: {held}")

@@ -4,14 +4,12 @@ import json
 from typing import Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from arriero.config.options import Key
 from arriero.config.reference import alias_of, answer_to, facts_of, keys_of, page, suggestion
 from arriero.config.schema import RunConfig
 from arriero.errors import UserError
-from arriero.ui import make_console
+from arriero.ui import Table, escape, make_console
 
 
 def schema() -> None:
@@ -56,20 +54,20 @@ def explain(key: Key) -> None:
         return
     facts = facts_of(key)
     if facts is None and (answer := answer_to(key)):
-        console.print(f"[bold]{escape(key)}[/]  not a key here: {answer}", soft_wrap=True)
+        console.print(f"[bold]{escape(key)}[/]  not a key here: {answer}")
         return
     if facts is None and (ours := alias_of(key)):
-        console.print(f"[bold]{escape(key)}[/]  here this is {ours}", soft_wrap=True)
+        console.print(f"[bold]{escape(key)}[/]  here this is {ours}")
         key, facts = ours, facts_of(ours)
     if facts is None:
         todo = suggestion(key) or f"the sections are {', '.join(RunConfig.model_fields)}"
         raise UserError(f"'{key}' is not a key of the run file", todo)
     console.print(f"[bold]{escape(key)}[/]  {escape(facts.meaning)}")
     if facts.type:
-        console.print(f"  type     {facts.type}", markup=False)
-        console.print(f"  default  {facts.default}", markup=False)
+        console.plain(f"  type     {facts.type}")
+        console.plain(f"  default  {facts.default}")
     for who, names in facts.elsewhere.items():
-        console.print(f"  {who:<12}  {', '.join(names)}", markup=False)
+        console.plain(f"  {who:<12}  {', '.join(names)}")
     if inner := keys_of(facts.key):
         console.print(_listing(inner))
 
@@ -83,11 +81,9 @@ def reference() -> None:
 
 
 def _listing(keys: list[str]) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("key", "type", "default", "meaning"):
-        table.add_column(heading, no_wrap=heading == "key", overflow="fold")
+    table = Table("key", "type", "default", "meaning", no_wrap=("key",))
     for key in keys:
         facts = facts_of(key)
         assert facts is not None
-        table.add_row(key, *map(escape, (facts.type or "table", facts.default, facts.meaning)))
+        table.row(key, facts.type or "table", facts.default, facts.meaning)
     return table

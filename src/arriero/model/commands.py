@@ -2,17 +2,12 @@
 
 from typing import Any
 
-import typer
-from rich.console import Console
-from rich.syntax import Syntax
-from rich.table import Table
-
 from arriero.config.load import load_run
 from arriero.config.options import AsJson, RunFile, Sets
 from arriero.config.toml import to_toml
 from arriero.model.presets import about, expand, load_preset, preset_names
 from arriero.model.spec import flops_per_token
-from arriero.ui import make_console, print_json
+from arriero.ui import Table, make_console, print_json, print_toml
 
 
 def show(run_file: RunFile = None, sets: Sets = []) -> None:
@@ -21,12 +16,7 @@ def show(run_file: RunFile = None, sets: Sets = []) -> None:
     Example: arriero config show run.toml --set optim.lr=1e-3
     """
     loaded = load_run(run_file, sets, expand)
-    text = to_toml(loaded.config, loaded.origin)
-    console = Console()
-    if console.is_terminal:
-        console.print(Syntax(text, "toml", background_color="default", word_wrap=True))
-    else:
-        typer.echo(text, nl=False)
+    print_toml(to_toml(loaded.config, loaded.origin))
 
 
 def models(as_json: AsJson = False) -> None:
@@ -40,19 +30,14 @@ def models(as_json: AsJson = False) -> None:
     if as_json:
         print_json({"models": [_facts(name) for name in preset_names()]})
         return
-    table = Table(box=None, header_style="bold")
-    for heading in ("preset", "parameters", "GFLOP/token", "at", "in bf16", "what it is"):
-        table.add_column(
-            heading,
-            justify="left" if heading in ("preset", "what it is") else "right",
-            no_wrap=heading == "preset",
-        )
+    headings = ("preset", ">parameters", ">GFLOP/token", ">at", ">in bf16", "what it is")
+    table = Table(*headings, no_wrap=("preset",))
     for facts in map(_facts, preset_names()):
-        table.add_row(
+        table.row(
             facts["preset"],
             _count(facts["parameters"]),
             f"{facts['flops_per_token'] / 1e9:.3f}",
-            str(facts["seq_len"]),
+            facts["seq_len"],
             f"{facts['bf16_bytes'] / 1e9:.3f} GB",
             facts["about"],
         )

@@ -4,18 +4,12 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.markup import escape
-from rich.panel import Panel
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
-from rich.table import Table
 
 from arriero.interrupt import Interrupted
 from arriero.model.presets import expand
 from arriero.train.hooks import Hook
+from arriero.ui import Console, LiveBar, StageProgress, Table, Text, escape, facts, panel
 from arriero.units import human_count, human_time
 
 if TYPE_CHECKING:
@@ -42,24 +36,11 @@ class ConsoleProgress(Hook):
         self._tenth = 0
         self._printed = time.monotonic()
         self._saved = self._skipped = 0
-        self._preparation = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._stages: dict[str, TaskID] = {}
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("step {task.fields[step]}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
+        self._preparation = StageProgress(console, "preparing the dataset (once)")
+        self._progress = LiveBar(console)
 
     def on_prepare(self, stage: str, done: int, total: int) -> None:
-        if not self._stages:
-            self._console.print("preparing the dataset (once)")
-            self._preparation.start()
-        if stage not in self._stages:
-            self._stages[stage] = self._preparation.add_task(stage, total=total)
-        self._preparation.update(self._stages[stage], completed=done)
+        self._preparation(stage, done, total)
 
     def on_start(self, session: "Session") -> None:
         self._preparation.stop()
@@ -67,21 +48,19 @@ class ConsoleProgress(Hook):
         self._saved = session.outcome.steps
         self._skipped = session.optimizer.skipped
         for remark in session.remarks:
-            self._console.print(remark, style="yellow", markup=False, soft_wrap=True)
+            self._console.plain(remark, "yellow")
         self._console.print(_settings(session))
         self._console.print(sources_table(session.outlooks, session.config.data.packing))
         for outlook in session.outlooks:
             for remark in outlook.remarks:
-                self._console.print(f"{outlook.name}: {remark}", markup=False, soft_wrap=True)
-        self._task = self._progress.add_task("", total=1.0, step="0", numbers="evaluating the fresh model")
-        self._progress.start()
+                self._console.plain(f"{outlook.name}: {remark}")
+        self._progress.start("step 0", 1.0, "evaluating the fresh model")
 
     def on_step(self, session: "Session", step: int, tokens: int) -> None:
         if not self._console.is_terminal:
             return
         share = self._share(session, tokens)
-        numbers = self._numbers(session, step)
-        self._progress.update(self._task, completed=share, step=_of_all(session, step), numbers=numbers)
+        self._progress.update(share, self._numbers(session, step), f"step {_of_all(session, step)}")
 
     def on_metrics(self, session: "Session", metrics: "StepMetrics") -> None:
         self._metrics = metrics
@@ -96,7 +75,7 @@ class ConsoleProgress(Hook):
         if not self._console.is_terminal and (tenth > self._tenth or late or metrics.step == 1):
             self._tenth, self._printed = tenth, time.monotonic()
             numbers = self._numbers(session, metrics.step)
-            self._console.print(f"step {_of_all(session, metrics.step)}  {numbers}", soft_wrap=True)
+            self._console.print(f"step {_of_all(session, metrics.step)}  {numbers}")
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
         perplexity = math.exp(min(loss, 700))
@@ -106,14 +85,14 @@ class ConsoleProgress(Hook):
     def on_save(self, session: "Session", report: "Report") -> None:
         if report.error is not None:
             text = f"the checkpoint of step {report.step} is NOT saved: {report.error}"
-            self._console.print(f"[bold red]{escape(text)}[/]", soft_wrap=True)
+            self._console.print(f"[bold red]{escape(text)}[/]")
             return
         self._saved = report.step
         for warning in report.warnings:
-            self._console.print(warning, style="yellow", markup=False, soft_wrap=True)
+            self._console.plain(warning, "yellow")
         if report.still_fit == 0:
             text = f"step {report.step} is saved; the next checkpoint will not fit on the disk"
-            self._console.print(f"[bold red]{escape(text)}[/]", soft_wrap=True)
+            self._console.print(f"[bold red]{escape(text)}[/]")
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
         from arriero.train.finish import sample
@@ -125,10 +104,10 @@ class ConsoleProgress(Hook):
         self._progress.stop()
         if isinstance(error, Interrupted):
             # a finished run that is only exported has not started
-            saved = self._saved if self._progress.task_ids else step
+            saved = self._saved if self._progress.started else step
             then = f"resumes from step {saved}" if saved else "starts from scratch: nothing is saved"
             text = f"stopped by {error.name} at step {step}; the same command {then}"
-            self._console.print(text, soft_wrap=True)
+            self._console.print(text)
 
     def _share(self, session: "Session", tokens: int) -> float:
         if session.total_tokens:
@@ -167,7 +146,7 @@ def _of_all(session: "Session", step: int) -> str:
     return f"{step:>{len(str(total))}}/{total}" if total else str(step)
 
 
-def _settings(session: "Session") -> Table:
+def _settings(session: "Session"):
     config = session.config
     data = ", ".join(source.path for source in config.data.sources)
     rows = [
@@ -177,7 +156,7 @@ def _settings(session: "Session") -> Table:
         ("train", f"{config.train.batch} a step", f"for {config.train.horizon}"),
         *((d.name, d.value, d.reason) for d in session.decisions),
     ]
-    return _grid(rows)
+    return facts(rows)
 
 
 def _model(session: "Session") -> tuple[str, str]:
@@ -196,9 +175,8 @@ def _model(session: "Session") -> tuple[str, str]:
 
 def show_outcome(console: Console, session: "Session", outcome: "Outcome", continuation: str | None) -> None:
     if continuation is not None:
-        prompt = escape(session.config.observe.sample or "")
-        text = f"[bold]{prompt}[/][green]{escape(continuation)}"
-        console.print(Panel(text, title="the model continues"))
+        text = Text.assemble((session.config.observe.sample or "", "bold"), (continuation, "green"))
+        console.print(panel(text, "the model continues"))
     uniform = math.log(session.spec.vocab_size)
     whole = f"{human_count(outcome.tokens)} tokens in {human_time(outcome.seconds)}, evaluation included"
     rows = []
@@ -212,7 +190,7 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
     rows.append(("run directory", str(session.run_dir), "metrics, events, ledger, run.toml, tensorboard"))
     if outcome.model is not None:
         rows.append(("model", str(outcome.model), "Hugging Face config, fp32 safetensors, tokenizer"))
-    console.print(_grid(rows))
+    console.print(facts(rows))
 
 
 def show_finished(console: Console, result: "RunResult") -> None:
@@ -222,26 +200,16 @@ def show_finished(console: Console, result: "RunResult") -> None:
         f"{result.run_dir} is finished: step {result.steps}, {human_count(result.tokens)} tokens{loss}; "
         "raise train.horizon to train it further",
         markup=False,
-        soft_wrap=True,
     )
-
-
-def _grid(rows: Iterable[tuple[str, str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for name, value, remark in rows:
-        table.add_row(f"[bold]{name}", escape(value), f"[dim]{escape(remark)}")
-    return table
 
 
 def sources_table(outlooks: "Sequence[SourceForecast]", packing: str) -> Table:
     """When each source will run out or repeat."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("source", "share", "tokens", "filled", "epochs", "first repeat"):
-        table.add_column(heading, justify="left" if heading == "source" else "right", overflow="fold")
+    table = Table("source", ">share", ">tokens", ">filled", ">epochs", ">first repeat")
     for each in outlooks:
         filled = f"{each.utilisation:.1%}" if packing != "none" else f"at least {each.utilisation:.1%}"
-        table.add_row(
-            escape(each.name),
+        table.row(
+            each.name,
             f"{each.share:.1%}",
             human_count(each.tokens_per_epoch),
             filled,

@@ -7,10 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
-
 from arriero.data.prepare.planning import Preparation, sample_texts
 from arriero.data.prepare.prepare import PrepareWatcher
 from arriero.data.store.store import TokenStore
@@ -19,7 +15,7 @@ from arriero.data.text.sources import Input, TextSources
 from arriero.data.tokens.encoders import REFERENCE
 from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN
 from arriero.data.tokens.tokenizer import added_by_template, train_tokenizer
-from arriero.ui import make_console
+from arriero.ui import LiveBar, escape, facts, make_console
 from arriero.units import counted, human_bytes, human_count, human_time
 
 SHOWN_SOURCES = 10
@@ -30,33 +26,26 @@ class PrepareBar(PrepareWatcher):
 
     def __init__(self) -> None:
         self._console = make_console()
-        self._progress = Progress(
-            TextColumn("[bold]tokenising"),
-            BarColumn(),
-            TextColumn("{task.percentage:3.0f}%  {task.fields[numbers]}"),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
+        self._progress = LiveBar(self._console)
         self._status = self._console.status("looking at the inputs and checking the encoder")
         self._read = self._tokens = self._tenth = 0
         self._total = 1
-        self._task: TaskID | None = None
         self._began = time.monotonic()
 
     def planned(self, preparation: Preparation, todo: Sequence[int], workers: int) -> None:
         self._status.stop()
         self._console.print(_decisions(preparation, todo, workers))
         self._total = max(1, sum(preparation.shard_bytes(number) for number in todo))
-        self._task = self._progress.add_task("", total=self._total, numbers="")
         self._began = time.monotonic()
-        self._progress.start()
+        self._progress.start("tokenising", self._total)
 
     def advanced(self, read_bytes: int, tokens: int) -> None:
         self._read += read_bytes
         self._tokens += tokens
-        if self._task is not None:
-            self._progress.update(self._task, completed=self._read, numbers=self._numbers())
-        tenth = min(10, 10 * self._read // self._total)  # the size of compressed text is a guess
+        percent = min(100, 100 * self._read // self._total)  # the size of compressed text is a guess
+        if self._progress.started:
+            self._progress.update(self._read, f"{percent:3d}%  {self._numbers()}")
+        tenth = percent // 10
         if not self._console.is_terminal and tenth > self._tenth:
             self._tenth = tenth
             self._console.print(f"{10 * tenth:3d}%  {self._numbers()}")
@@ -73,9 +62,8 @@ class PrepareBar(PrepareWatcher):
 
     def summary(self, store: TokenStore) -> None:
         about = store.about
-        if self._task is None:
+        if not self._progress.started:
             self._console.print("this dataset was finished by an earlier command")
-        table = Table.grid(padding=(0, 2))
         per_token = f"{store.text_bytes / max(1, store.tokens):.2f} bytes a token"
         rows = [
             ("tokens", human_count(store.tokens), per_token),
@@ -95,9 +83,7 @@ class PrepareBar(PrepareWatcher):
         rows += [("warning", "encoded again with tokenizers", each) for each in redone[:SHOWN_SOURCES]]
         rows += _spelled_out_warnings(about)
         rows.append(("dataset", str(store.directory), f"fingerprint {store.fingerprint[:12]}"))
-        for name, value, remark in rows:
-            table.add_row(f"[bold]{name}", escape(value), f"[dim]{escape(remark)}")
-        self._console.print(table)
+        self._console.print(facts(rows))
 
     def _numbers(self) -> str:
         seconds = max(1e-9, time.monotonic() - self._began)
@@ -156,7 +142,7 @@ _HOW = {
 }
 
 
-def _decisions(preparation: Preparation, todo: Sequence[int], workers: int) -> Table:
+def _decisions(preparation: Preparation, todo: Sequence[int], workers: int):
     separators = preparation.separators
     marks = [
         f"{word} {mark.token}"
@@ -177,10 +163,7 @@ def _decisions(preparation: Preparation, todo: Sequence[int], workers: int) -> T
         rows.insert(
             -2, ("workers", f"{max(1, len(todo))} of {workers} used", _smaller_shards(preparation, workers))
         )
-    table = Table.grid(padding=(0, 2))
-    for name, value, remark in rows:
-        table.add_row(f"[bold]{name}", escape(value), f"[dim]{escape(remark)}")
-    return table
+    return facts(rows)
 
 
 def _smaller_shards(preparation: Preparation, workers: int) -> str:
@@ -206,7 +189,7 @@ def show_submission(preparation: Preparation, tasks: int, jobs: tuple[str, str])
     shards = counted(len(preparation.unfinished()), "shard")
     console.print(f"[bold]array[/]   job {jobs[0]}: {counted(tasks, 'task')}, {shards} to make")
     console.print(f"[bold]finish[/]  job {jobs[1]}: runs after them, writes the manifest")
-    console.print(f"[bold]logs[/]    {preparation.work}", soft_wrap=True)
+    console.print(f"[bold]logs[/]    {preparation.work}")
 
 
 def train_tokenizer_with_bar(
@@ -225,7 +208,7 @@ def train_tokenizer_with_bar(
     if not text.skip_bad:
         check_utf8(inputs)
     for name, value, remark in _input_rows(text, inputs):
-        console.print(f"[bold]{name}[/]  {escape(value)}  [dim]{escape(remark)}", soft_wrap=True)
+        console.print(f"[bold]{name}[/]  {escape(value)}  [dim]{escape(remark)}")
 
     def watched(texts: Iterator[str]) -> Iterator[str]:
         nonlocal taken, documents
@@ -242,7 +225,6 @@ def train_tokenizer_with_bar(
         f"[bold]tokenizer[/]  {escape(str(output))}: {tokenizer.vocab_size:,} tokens from "
         f"{counted(documents, 'document')}, {human_bytes(taken)}; a document ends with {escape(end)} "
         f"(id {tokenizer.eos_id})",
-        soft_wrap=True,
     )
     for number, each in bad.items():
         if each.count:

@@ -2,21 +2,28 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
-from rich.bar import Bar
-from rich.console import Console
-from rich.markup import escape
-from rich.panel import Panel
-from rich.progress import Progress, TaskID
-from rich.table import Table
-from rich.text import Text
 
 from arriero.config.options import AsJson, Sets
 from arriero.errors import UserError
-from arriero.ui import byte_bar, make_console, print_json
+from arriero.ui import (
+    Console,
+    StageProgress,
+    Table,
+    Text,
+    bar,
+    byte_progress,
+    escape,
+    facts,
+    make_console,
+    panel,
+    print_json,
+    styled,
+)
 from arriero.units import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -91,7 +98,6 @@ def pack(
             f"{part}: {plan.counts['documents']:,} documents in {plan.rows:,} rows of {seq_len}, "
             f"{filled:.2%} filled, {human_bytes(path.stat().st_size)} in {path}"
             + (", made before" if found else ""),
-            soft_wrap=True,
         )
 
 
@@ -202,17 +208,16 @@ def audit(
     ledger = read_ledger(directory)
     streams = _streams(_config(run, sets), directory, console)
     proof = Audit(ledger, streams.train)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("replaying the order", total=None)
-        proof.run(lambda done, total: bar.update(task, completed=done, total=total))
-        if not proof.problems:
-            proof.problems += _changed_files(streams.train, checksums, bar)
+    with StageProgress(console) as draw:
+        proof.run(partial(draw, "replaying the order"))
+    if not proof.problems:
+        proof.problems += _changed_files(streams.train, checksums, console)
     if as_json:
         print_json(_audited(directory, proof, streams.timeline, checksums))
         raise typer.Exit(1 if proof.problems else 0)
     if proof.problems:
         for problem in proof.problems:
-            console.print(f"[bold red]does not hold:[/] {escape(problem)}", soft_wrap=True)
+            console.print(f"[bold red]does not hold:[/] {escape(problem)}")
         raise typer.Exit(1)
     _print_proof(console, proof, streams.timeline, checksums)
 
@@ -239,14 +244,12 @@ def _audited(directory: Path, proof: "Audit", timeline: "Timeline", checksums: b
 
 def _print_proof(console: Console, proof: "Audit", timeline: "Timeline", read_all: bool) -> None:
     ledger, stream = proof.ledger, proof.stream
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("source", "samples seen", "of", "epochs", "each sample was seen"):
-        table.add_column(heading, justify="left" if heading == "source" else "right", overflow="fold")
+    table = Table("source", ">samples seen", ">of", ">epochs", ">each sample was seen")
     for i, drawn in enumerate(stream.drawn(ledger.samples).tolist()):
         whole, partly = stream.source_orders[i].epochs_before(drawn)
         times = f"{whole} or {whole + 1} times" if partly else f"{whole} times"
-        epochs, name = stream.source_orders[i].epochs(drawn), escape(stream.sources[i].name)
-        table.add_row(name, f"{drawn:,}", f"{stream.counts[i]:,}", f"{epochs:.4g}", times)
+        epochs, name = stream.source_orders[i].epochs(drawn), stream.sources[i].name
+        table.row(name, f"{drawn:,}", f"{stream.counts[i]:,}", f"{epochs:.4g}", times)
     console.print(table)
     steps = timeline.steps_before(ledger.samples)
     bytes_proved = "every byte was compared" if read_all else "their bytes were not read (--checksums does)"
@@ -254,16 +257,14 @@ def _print_proof(console: Console, proof: "Audit", timeline: "Timeline", read_al
         f"holds: {ledger.samples:,} samples in {steps:,} steps, "
         f"{human_count(timeline.tokens_after(steps))} slots; none twice within an epoch, none skipped; "
         f"the datasets' manifests are the ones the run began with, {bytes_proved}",
-        soft_wrap=True,
     )
     if proof.discarded:
         console.print(
             f"{proof.discarded:,} samples were read more than once because the run began again before them",
-            soft_wrap=True,
         )
 
 
-def _changed_files(stream: "Stream", read_all: bool, bar: Progress) -> Iterator[str]:
+def _changed_files(stream: "Stream", read_all: bool, console: Console) -> Iterator[str]:
     """Shards that are missing or of another size; with `read_all` whatever `verify` finds."""
     from arriero.data.store.verify import verify_dataset
 
@@ -271,8 +272,9 @@ def _changed_files(stream: "Stream", read_all: bool, bar: Progress) -> Iterator[
         store = source.store
         yield from store.shard_size_problems()
         if read_all:
-            task = bar.add_task(f"reading {store.directory}", total=store.tokens * store.dtype.itemsize)
-            found = verify_dataset(store, advance=lambda done, task=task: bar.advance(task, done))
+            size = store.tokens * store.dtype.itemsize
+            with byte_progress(console, f"reading {store.directory}", size) as advance:
+                found = verify_dataset(store, advance=advance)
             yield from (f"{store.directory / problem.file}: {problem.what}" for problem in found.problems)
 
 
@@ -282,14 +284,12 @@ def _listing(stream: "Stream", first: int, per_step: int, chosen: int) -> Table:
     begin = max(0, min(chosen - LISTED // 2, per_step - LISTED))
     samples = np.arange(first + begin, first + min(per_step, begin + LISTED))
     located = stream.locate(samples)
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("", "sample", "source", "epoch", "number in the epoch"):
-        table.add_column(heading, justify="left" if heading == "source" else "right", overflow="fold")
+    table = Table(">", ">sample", "source", ">epoch", ">number in the epoch")
     for k, (source, epoch, index) in enumerate(zip(*located, strict=True), begin):
         mark = ">" if k == chosen else ""
-        name = escape(stream.sources[source].name)
+        name = stream.sources[source].name
         count = stream.cut_of(first, int(source), int(epoch)).count
-        table.add_row(mark, str(k), name, str(epoch + 1), f"{index:,} of {count:,}")
+        table.row(mark, k, name, epoch + 1, f"{index:,} of {count:,}")
     if per_step > LISTED:
         table.caption = f"{len(samples)} of {per_step}"
     return table
@@ -310,13 +310,13 @@ def _print_sequence(console: Console, batch: "Batch", tokenizer: "Tokenizer", en
         if end < ends and not changed and not ended and learnt[end] == learnt[begin]:
             continue
         text = tokenizer.decode(tokens[begin:end])
-        console.print(Text(text) if learnt[begin] else Text(f"⟦{text}⟧", style="dim"), end="", soft_wrap=True)
+        console.print(Text(text) if learnt[begin] else styled(f"⟦{text}⟧", "dim"), end="")
         if end < ends and (changed or ended):
             console.print(f"\n[cyan]-- token {end}: next document --[/]")
         begin = end
     if labels[ends - 1] != IGNORED:
         last = tokenizer.decode(labels[ends - 1 : ends])
-        console.print(Text(f"\n(last label: {last!r})", style="dim"), soft_wrap=True)
+        console.plain(f"\n(last label: {last!r})", "dim")
     console.print()
 
 
@@ -356,14 +356,7 @@ T = TypeVar("T")
 
 def _drawn(work: Callable[..., T], *arguments: object, console: Console) -> T:
     """Call `work` with these arguments and a progress bar."""
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def draw(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done)
-
+    with StageProgress(console) as draw:
         return work(*arguments, draw)
 
 
@@ -441,9 +434,9 @@ def verify(
 
     console = make_console(as_json)
     store = TokenStore.open(directory)
-    with byte_bar(console) as bar:
-        task = bar.add_task(f"checking {store.shards} shards", total=store.tokens * store.dtype.itemsize)
-        found = verify_dataset(store, workers, lambda got: bar.advance(task, got))
+    size = store.tokens * store.dtype.itemsize
+    with byte_progress(console, f"checking {store.shards} shards", size) as advance:
+        found = verify_dataset(store, workers, advance)
     if as_json:
         listed = {name: [p._asdict() for p in getattr(found, name)] for name in ("problems", "remarks")}
         valid = {"dataset": str(directory), "valid": not found.problems}
@@ -454,8 +447,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _facts(store: "TokenStore", lengths: "Lengths") -> Table:
-    table = Table.grid(padding=(0, 2))
+def _facts(store: "TokenStore", lengths: "Lengths"):
     all_seen = lengths.documents == store.documents
     of = "" if all_seen else f"of {lengths.documents} documents in {lengths.shards} shards looked at"
     per_token = (
@@ -481,9 +473,7 @@ def _facts(store: "TokenStore", lengths: "Lengths") -> Table:
             f"median {lengths.median} tokens" + ("" if all_seen else f", {of}"),
         ),
     ]
-    for name, value, remark in rows:
-        table.add_row(f"[bold]{name}", escape(value), f"[dim]{escape(remark)}")
-    return table
+    return facts(rows)
 
 
 def _histogram(store: "TokenStore", lengths: "Lengths") -> Table:
@@ -491,36 +481,27 @@ def _histogram(store: "TokenStore", lengths: "Lengths") -> Table:
     title = (
         "documents by length" if whole else f"documents by length ({lengths.shards} of {store.shards} shards)"
     )
-    table = Table(title=title, title_justify="left", box=None, header_style="bold")
-    for heading in ("tokens", "documents", ""):
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    table.add_column("share of tokens", justify="right")
+    table = Table(">tokens", ">documents", ">", "", ">share of tokens", title=title)
     most = max(bucket.documents for bucket in lengths.buckets)
     tokens = max(1, sum(bucket.tokens for bucket in lengths.buckets))
     for low, high, documents, held in lengths.buckets:
         name = str(low) if low == high else f"{low}-{high}"
         share = f"{documents / lengths.documents:.1%}"
-        table.add_row(
-            name, f"{documents:,}", share, Bar(most, 0, documents, width=40), f"{held / tokens:.1%}"
-        )
+        table.row(name, f"{documents:,}", share, bar(documents, most), f"{held / tokens:.1%}")
     return table
 
 
-def _sample_panel(sample: "Document", whole: bool) -> Panel:
-    more = "" if whole or sample.tokens <= _SAMPLE_TOKENS else " [dim]...[/]"
-    return Panel(
-        escape(sample.text) + more,
-        title=f"document {sample.number}, {sample.tokens} tokens, shard {sample.shard}",
-        title_align="left",
-    )
+def _sample_panel(sample: "Document", whole: bool):
+    more = "" if whole or sample.tokens <= _SAMPLE_TOKENS else " ..."
+    title = f"document {sample.number}, {sample.tokens} tokens, shard {sample.shard}"
+    return panel(Text.assemble(sample.text, (more, "dim")), title, align="left")
 
 
 def _show_verified(console: Console, directory: Path, found: "Verified") -> None:
     for problem in found.problems:
-        console.print(f"[bold red]bad[/]  {_line(problem)}", soft_wrap=True)
+        console.print(f"[bold red]bad[/]  {_line(problem)}")
     for remark in found.remarks:
-        console.print(f"[yellow]note[/] {_line(remark)}", soft_wrap=True)
+        console.print(f"[yellow]note[/] {_line(remark)}")
     files = len({problem.file for problem in found.problems})
     verdict = (
         f"[bold red]{counted(len(found.problems), 'problem')} in {counted(files, 'file')}"
@@ -530,7 +511,6 @@ def _show_verified(console: Console, directory: Path, found: "Verified") -> None
     console.print(
         f"{escape(str(directory))}: {verdict}[/]; {counted(found.shards, 'shard')}, {found.tokens:,} tokens, "
         f"{found.documents:,} documents, {found.empty} empty and {found.only_eos} with the end token alone",
-        soft_wrap=True,
     )
 
 

@@ -4,10 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from arriero.ui import byte_bar, make_console
+from arriero.ui import Console, byte_progress, escape, make_console
 from arriero.units import counted, human_count
 
 if TYPE_CHECKING:
@@ -69,9 +67,8 @@ def import_tokens(
         separator=separator,
         link=link,
     )
-    with byte_bar(console) as bar:
-        task = bar.add_task(f"importing {len(job.files)} files", total=job.total_bytes)
-        made = job.into(out, lambda got: bar.advance(task, got))
+    with byte_progress(console, f"importing {len(job.files)} files", job.total_bytes) as advance:
+        made = job.into(out, advance)
     _show_import(console, out, made)
 
 
@@ -92,32 +89,27 @@ def export_tokens(
     console = make_console()
     store = TokenStore.open(directory)
     store.check_tokenizer()
-    with byte_bar(console) as bar:
-        task = bar.add_task(f"exporting {store.shards} shards", total=store.tokens * store.dtype.itemsize)
-        made = export_dataset(
-            store, format, target, column=column, link=link, advance=lambda got: bar.advance(task, got)
-        )
+    total = store.tokens * store.dtype.itemsize
+    with byte_progress(console, f"exporting {store.shards} shards", total) as advance:
+        made = export_dataset(store, format, target, column=column, link=link, advance=advance)
     how = ", ".join(f"{count} by {how}" for how, count in made.placed.items()) or "rewritten"
     held = f"{human_count(store.tokens)} tokens in {counted(store.documents, 'document')}"
     console.print(
         f"{held} -> {escape(str(target))}: {counted(made.files, f'{format} file')} ({how})",
-        soft_wrap=True,
     )
     if format == "fms-arrow":
-        console.print("end-of-document tokens left out: fms-fsdp's loader adds its own", soft_wrap=True)
+        console.print("end-of-document tokens left out: fms-fsdp's loader adds its own")
     if made.kept_eos:
         console.print(
             f"[yellow]but kept in {made.kept_eos} files[/], where some documents lack one; "
             "let fms-fsdp strip it, or it sees the separator twice",
-            soft_wrap=True,
         )
     if made.empty and format in ("datatrove", "olmo"):
         console.print(
             f"[yellow]{counted(made.empty, 'document')} without a token[/]: datatrove then counts "
             "positions wrong, OLMo-core refuses one at the end of a file",
-            soft_wrap=True,
         )
-    console.print(f"the tokenizer stays at {escape(str(store.tokenizer_path))}", soft_wrap=True)
+    console.print(f"the tokenizer stays at {escape(str(store.tokenizer_path))}")
 
 
 def _show_import(console: Console, out: Path, made: "Imported") -> None:
@@ -125,29 +117,23 @@ def _show_import(console: Console, out: Path, made: "Imported") -> None:
     console.print(
         f"{human_count(made.tokens)} tokens in {counted(made.documents, 'document')} -> {escape(str(out))}: "
         f"{counted(len(made.shards), 'shard')}, {how}",
-        soft_wrap=True,
     )
     if made.placed["hard link"] or made.placed["symbolic link"]:
-        console.print(
-            "the original files are part of the dataset now: do not change them in place", soft_wrap=True
-        )
+        console.print("the original files are part of the dataset now: do not change them in place")
     if made.placed["symbolic link"]:
-        console.print(
-            "symbolic links break when the originals move; --link copy makes it stand alone", soft_wrap=True
-        )
+        console.print("symbolic links break when the originals move; --link copy makes it stand alone")
     if made.eos_added:
         added = counted(made.eos_added, "document")
-        console.print(f"an end-of-document token was added to {added}", soft_wrap=True)
+        console.print(f"an end-of-document token was added to {added}")
     if made.empty:
         are = "is" if made.empty == 1 else "are"
-        console.print(f"{counted(made.empty, 'document')} {are} empty", soft_wrap=True)
+        console.print(f"{counted(made.empty, 'document')} {are} empty")
     if made.without_eos:
         do = "does" if made.without_eos == 1 else "do"
         console.print(
             f"[yellow]{counted(made.without_eos, 'document')} {do} not end with the end-of-document token",
-            soft_wrap=True,
         )
     for remark in made.remarks[:10]:
-        console.print(escape(remark), soft_wrap=True)
+        console.print(escape(remark))
     if len(made.remarks) > 10:
         console.print(f"and {len(made.remarks) - 10} remarks of the same kind")
