@@ -83,7 +83,7 @@ def test_only_plain_fp32_is_the_reference():
         mode(compute="bfloat16"),
         mode(compute="float16"),
         mode(kernels=True),
-        mode("memory.remat=full"),
+        mode("memory.activation_checkpointing=full"),
         mode("memory.offload_activations=true"),
         mode("optim.state=int8"),
         mode("precision.master=bf16", compute="bfloat16"),
@@ -117,7 +117,12 @@ def test_what_a_mode_does_adds_to_its_tolerance():
 
 
 def test_a_mode_is_named_by_what_it_does():
-    sets = ("memory.remat=selective", "precision.float8=rowwise", "optim.state=bf16", "precision.master=bf16")
+    sets = (
+        "memory.activation_checkpointing=selective",
+        "precision.float8=rowwise",
+        "optim.state=bf16",
+        "precision.master=bf16",
+    )
     assert str(mode(*sets, compute="bfloat16", compiled=True)) == (
-        "bf16, bf16 weights, compiled, float8 rowwise, remat selective, bf16 states"
+        "bf16, bf16 weights, compiled, float8 rowwise, selective activation checkpointing, bf16 states"
     )

@@ -40,14 +40,17 @@ def order(tmp_path, synthetic_cache):
 
 
 def test_a_sample_of_cells_runs_and_a_failing_one_does_not_stop_the_rest(order, monkeypatch):
-    monkeypatch.setitem(MODES, "impossible", {"memory.remat": "budget:0.5"})
+    monkeypatch.setitem(MODES, "impossible", {"memory.activation_checkpointing": "budget:0.5"})
     wanted = order(models=["llama3.1-8b"], layouts=["1 process", "HSDP"], modes=["impossible", "float8"])
     cells = {(cell.layout, cell.mode): cell for cell in run_cells(wanted)}
     assert len(cells) == 4
     for (layout, mode), cell in cells.items():
         if mode == "impossible":
             assert cell.result is None
-            assert cell.problem.startswith("embedded default: memory.remat") or "compiler" in cell.problem
+            assert (
+                cell.problem.startswith("embedded default: memory.activation_checkpointing")
+                or "compiler" in cell.problem
+            )
         else:
             assert cell.problem == "", (layout, mode, cell.problem)
             assert cell.result.gate.holds

@@ -14,6 +14,7 @@ from arriero.errors import UserError
 from arriero.model.presets import expand
 from arriero.units import Span
 
+RENAMED = {"memory.remat": "memory.activation_checkpointing"}
 MINIMAL = """
 [model]
 preset = "llama-test"
@@ -250,9 +251,9 @@ def refusal_of_default(*sets):
 
 
 ELSEWHERE = {
-    "activation_checkpointing": "memory.remat",
-    "memory.activation_checkpointing": "memory.remat",
-    "gradient_checkpointing": "memory.remat",
+    "activation_checkpointing": "memory.activation_checkpointing",
+    "activation_checkpoint.mode": "memory.activation_checkpointing",
+    "gradient_checkpointing": "memory.activation_checkpointing",
     "learning_rate": "optim.lr",
     "training.local_batch_size": "train.micro_batch",
     "training.global_batch_size": "train.batch",
@@ -315,7 +316,9 @@ def test_a_run_file_of_another_trainer_is_answered_key_by_key(tmp_path):
 
 def test_every_name_of_another_trainer_leads_to_a_key_that_exists():
     tables = tomllib.loads(files("arriero.config").joinpath("aliases.toml").read_text())
-    answers = tables.pop("answers")
+    answers, renamed = tables.pop("answers"), tables.pop("renamed")
+    assert not [key for key in renamed.values() if field_at(RunConfig, key) is None]
+    assert not [key for key in renamed if field_at(RunConfig, key)]
     assert not [key for key in tables if field_at(RunConfig, key) is None]
     for text in answers.values():
         for key in re.findall(r"\b[a-z_]+\.[a-z_.]+[a-z]", text.replace("metrics.jsonl", "")):
@@ -394,6 +397,27 @@ def test_the_resolved_config_reads_back_equal(tmp_path):
     resolved = write(tmp_path / "resolved.toml", to_toml(config))
     assert config_from_toml(resolved) == config
     assert tomllib.loads(resolved.read_text())["train"]["batch"] == "1024 tok"
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_old_key_in_a_run_file_or_set_is_answered_with_its_new_name(tmp_path, old):
+    section, name = old.split(".")
+    words = f"{old}: this key is now '{RENAMED[old]}'; rename it"
+    assert refusal(None, [f"{old}=full"]) == f"--set: {words}"
+    run = write(tmp_path / "run.toml", f"{MINIMAL}[{section}]\n{name} = 'full'\n")
+    assert refusal(run) == f"{run}: {words}"
+
+
+@pytest.mark.parametrize("beside", ["events.jsonl", "manifest.json"])
+def test_old_key_in_a_stored_run_file_is_upgraded(tmp_path, beside):
+    config = load_run(write(tmp_path / "new.toml", MINIMAL), ["memory.activation_checkpointing=full"], expand)
+    text = to_toml(config.config)
+    stored = write(tmp_path / "run.toml", text.replace("activation_checkpointing", "remat"))
+    assert "remat" in stored.read_text()
+    assert config_from_toml(stored) == config.config
+    assert "rename it" in refusal(stored)
+    (tmp_path / beside).touch()
+    assert load_run(stored, [], expand).config == config.config
 
 
 def test_a_config_cannot_be_changed():

@@ -2,7 +2,7 @@
 
 import torch
 
-from arriero.config.remat import parse_remat
+from arriero.config.fields import ActivationCheckpointing
 from arriero.config.schema import MemorySection, PrecisionSection
 from arriero.kernels import enable_kernels
 from arriero.parallel.apply import ModelOptions, parallelize
@@ -22,14 +22,14 @@ def alone(work):
     return run_ranks(work, 1, leader_prints=False)
 
 
-def made(spec, compiled=False, weights=torch.float32, remat="none", loss_chunk=2048, kernels=True):
+def made(spec, compiled=False, weights=torch.float32, checkpointing="none", loss_chunk=2048, kernels=True):
     """`kernels` are for all that this process computes from here on."""
     enable_kernels(kernels)
     recipe = ModelOptions(
         sharding=Sharding(weights, torch.float32, True, 1, False),
         compiled=compiled,
         async_tp=False,
-        memory=MemorySection(remat=parse_remat(remat)),
+        memory=MemorySection(activation_checkpointing=ActivationCheckpointing.parse(checkpointing)),
         precision=PrecisionSection(),
         loss=LossOptions(loss_chunk),
         weights=weights,

@@ -36,7 +36,9 @@ SETS = [
 @pytest.mark.parametrize("precision", [["optim.state=fp32"], ["precision.master=bf16", "optim.state=int8"]])
 def test_memory_of_a_step_is_predicted(synthetic_cache, tmp_path, precision, kind):
     places = [f"data.cache={synthetic_cache}", f"run.dir={tmp_path}"]
-    config = load_run(None, [*SETS, *places, *precision, f"memory.remat={kind}"], expand).config
+    config = load_run(
+        None, [*SETS, *places, *precision, f"memory.activation_checkpointing={kind}"], expand
+    ).config
     measured, predicted = alone(lambda: (measured_bytes(config, True), predicted_bytes(config)))
     assert measured.state == pytest.approx(predicted.state, rel=0.05)
     assert 0.5 * predicted.peak < measured.peak < 1.05 * predicted.peak

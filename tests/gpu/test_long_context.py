@@ -34,7 +34,7 @@ def bytes_needed():
 
 def test_a_step_of_131072_tokens_takes_the_memory_that_was_counted():
     def work():
-        model = made(SPEC, compiled=True, remat="full", loss_chunk=CHUNK)
+        model = made(SPEC, compiled=True, checkpointing="full", loss_chunk=CHUNK)
         optimizer = Optimizer(named_parameters([model]), OptimSection(), masters_of=torch.bfloat16)
         passes = Passes([model], MESH, 1, DEVICE)
         generator = torch.Generator().manual_seed(1)

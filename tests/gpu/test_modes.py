@@ -17,9 +17,15 @@ MODES = {
     "compiled bf16": (COMPILED | BF, BF16),
     "float8 tensorwise, compiled": (COMPILED | BF | {"precision.float8": "tensorwise"}, FLOAT8),
     "float8 rowwise, compiled": (COMPILED | BF | {"precision.float8": "rowwise"}, FLOAT8),
-    "remat full, compiled": (COMPILED | {"memory.remat": "full"}, FP32),
-    "remat selective, compiled": (COMPILED | {"memory.remat": "selective"}, FP32),
-    "remat budget, compiled": (COMPILED | {"memory.remat": "budget:0.3"}, FP32),
+    "full activation checkpointing, compiled": (COMPILED | {"memory.activation_checkpointing": "full"}, FP32),
+    "selective activation checkpointing, compiled": (
+        COMPILED | {"memory.activation_checkpointing": "selective"},
+        FP32,
+    ),
+    "budget activation checkpointing, compiled": (
+        COMPILED | {"memory.activation_checkpointing": "budget:0.3"},
+        FP32,
+    ),
     "activations in host memory": ({"memory.offload_activations": True}, FP32),
     "bf16 weights": (BF | {"precision.master": "bf16"}, BF16_WEIGHTS),
     "int8 moments": ({"optim.state": "int8"}, STATES["int8"]),

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from arriero.config.fields import ActivationCheckpointing
 from arriero.config.load import config_from_toml, load_run
-from arriero.config.remat import Remat, parse_remat
 from arriero.config.toml import to_toml
 from arriero.errors import UserError
 from arriero.model.family import build_model
@@ -66,7 +66,7 @@ def assert_equal(ours, reference):
 
 
 def one_based(text, layers):
-    return sorted(block + 1 for block in parse_remat(text).blocks(layers))
+    return sorted(block + 1 for block in ActivationCheckpointing.parse(text).blocks(layers))
 
 
 def test_a_share_of_the_blocks_is_spread_evenly_and_centred():
@@ -84,8 +84,10 @@ def test_a_share_takes_its_rounded_count_and_decimals_are_exact():
         for tenths in range(11):
             share = Fraction(tenths, 10)
             count = math.floor(share * layers + Fraction(1, 2))
-            assert len(parse_remat(f"fraction:{tenths / 10}").blocks(layers)) == count
-            assert Remat("fraction", share) == parse_remat(f"fraction:{tenths / 10}")
+            assert len(ActivationCheckpointing.parse(f"fraction:{tenths / 10}").blocks(layers)) == count
+            assert ActivationCheckpointing("fraction", share) == ActivationCheckpointing.parse(
+                f"fraction:{tenths / 10}"
+            )
 
 
 def test_every_kth_block_and_all_and_none():
@@ -98,21 +100,23 @@ def test_every_kth_block_and_all_and_none():
     "text", ["none", "full", "selective", "every:2", "fraction:1/3", "fraction:2/5", "budget:0.1"]
 )
 def test_what_is_written_is_read_back(text):
-    assert str(parse_remat(text)) == text
+    assert str(ActivationCheckpointing.parse(text)) == text
 
 
 def test_the_run_file_keeps_it(tmp_path):
-    config = load_run(None, ["memory.remat=fraction:0.4", "memory.loss_chunk=false"], expand).config
+    config = load_run(
+        None, ["memory.activation_checkpointing=fraction:0.4", "memory.loss_chunk=false"], expand
+    ).config
     (tmp_path / "run.toml").write_text(to_toml(config))
-    assert 'remat = "fraction:2/5"' in (tmp_path / "run.toml").read_text()
+    assert 'activation_checkpointing = "fraction:2/5"' in (tmp_path / "run.toml").read_text()
     assert config_from_toml(tmp_path / "run.toml") == config
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("half", "is no way to recompute"),
-        ("full:2", "is no way to recompute"),
+        ("half", "is not a kind of activation checkpointing"),
+        ("full:2", "is not a kind of activation checkpointing"),
         ("every", "every how many blocks"),
         ("every:0", "every how many blocks"),
         ("every:1.5", "every how many blocks"),
@@ -125,16 +129,8 @@ def test_the_run_file_keeps_it(tmp_path):
     ],
 )
 def test_a_mistake_is_named_with_its_cure(text, says):
-    with pytest.raises(UserError, match=rf"memory\.remat: .*{says}.*; write it like"):
-        load_run(None, [f"memory.remat={text}"], expand)
-
-
-def test_a_budget_without_a_compiler_is_refused():
-    with pytest.raises(UserError, match=r"kept by the compiler, and precision\.compile is false"):
-        load_run(None, ["memory.remat=budget:0.5", "precision.compile=false"], expand)
-    config = load_run(None, ["memory.remat=budget:0.5", "precision.compile=auto"], expand).config
-    with pytest.raises(UserError, match="blocks are not compiled here"):
-        apply_activation_checkpointing(model_of(), config.memory.remat, LAYERS, compiled=False)
+    with pytest.raises(UserError, match=rf"memory\.activation_checkpointing: .*{says}.*; write it like"):
+        load_run(None, [f"memory.activation_checkpointing={text}"], expand)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -144,7 +140,7 @@ def test_gradients_are_the_same_to_the_bit(name, kind, offloads):
     for masked in (False, True):
         model = model_of(name)
         reference = gradients(copy.deepcopy(model), masked)
-        apply_activation_checkpointing(model, parse_remat(kind), LAYERS, compiled=False, offload=offloads)
+        apply_activation_checkpointing(model, ActivationCheckpointing.parse(kind), LAYERS, offload=offloads)
         assert_equal(gradients(model, masked), reference)
 
 
@@ -152,9 +148,9 @@ def test_gradients_are_the_same_to_the_bit(name, kind, offloads):
 def test_a_part_of_a_pipeline_recomputes_the_blocks_the_whole_would(kind):
     part = model_of(blocks=range(2, 4))
     reference = gradients(copy.deepcopy(part))
-    apply_activation_checkpointing(part, parse_remat(kind), LAYERS, compiled=False)
+    apply_activation_checkpointing(part, ActivationCheckpointing.parse(kind), LAYERS)
     wrapped = {int(name) for name, block in part.blocks.items() if not isinstance(block, Block)}
-    assert wrapped == parse_remat(kind).blocks(LAYERS) & {2, 3}
+    assert wrapped == ActivationCheckpointing.parse(kind).blocks(LAYERS) & {2, 3}
     assert wrapped
     assert_equal(gradients(part), reference)
 
@@ -163,7 +159,7 @@ def test_names_and_attributes_are_those_of_the_bare_block():
     model = model_of()
     names = [name for name, _ in model.named_parameters()]
     attention = model.blocks["1"].attention
-    apply_activation_checkpointing(model, parse_remat("full"), LAYERS, compiled=False, offload=True)
+    apply_activation_checkpointing(model, ActivationCheckpointing.parse("full"), LAYERS, offload=True)
     assert [plain_name(name) for name, _ in model.named_parameters()] == names
     assert list(model.state_dict()) == names
     assert model.blocks["1"].attention is attention
@@ -175,10 +171,10 @@ def test_the_chosen_blocks_and_no_others_run_again_in_backward(kind):
     calls = Counter()
     for name, block in model.blocks.items():
         block.attention.register_forward_hook(lambda *_, name=name: calls.update([int(name)]))
-    apply_activation_checkpointing(model, parse_remat(kind), LAYERS, compiled=False)
+    apply_activation_checkpointing(model, ActivationCheckpointing.parse(kind), LAYERS)
     gradients(model)
     again = {name for name, count in calls.items() if count == 2}
-    assert again == parse_remat(kind).blocks(LAYERS)
+    assert again == ActivationCheckpointing.parse(kind).blocks(LAYERS)
     assert set(calls.values()) <= {1, 2}
 
 
@@ -208,9 +204,7 @@ def kept_bytes(monkeypatch, offloads, backend=None):
     def measure(kind):
         sizes.clear()
         model = model_of()
-        apply_activation_checkpointing(
-            model, parse_remat(kind), LAYERS, compiled=backend is not None, offload=offloads
-        )
+        apply_activation_checkpointing(model, ActivationCheckpointing.parse(kind), LAYERS, offload=offloads)
         if backend is not None:
             torch._dynamo.reset()
             for block in model.blocks.values():
@@ -239,7 +233,7 @@ class Operations(TorchDispatchMode):
 def test_selective_recomputes_every_second_matmul_and_no_attention(name, linear, linears):
     def in_backward(kind):
         model = model_of(name)
-        apply_activation_checkpointing(model, parse_remat(kind), LAYERS, compiled=False)
+        apply_activation_checkpointing(model, ActivationCheckpointing.parse(kind), LAYERS)
         loss = model(**batch(model)).square().mean()
         with Operations() as seen:
             loss.backward()
@@ -265,7 +259,7 @@ def test_offloading_moves_each_activation_once_and_no_weight(monkeypatch):
 
     monkeypatch.setattr(offload, "_Away", Seen)
     model = model_of()
-    apply_activation_checkpointing(model, parse_remat("none"), LAYERS, compiled=False, offload=True)
+    apply_activation_checkpointing(model, ActivationCheckpointing.parse("none"), LAYERS, offload=True)
     gradients(model, masked=True)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert moved and not weights & {t.untyped_storage().data_ptr() for t in moved}
@@ -284,7 +278,7 @@ def test_what_came_back_leaves_again_after_its_last_use(monkeypatch):
 
     monkeypatch.setattr(offload, "_Away", Seen)
     model = model_of()
-    apply_activation_checkpointing(model, parse_remat("none"), LAYERS, compiled=False, offload=True)
+    apply_activation_checkpointing(model, ActivationCheckpointing.parse("none"), LAYERS, offload=True)
     model(**batch(model)).square().mean().backward(retain_graph=True)
     assert any(away.keepers > 1 for away in made)
     assert [away for away in made if away._back is not None] == []
@@ -292,7 +286,7 @@ def test_what_came_back_leaves_again_after_its_last_use(monkeypatch):
 
 def test_a_share_of_the_blocks_may_keep_its_activations_in_host_memory():
     model = model_of()
-    apply_activation_checkpointing(model, parse_remat("none"), LAYERS, compiled=False, offload=0.5)
+    apply_activation_checkpointing(model, ActivationCheckpointing.parse("none"), LAYERS, offload=0.5)
     leaving = [int(name) for name, block in model.blocks.items() if isinstance(block, offload.Offloaded)]
     assert len(leaving) == LAYERS // 2
     assert_equal(gradients(model), gradients(model_of()))
@@ -309,7 +303,7 @@ def test_a_block_asks_for_its_own_and_for_what_the_block_before_will_need(monkey
     made = []
     monkeypatch.setattr(offload, "_Luggage", lambda *args: made.append(Seen(*args)) or made[-1])
     model = model_of()
-    apply_activation_checkpointing(model, parse_remat("full"), LAYERS, compiled=False, offload=True)
+    apply_activation_checkpointing(model, ActivationCheckpointing.parse("full"), LAYERS, offload=True)
     gradients(model)
     order = [made.index(luggage) for luggage in asked]
     assert order[:2] == [LAYERS - 1, LAYERS - 2] and order[-1] == 0
@@ -322,7 +316,7 @@ def test_a_block_asks_for_its_own_and_for_what_the_block_before_will_need(monkey
 def test_a_pipeline_may_run_the_backward_pass_in_two_halves(kind, offloads):
     part = model_of(blocks=range(2, 4))
     reference = gradients(copy.deepcopy(part))
-    apply_activation_checkpointing(part, parse_remat(kind), LAYERS, compiled=False, offload=offloads)
+    apply_activation_checkpointing(part, ActivationCheckpointing.parse(kind), LAYERS, offload=offloads)
     given = batch(part)
     out = part(**given).square().mean()
     (x_grad,) = torch.autograd.grad(out, given["x"], retain_graph=True)
@@ -345,7 +339,7 @@ def test_compiled_after_wrapping_gives_the_eager_gradients(name, kind, offloads)
     torch._dynamo.reset()
     model = model_of(name)
     reference = gradients(copy.deepcopy(model))
-    apply_activation_checkpointing(model, parse_remat(kind), LAYERS, compiled=True, offload=offloads)
+    apply_activation_checkpointing(model, ActivationCheckpointing.parse(kind), LAYERS, offload=offloads)
     for block in model.blocks.values():
         block.compile(backend=backend, fullgraph=True, dynamic=False)
     assert_equal(gradients(model), reference)
@@ -381,12 +375,12 @@ def test_split_over_ranks_it_changes_no_gradient_either(kind, offloads):
             mesh = init_device_mesh("cpu", (2,))
             for split in (over_heads, sharded):
                 found = []
-                for remat, offloaded in (("none", False), (kind, offloads)):
+                for checkpointing, offloaded in (("none", False), (kind, offloads)):
                     model = model_of()
                     if split is over_heads:
                         split(model, mesh)
                     apply_activation_checkpointing(
-                        model, parse_remat(remat), LAYERS, compiled=False, offload=offloaded
+                        model, ActivationCheckpointing.parse(checkpointing), LAYERS, offload=offloaded
                     )
                     if split is sharded:
                         split(model, mesh)
@@ -402,7 +396,7 @@ def whole(gradient):
 
 
 def test_a_budget_is_the_compilers_and_does_not_outlive_its_run():
-    apply_activation_checkpointing(model_of(), parse_remat("budget:0.25"), LAYERS, compiled=True)
+    apply_activation_checkpointing(model_of(), ActivationCheckpointing.parse("budget:0.25"), LAYERS)
     assert torch._functorch.config.activation_memory_budget == 0.25
-    apply_activation_checkpointing(model_of(), parse_remat("none"), LAYERS, compiled=True)
+    apply_activation_checkpointing(model_of(), ActivationCheckpointing.parse("none"), LAYERS)
     assert torch._functorch.config.activation_memory_budget == 1.0

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from arriero.config.remat import parse_remat
+from arriero.config.fields import ActivationCheckpointing
 from arriero.config.schema import MemorySection, PrecisionSection
 from arriero.model.family import build_model
 from arriero.model.presets import load_preset
@@ -24,12 +24,12 @@ from arriero.plan.layout import Layout
 CPU = torch.device("cpu")
 
 
-def options(compiled=False, remat="none", splits_backward=False, **precision):
+def options(compiled=False, checkpointing="none", splits_backward=False, **precision):
     return ModelOptions(
         sharding=Sharding(torch.float32, torch.float32, True, 1, False),
         compiled=compiled,
         async_tp=False,
-        memory=MemorySection(remat=parse_remat(remat)),
+        memory=MemorySection(activation_checkpointing=ActivationCheckpointing.parse(checkpointing)),
         precision=PrecisionSection(**precision),
         loss=LossOptions(16),
         splits_backward=splits_backward,
@@ -124,7 +124,7 @@ def gradients(spec, mesh, how):
 
 @pytest.mark.usefixtures("eagerly_traced")
 @pytest.mark.parametrize(
-    ("layout", "remat"),
+    ("layout", "checkpointing"),
     [
         (Layout(tp=2), "none"),
         (Layout(dp_shard=2, tp=2), "none"),
@@ -133,13 +133,13 @@ def gradients(spec, mesh, how):
     ],
     ids=str,
 )
-def test_compiled_gradients_equal_eager_ones_for_every_parameter(layout, remat):
+def test_compiled_gradients_equal_eager_ones_for_every_parameter(layout, checkpointing):
     """A compiled block fed by a collective can silently lose the embedding's gradient."""
     spec = load_preset("llama-test")
 
     def work(mesh):
         eager = gradients(spec, mesh, options())
-        compiled = gradients(spec, mesh, options(compiled=True, remat=remat))
+        compiled = gradients(spec, mesh, options(compiled=True, checkpointing=checkpointing))
         for (name, expected), found in zip(eager.items(), compiled.values(), strict=True):
             assert expected.norm() > 0, name
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=name)
@@ -153,10 +153,10 @@ def test_compiled_gradients_equal_eager_ones_for_every_parameter(layout, remat):
     [
         (options(), True, True),
         (options(compiled=True), True, True),
-        (options(remat="selective"), True, True),
+        (options(checkpointing="selective"), True, True),
         # the compiler cannot look into kernels to choose what to compute again
-        (options(compiled=True, remat="selective"), False, False),
-        (options(compiled=True, remat="budget:0.5"), False, False),
+        (options(compiled=True, checkpointing="selective"), False, False),
+        (options(compiled=True, checkpointing="budget:0.5"), False, False),
         # torch 2.11 would give norms no gradient
         (options(splits_backward=True), False, True),
         (options(compute="bf16", float8="tensorwise"), True, False),

@@ -58,7 +58,7 @@ def test_state_is_predicted_exactly(tiny, precision, state):
 )
 def test_peak_is_not_underestimated(tiny, precision, kind):
     """A run that is predicted to fit must fit; the prediction may be up to twice the peak."""
-    keys = [*PRECISIONS[precision], f"memory.remat={kind}"]
+    keys = [*PRECISIONS[precision], f"memory.activation_checkpointing={kind}"]
     config = tiny(*keys, width=256, layers=4, sequences=2, seq_len=512)
     measured, predicted = measured_bytes(config, on_gpu=False), predicted_bytes(config)
     assert 0.5 * predicted.peak < measured.peak < 1.02 * predicted.peak
@@ -66,7 +66,9 @@ def test_peak_is_not_underestimated(tiny, precision, kind):
 
 def test_activation_checkpointing_reduces_the_measured_peak(tiny):
     none, full = (
-        measured_bytes(tiny(f"memory.remat={kind}", layers=4, sequences=4, seq_len=256), on_gpu=False).peak
+        measured_bytes(
+            tiny(f"memory.activation_checkpointing={kind}", layers=4, sequences=4, seq_len=256), on_gpu=False
+        ).peak
         for kind in ("none", "full")
     )
     assert full < none

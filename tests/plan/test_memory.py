@@ -54,9 +54,13 @@ def test_each_kind_of_sharding_lightens_a_rank():
 
 def test_recomputation_keeps_less():
     kinds = ["none", "selective", "fraction:3/4", "full"]
-    sizes = [need_of(config(f"memory.remat={k}"), SPEC, Layout(), 2).per_sequence for k in kinds]
+    sizes = [
+        need_of(config(f"memory.activation_checkpointing={k}"), SPEC, Layout(), 2).per_sequence for k in kinds
+    ]
     deep = replace(SPEC, layers=40)
-    deeper = [need_of(config(f"memory.remat={k}"), deep, Layout(), 2).per_sequence for k in kinds]
+    deeper = [
+        need_of(config(f"memory.activation_checkpointing={k}"), deep, Layout(), 2).per_sequence for k in kinds
+    ]
     assert sorted(sizes, reverse=True) == sizes
     assert sorted(deeper, reverse=True) == deeper
 
@@ -104,7 +108,10 @@ def test_loss_chunk_has_its_logits_in_a_sixteenth_of_a_gpus_memory():
 
 
 def test_a_cpu_needs_room_to_unpack_moments_of_eight_bits_where_activations_are_few():
-    many, few = config("optim.state=int8"), config("optim.state=int8", "memory.remat=full", "data.seq_len=8")
+    many, few = (
+        config("optim.state=int8"),
+        config("optim.state=int8", "memory.activation_checkpointing=full", "data.seq_len=8"),
+    )
     spec = load_preset("llama3.2-1b")
     need = need_of(few, spec, Layout(), 4)
     assert need.bytes(1) - need.state == 64 * spec.vocab_size * spec.dim

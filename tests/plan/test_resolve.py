@@ -144,9 +144,9 @@ SETTINGS = [
         "splits the backward pass",
     ),
     (
-        ["parallel.pp=2", "parallel.schedule='zbv'", "memory.remat='selective'"],
+        ["parallel.pp=2", "parallel.schedule='zbv'", "memory.activation_checkpointing='selective'"],
         2,
-        "memory.remat",
+        "memory.activation_checkpointing",
         "runs two backward passes",
     ),
     (["train.micro_batch=8"], 2, "train.micro_batch", "cannot be divided into micro-batches of 8"),
@@ -168,8 +168,18 @@ SETTINGS = [
     (["parallel.tp=2", "memory.offload_state=true"], 2, "memory.offload_state", "the layout tp 2 has none"),
     (["parallel.reshard=3"], 2, "parallel.reshard", "3 does not divide the 2 ranks"),
     (["parallel.tp=2", "parallel.async_tp=true"], 2, "parallel.async_tp", "tensor-parallel layers on GPUs"),
-    (["memory.ffn_tile=8", "memory.remat=selective"], 1, "memory.ffn_tile", "recomputes its tiles itself"),
-    (["memory.remat=budget:0.5"], 1, "memory.remat", "applied by the compiler"),
+    (
+        ["memory.ffn_tile=8", "memory.activation_checkpointing=selective"],
+        1,
+        "memory.ffn_tile",
+        "recomputes its tiles itself",
+    ),
+    (
+        ["memory.activation_checkpointing=budget:0.5"],
+        1,
+        "memory.activation_checkpointing",
+        "applied by the compiler",
+    ),
     (["precision.master=bf16", "precision.compute=fp16"], 1, "precision.master", "compute in bf16"),
     (["run.device=cuda"], 1, "run.device", "is no GPU"),
     (["precision.float8=tensorwise"], 1, "precision.float8", "this run computes in fp32"),
@@ -232,11 +242,20 @@ def test_gpus_of_another_kind_than_run_device_are_rejected():
 
 def test_all_problems_are_reported_at_once():
     found = problems(
-        "parallel.tp=3", "parallel.reshard=5", "precision.float8=rowwise", "memory.remat=budget:0.1", ranks=64
+        "parallel.tp=3",
+        "parallel.reshard=5",
+        "precision.float8=rowwise",
+        "memory.activation_checkpointing=budget:0.1",
+        ranks=64,
     )
     assert {problem.key for problem in found} == {
-        "parallel", "parallel.tp", "parallel.reshard", "precision.float8", "memory.remat", "data.seq_len",
-    }  # fmt: skip
+        "parallel",
+        "parallel.tp",
+        "parallel.reshard",
+        "precision.float8",
+        "memory.activation_checkpointing",
+        "data.seq_len",
+    }
     assert [p.what for p in found if p.key == "parallel.tp"] == [
         "model.heads (4) does not divide over tp 3",
         "model.kv_heads (2) does not divide over tp 3",
@@ -244,10 +263,8 @@ def test_all_problems_are_reported_at_once():
 
 
 def test_phases_have_their_own_problems():
-    phases = (
-        "data.phases=[{at='5 steps', batch='64 tok'}, {at='9 steps', seq_len=32}, {at='20 steps', seq_len=2}]"
-    )
-    found = problems(phases, "parallel.cp=4", "parallel.dp_shard=2", ranks=8)
+    phases = ["{at='5 steps', batch='64 tok'}", "{at='9 steps', seq_len=32}", "{at='20 steps', seq_len=2}"]
+    found = problems(f"data.phases=[{', '.join(phases)}]", "parallel.cp=4", "parallel.dp_shard=2", ranks=8)
     assert [problem.key for problem in found] == ["data.phases[2].seq_len", "data.phases[0].batch"]
 
 
@@ -292,7 +309,7 @@ def test_blocks_are_compiled_on_gpus_unless_they_are_tiny(model, machine, compil
 
 
 def test_split_backward_passes_are_not_compiled():
-    sets = ["parallel.pp=2", "parallel.schedule='zbv'", "memory.remat='full'"]
+    sets = ["parallel.pp=2", "parallel.schedule='zbv'", "memory.activation_checkpointing='full'"]
     one_block = ["model.preset=llama3.2-1b", "schedule.warmup=1 step"]
     assert resolved(*sets, ranks=2, machine=H200, base=one_block).compiled is False
 
@@ -341,21 +358,21 @@ def test_least_memory_of_all_ranks_decides():
     assert run.with_least_memory(run.machine.memory_free, run.machine.memory_total) is run
 
 
-AUTO = [*LARGE, "memory.remat=auto", "optim.state=bf16", "precision.master=bf16"]
+AUTO = [*LARGE, "memory.activation_checkpointing=auto", "optim.state=bf16", "precision.master=bf16"]
 
 
 @pytest.mark.parametrize(("seq_len", "chosen"), [(1024, "none"), (8192, "selective"), (32768, "full")])
 def test_auto_takes_the_least_activation_checkpointing_that_fits(seq_len, chosen):
     run = resolved(f"data.seq_len={seq_len}", machine=H200, base=AUTO)
     assert decisions(run)["activation checkpointing"] == chosen
-    assert str(run.remat) == str(run.memory.remat) == chosen
-    assert str(run.config.memory.remat) == "auto"
+    assert str(run.activation_checkpointing) == str(run.memory.activation_checkpointing) == chosen
+    assert str(run.config.memory.activation_checkpointing) == "auto"
     assert run.predicted_bytes < H200.memory_free
 
 
 def test_auto_skips_selective_where_it_is_not_possible():
     run = resolved("data.seq_len=32768", "memory.ffn_tile=4096", machine=H200, base=AUTO)
-    assert str(run.remat) in ("none", "full")
+    assert str(run.activation_checkpointing) in ("none", "full")
 
 
 def test_resolving_a_large_run_is_fast():

@@ -150,12 +150,18 @@ def _schedules() -> list[Case]:
 def _recomputation() -> list[Case]:
     kinds = ["full", "selective", "attention", "every:2", "fraction:1/3"]
     spread = layout(dp_shard=2, tp=2)
-    tiled = [("full", layout() | {"memory.remat": "full"}), ("dp_shard 2 x tp 2", spread)]
+    tiled = [("full", layout() | {"memory.activation_checkpointing": "full"}), ("dp_shard 2 x tp 2", spread)]
     return [
-        *(Case("recomputation", k, layout() | {"memory.remat": k}) for k in kinds),
-        *(Case("recomputation", f"{k}, dp_shard 2 x tp 2", spread | {"memory.remat": k}) for k in kinds[:3]),
-        *(Case("recomputation", f"{k}, cp 2", layout(cp=2) | {"memory.remat": k}) for k in kinds[:3]),
-        Case("recomputation", "full, pp 2", layout(pp=2) | {"memory.remat": "full"}),
+        *(Case("recomputation", k, layout() | {"memory.activation_checkpointing": k}) for k in kinds),
+        *(
+            Case("recomputation", f"{k}, dp_shard 2 x tp 2", spread | {"memory.activation_checkpointing": k})
+            for k in kinds[:3]
+        ),
+        *(
+            Case("recomputation", f"{k}, cp 2", layout(cp=2) | {"memory.activation_checkpointing": k})
+            for k in kinds[:3]
+        ),
+        Case("recomputation", "full, pp 2", layout(pp=2) | {"memory.activation_checkpointing": "full"}),
         Case("recomputation", "activations in host memory", layout() | {"memory.offload_activations": True}),
         *(Case("recomputation", f"feed-forward in tiles, {name}", sets | _TILES) for name, sets in tiled),
     ]
@@ -218,7 +224,11 @@ def _compiled() -> list[Case]:
     return [
         Case("compiled", "1 process", layout() | compiled),
         Case("compiled", "dp_shard 2 x tp 2", spread),
-        Case("compiled", "selective, dp_shard 2 x tp 2", spread | {"memory.remat": "selective"}),
+        Case(
+            "compiled",
+            "selective, dp_shard 2 x tp 2",
+            spread | {"memory.activation_checkpointing": "selective"},
+        ),
     ]
 
 

@@ -50,13 +50,14 @@ class Mode:
         return self.compute == "float32" and self == reference_of(self)
 
     def __str__(self) -> str:
+        checkpointing = self.memory["activation_checkpointing"]
         weights = ", bf16 weights" if self.precision["master"] == "bf16" else ""
         parts = [
             _NAMES[self.compute] + weights,
             "compiled" if self.compiled else "",
             f"float8 {self.precision['float8']}" if self.precision["float8"] != "off" else "",
             "float8 head" if self.precision["float8_head"] else "",
-            f"remat {self.memory['remat']}" if self.memory["remat"] != "none" else "",
+            f"{checkpointing} activation checkpointing" if checkpointing != "none" else "",
             "activations in host memory" if self.memory["offload_activations"] else "",
             "ffn in tiles" if self.memory["ffn_tile"] else "",
             "" if self.optim["name"] == "adamw" else self.optim["name"],
@@ -67,7 +68,9 @@ class Mode:
 
 def mode_of(config: RunConfig, compute: str, compiled: bool, kernels: bool) -> Mode:
     precision = config.precision.model_dump(mode="json", include=set(_PLAIN)) | {"kernels": kernels}
-    memory = config.memory.model_dump(mode="json", include={"remat", "offload_activations", "ffn_tile"})
+    memory = config.memory.model_dump(
+        mode="json", include={"activation_checkpointing", "offload_activations", "ffn_tile"}
+    )
     chunk = CHUNK if config.memory.loss_chunk else False
     # of sequences of 64, whatever the run's
     memory["ffn_tile"] = TILE if config.memory.ffn_tile else False
@@ -87,7 +90,12 @@ def _float8_layout(config: RunConfig) -> dict[str, int]:
 
 def reference_of(mode: Mode) -> Mode:
     """The same optimizer and documents in fp32. fp16 is judged beside plain fp16: both skip first steps."""
-    plain = {**mode.memory, "remat": "none", "offload_activations": False, "ffn_tile": False}
+    plain = {
+        **mode.memory,
+        "activation_checkpointing": "none",
+        "offload_activations": False,
+        "ffn_tile": False,
+    }
     return Mode(
         mode.compute if mode.compute == "float16" else "float32",
         False,

@@ -17,11 +17,11 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "compile": {"precision.compile": True},
     "float8": {"precision.float8": "tensorwise"},
-    "selective AC": {"memory.remat": "selective"},
+    "selective AC": {"memory.activation_checkpointing": "selective"},
     "all together": {
         "precision.compile": True,
         "precision.float8": "tensorwise",
-        "memory.remat": "selective",
+        "memory.activation_checkpointing": "selective",
     },
 }
 LAYOUTS = ("1 process", "DDP", "FSDP", "HSDP")

@@ -264,9 +264,11 @@ def _rates(config: RunConfig, found: Measured, timing: Timing) -> list[Rate]:
 def _count(config: RunConfig, spec: ModelSpec, convention: str, counted: float) -> float | None:
     """FLOPs per token by a convention; None where it asks for the recomputed parts of blocks, which are not
     known. `counted` is what the run itself counted, document by document where they are masked."""
-    remat = config.memory.remat
-    if convention == "hfu" and (remat.keeps_some or remat.kind == "budget" or config.memory.ffn_tile):
+    checkpointing = config.memory.activation_checkpointing
+    if convention == "hfu" and (
+        checkpointing.is_selective or checkpointing.kind == "budget" or config.memory.ffn_tile
+    ):
         return None
-    again = len(remat.blocks(spec.layers)) / spec.layers
+    again = len(checkpointing.blocks(spec.layers)) / spec.layers
     attended = attended_by(spec, counted) if config.data.document_mask else None
     return flops_per_token(spec, config.data.seq_len, convention, recompute=again, attended=attended)

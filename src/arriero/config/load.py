@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from arriero.config.check import cross_check
 from arriero.config.problems import ConfigError, Problem, from_validation, unknown_section
+from arriero.config.reference import renamed_keys
 from arriero.config.schema import ModelSection, RunConfig
 from arriero.config.walk import field_at, section_of, without_unset
 from arriero.errors import UserError
@@ -21,6 +22,7 @@ Table = dict[str, Any]
 # a parameter because presets and model directories are read above this package.
 ExpandModel = Callable[[Mapping[str, Any], Mapping[str, Any], Collection[str]], Mapping[str, Any]]
 _EMBEDDED = "embedded default"
+_BESIDE_STORED = ("events.jsonl", "manifest.json")
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,26 @@ def load_run(path: Path | None, sets: Iterable[str], expand_model: ExpandModel) 
 
 
 def config_from_toml(path: Path) -> RunConfig:
-    """Read back a resolved run.toml, which holds every value itself."""
-    return _validate(_read_toml(path), {}, lambda table, *_: table, str(path)).config
+    """Read a stored run.toml, which holds every value itself; keys of earlier versions are renamed."""
+    return _validate(_upgraded(_read_toml(path)), {}, lambda table, *_: table, str(path)).config
+
+
+def _upgraded(table: Table) -> Table:
+    """Rename the keys of earlier versions in a stored run file."""
+    for old, new in renamed_keys().items():
+        (old_section, old_name), (section, name) = old.split("."), new.split(".")
+        if isinstance(table.get(old_section), dict) and old_name in table[old_section]:
+            table.setdefault(section, {})[name] = table[old_section].pop(old_name)
+    return table
+
+
+def _is_stored(path: Path) -> bool:
+    """Return whether a file is the run.toml of a run directory or of a checkpoint."""
+    return path.name == "run.toml" and any((path.parent / name).exists() for name in _BESIDE_STORED)
 
 
 def _overlay_file(tree: Table, origins: dict[str, str], path: Path, seen: tuple[Path, ...]) -> None:
-    table = _read_toml(path)
+    table = _upgraded(_read_toml(path)) if _is_stored(path) else _read_toml(path)
     if path.resolve() in seen:
         raise UserError(f"{path} extends itself", "remove `extends` from one of the files in the circle")
     base = table.pop("extends", None)

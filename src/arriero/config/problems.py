@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arriero.config.reference import alias_of, facts_of, suggestion
+from arriero.config.reference import alias_of, facts_of, renamed_keys, suggestion
 from arriero.config.schema import RunConfig
 from arriero.config.toml import toml_value
 from arriero.config.walk import field_at, section_of, unset_value
@@ -81,6 +81,8 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Problem:
         if isinstance(kinds["extra_forbidden"]["input"], Mapping) and "." not in key:
             near = nearest(key, RunConfig.model_fields)
             return Problem(key, "unknown section", f"did you mean '{near}'?" if near else _all_keys_hint(key))
+        if key in renamed_keys():
+            return Problem(key, f"this key is now '{renamed_keys()[key]}'", "rename it")
         return Problem(key, "unknown key", suggestion(key) or _all_keys_hint(key))
     if "missing" in kinds:
         facts = facts_of(key)

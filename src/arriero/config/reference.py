@@ -51,6 +51,11 @@ def suggestion(key: str) -> str | None:
     return None
 
 
+def renamed_keys() -> dict[str, str]:
+    """Return the keys of earlier versions with their names now."""
+    return _aliases()["renamed"]
+
+
 def answer_to(name: str) -> str | None:
     """What to do instead of another trainer's setting that no single key replaces."""
     answers, name = _aliases()["answers"], _normal(name)
@@ -200,8 +205,8 @@ def _aliases() -> dict[str, dict[str, Any]]:
 @cache
 def _names() -> dict[str, str]:
     """Other trainers' names to our keys. Of a dotted name the last part counts too, if it tells enough."""
-    names: dict[str, str] = {}
-    tables = {key: table for key, table in _aliases().items() if key != "answers"}
+    names = dict(renamed_keys())
+    tables = {key: table for key, table in _aliases().items() if key not in ("answers", "renamed")}
     every = [(name, key) for key, table in tables.items() for each in table.values() for name in each]
     for name, key in every:
         names.setdefault(name, key)

@@ -7,10 +7,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from arriero.config.fields import (
     AnySpan,
     AnySpanOrOff,
+    CheckpointingField,
     Progress,
     ProgressOrOff,
     ProgressOrZero,
-    RematKind,
     Tokens,
     TokensOrOff,
 )
@@ -356,13 +356,14 @@ class MemorySection(Section):
         description="Tokens per chunk of the loss, which bounds the memory of logits; 'auto' is a "
         "sixteenth of a GPU's memory, false computes a micro-batch at once.",
     )
-    remat: RematKind = Field(
+    activation_checkpointing: CheckpointingField = Field(
         "none",
         validate_default=True,
         description="Activation checkpointing (recompute in the backward pass): 'none', 'full' (all "
         "blocks), 'every:K' (each K-th), 'fraction:P' (that share of blocks, evenly spread), "
         "'attention' (keeps the output of attention), 'selective' (keeps attention and every "
-        "second matmul), 'budget:B' (memory budget of compiled blocks, 0 to 1).",
+        "second matmul), 'budget:B' (memory budget of compiled blocks, 0 to 1). 'auto' is the first of "
+        "'none', 'selective' and 'full' that fits by the memory estimate.",
     )
     ffn_tile: Positive | Literal[False] = Field(
         False,

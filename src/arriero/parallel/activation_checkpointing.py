@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from arriero.config.remat import Remat, evenly
-from arriero.errors import UserError
+from arriero.config.fields import ActivationCheckpointing, evenly
 from arriero.kernels import float8 as _float8  # noqa: F401 - names its operations
 from arriero.model.language_model import LanguageModel
 from arriero.parallel.offload import Offloaded
@@ -33,29 +32,25 @@ _REDUCTIONS = ("max",)
 
 
 def apply_activation_checkpointing(
-    model: LanguageModel, remat: Remat, layers: int, compiled: bool, offload: bool | float = False
+    model: LanguageModel, checkpointing: ActivationCheckpointing, layers: int, offload: bool | float = False
 ) -> None:
     """`layers` are those of the whole model, of which this may be a part; `offload` is a share of them."""
-    if remat.kind == "budget" and not compiled:
-        raise UserError(
-            f"memory.remat = '{remat}' is kept by the compiler, and blocks are not compiled here",
-            "set precision.compile to true, or take 'selective' or 'fraction:P'",
-        )
     # of the whole process: a run after one with a budget must not inherit it
-    torch._functorch.config.activation_memory_budget = float(remat.amount) if remat.kind == "budget" else 1.0
-    chosen, leaving = remat.blocks(layers), evenly(Fraction(offload), layers)
+    budget = float(checkpointing.amount) if checkpointing.kind == "budget" else 1.0
+    torch._functorch.config.activation_memory_budget = budget
+    chosen, leaving = checkpointing.blocks(layers), evenly(Fraction(offload), layers)
     for name, block in model.blocks.items():
         if int(name) in chosen:
-            model.blocks[name] = _checkpointed(block, remat)
+            model.blocks[name] = _checkpointed(block, checkpointing)
         if int(name) in leaving:
             model.blocks[name] = Offloaded(model.blocks[name])
 
 
-def _checkpointed(block: nn.Module, remat: Remat) -> nn.Module:
+def _checkpointed(block: nn.Module, checkpointing: ActivationCheckpointing) -> nn.Module:
     # nothing in a block is drawn by lot, so there is no random state to bring back
     options: dict[str, Any] = {"preserve_rng_state": False}
-    if remat.keeps_some:
-        options["context_fn"] = partial(_selective_contexts, remat.kind == "selective")
+    if checkpointing.is_selective:
+        options["context_fn"] = partial(_selective_contexts, checkpointing.kind == "selective")
     return checkpoint_wrapper(block, **options)
 
 

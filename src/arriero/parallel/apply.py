@@ -54,7 +54,7 @@ class ModelOptions:
 
         Recomputation of whole blocks is hidden from it: torch 2.13 cannot compile it with tensor parallelism.
         """
-        return self.memory.remat.keeps_some
+        return self.memory.activation_checkpointing.is_selective
 
 
 def parallelize(
@@ -94,7 +94,7 @@ def _stage(
     if options.compiled and not options.compiler_recomputes:
         _compile(model, options)
     apply_activation_checkpointing(
-        model, memory.remat, spec.layers, options.compiled, memory.offload_activations
+        model, memory.activation_checkpointing, spec.layers, memory.offload_activations
     )
     if options.compiled and options.compiler_recomputes:
         _compile(model, options)
@@ -129,9 +129,9 @@ def _use_fused_projections(
 
 def _use_kernels(model: LanguageModel, mesh: Mesh, options: ModelOptions, device: torch.device) -> None:
     """Replace LayerNorm and GELU by kernels, for weights that are plain tensors in the forward pass."""
-    remat = options.memory.remat
+    checkpointing = options.memory.activation_checkpointing
     # where the compiler chooses what to recompute, it cannot see into kernels
-    hidden = options.compiled and (remat.keeps_some or remat.kind == "budget")
+    hidden = options.compiled and (checkpointing.is_selective or checkpointing.kind == "budget")
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
     if hidden or not usable_on(device) or mesh.layout.tp > 1 or not any(map(_has_kernels, blocks)):
         return

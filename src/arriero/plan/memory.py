@@ -151,10 +151,10 @@ def activation_bytes_per_token(config: RunConfig, spec: ModelSpec, compute_bytes
     query, kv = spec.attention_width, spec.kv_heads * spec.head_dim
     ffn = 0 if config.memory.ffn_tile else 4 * spec.ffn
     block = compute_bytes * (8 * spec.dim + 3 * query + 4 * kv + ffn) + FP32 * 4 * spec.dim
-    remat = config.memory.remat
-    recomputed = len(remat.blocks(spec.layers))
-    kept = block / 2 if remat.kind == "selective" else compute_bytes * spec.dim
-    if remat.kind == "attention":
+    checkpointing = config.memory.activation_checkpointing
+    recomputed = len(checkpointing.blocks(spec.layers))
+    kept = block / 2 if checkpointing.kind == "selective" else compute_bytes * spec.dim
+    if checkpointing.kind == "attention":
         kept += compute_bytes * query + FP32 * spec.heads
     every = (spec.layers - recomputed) * block + recomputed * kept + (block if recomputed else 0)
     away = float(config.memory.offload_activations)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple
 
+from arriero.config.fields import ActivationCheckpointing
 from arriero.config.problems import ConfigError, Problem
-from arriero.config.remat import Remat
 from arriero.config.schema import MemorySection, ParallelSection, PrecisionSection, RunConfig
 from arriero.config.timeline import Phase, Timeline, config_of
 from arriero.model.family import family_of
@@ -76,7 +76,7 @@ class Resolved:
     shares: tuple[Share, ...]
     needs: tuple[Need, ...]
     loss_chunk: int | Literal[False]
-    remat: Remat
+    activation_checkpointing: ActivationCheckpointing
     compiled: bool
     compute: Compute
     decisions: tuple[Decision, ...]
@@ -89,7 +89,9 @@ class Resolved:
     @property
     def memory(self) -> MemorySection:
         """The memory section with the derived activation checkpointing."""
-        return self.config.memory.model_copy(update={"remat": self.remat})
+        return self.config.memory.model_copy(
+            update={"activation_checkpointing": self.activation_checkpointing}
+        )
 
     @property
     def predicted_bytes(self) -> int:
@@ -129,11 +131,11 @@ def resolve(config: RunConfig, machine: Machine, ranks: int) -> Resolved:
     heads, kv_heads = (max(1, count // layout.tp) for count in (spec.heads, spec.kv_heads))
     ulysses, ring = divide_context(layout.cp, heads, kv_heads, parallel.context)
     chunk, chunk_reason = loss_chunk(config, spec, layout, BYTES[compute], machine)
-    remat, remat_reason = _remat(config, spec, layout, BYTES[compute], chunk, machine)
-    needs = _needs(config, spec, layout, BYTES[compute], chunk, machine, remat)
+    checkpointing, checkpointing_reason = _checkpointing(config, spec, layout, BYTES[compute], chunk, machine)
+    needs = _needs(config, spec, layout, BYTES[compute], chunk, machine, checkpointing)
     problems += _model_problems(spec, layout, stages)
     problems += _context_problems(config, layout, ulysses, ring, heads, kv_heads)
-    problems += _setting_problems(config, layout, remat, compiled, machine)
+    problems += _setting_problems(config, layout, checkpointing, compiled, machine)
     problems += _float8_problems(config, spec, layout, compute, machine)
     shares: list[Share] = []
     share_decisions: list[Decision] = []
@@ -147,7 +149,7 @@ def resolve(config: RunConfig, machine: Machine, ranks: int) -> Resolved:
         Decision("compute", compute, compute_reason),
         Decision("compile", str(compiled).lower(), compile_reason),
         *share_decisions,
-        Decision("activation checkpointing", str(remat), remat_reason),
+        Decision("activation checkpointing", str(checkpointing), checkpointing_reason),
         Decision("loss chunk", f"{chunk:,} tokens" if chunk else "whole", chunk_reason),
         *_layout_decisions(parallel, layout, ulysses, ring, cuts),
     ]
@@ -162,7 +164,7 @@ def resolve(config: RunConfig, machine: Machine, ranks: int) -> Resolved:
         shares=tuple(shares),
         needs=tuple(needs),
         loss_chunk=chunk,
-        remat=remat,
+        activation_checkpointing=checkpointing,
         compiled=compiled,
         compute=compute,
         decisions=tuple(decisions),
@@ -247,10 +249,10 @@ def _needs(
     compute_bytes: int,
     chunk: int | Literal[False],
     machine: Machine,
-    remat: Remat,
+    checkpointing: ActivationCheckpointing,
 ) -> list[Need]:
     """Return the memory estimate of each phase."""
-    memory = config.memory.model_copy(update={"remat": remat})
+    memory = config.memory.model_copy(update={"activation_checkpointing": checkpointing})
     config = config.model_copy(update={"memory": memory})
     return [
         need_of(config_of(config, phase), spec, layout, compute_bytes, chunk, machine.is_gpu)
@@ -258,26 +260,26 @@ def _needs(
     ]
 
 
-def _remat(
+def _checkpointing(
     config: RunConfig,
     spec: ModelSpec,
     layout: Layout,
     compute_bytes: int,
     chunk: int | Literal[False],
     machine: Machine,
-) -> tuple[Remat, str]:
+) -> tuple[ActivationCheckpointing, str]:
     """Return the activation checkpointing; 'auto' takes the cheapest that fits at micro-batch 1."""
-    if config.memory.remat.kind != "auto":
-        return config.memory.remat, "as configured"
+    if config.memory.activation_checkpointing.kind != "auto":
+        return config.memory.activation_checkpointing, "as configured"
     splits = layout.pp > 1 and SCHEDULES[config.parallel.schedule].splits_backward
     kinds = [
-        Remat("none"),
-        *([] if splits or config.memory.ffn_tile else [Remat("selective")]),
-        Remat("full"),
+        ActivationCheckpointing("none"),
+        *([] if splits or config.memory.ffn_tile else [ActivationCheckpointing("selective")]),
+        ActivationCheckpointing("full"),
     ]
     reason = ""
-    for remat in kinds:
-        needs = _needs(config, spec, layout, compute_bytes, chunk, machine, remat)
+    for checkpointing in kinds:
+        needs = _needs(config, spec, layout, compute_bytes, chunk, machine, checkpointing)
         least = [min(config.train.micro_batch or 1, need.sequences) for need in needs]
         most = max(need.bytes(n) for need, n in zip(needs, least, strict=True))
         fits = all(need.fits(n, machine.memory_free) for need, n in zip(needs, least, strict=True))
@@ -285,7 +287,7 @@ def _remat(
             f"{human_bytes(most)} at a micro-batch of {max(least)}, {human_bytes(machine.memory_free)} free"
         )
         if fits:
-            return remat, reason
+            return checkpointing, reason
     return kinds[-1], f"even this may not fit: {reason}"
 
 
@@ -437,10 +439,14 @@ def _context_problems(
 
 
 def _setting_problems(
-    config: RunConfig, layout: Layout, remat: Remat, compiled: bool, machine: Machine
+    config: RunConfig,
+    layout: Layout,
+    checkpointing: ActivationCheckpointing,
+    compiled: bool,
+    machine: Machine,
 ) -> Iterator[Problem]:
     if layout.pp > 1:
-        yield from _pipeline_problems(config, remat, compiled, machine)
+        yield from _pipeline_problems(config, checkpointing, compiled, machine)
     if config.data.packing == "none" and layout.cp * layout.tp * layout.pp > 1:
         what = "'none' makes batches of varying width, which cp, tp and pp cannot divide"
         yield Problem("data.packing", what, "set it to 'bestfit', or give the ranks to dp_shard")
@@ -455,26 +461,26 @@ def _setting_problems(
         what = "overlaps the communication of compiled, tensor-parallel layers on GPUs"
         todo = "remove it, or set parallel.tp and precision.compile on a GPU"
         yield Problem("parallel.async_tp", what, todo)
-    if config.memory.ffn_tile and remat.keeps_some:
-        what = (
-            f"recomputes its tiles itself, and '{remat}' activation checkpointing selects what to recompute"
-        )
-        todo = "set memory.remat to 'full' or 'none', or this to false"
+    if config.memory.ffn_tile and checkpointing.is_selective:
+        what = f"recomputes its tiles itself, and '{checkpointing}' selects what to recompute"
+        todo = "set memory.activation_checkpointing to 'full' or 'none', or this to false"
         yield Problem("memory.ffn_tile", what, todo)
-    if remat.kind == "budget" and not compiled:
-        what = f"'{remat}' is applied by the compiler, and blocks are not compiled in this run"
+    if checkpointing.kind == "budget" and not compiled:
+        what = f"'{checkpointing}' is applied by the compiler, and blocks are not compiled in this run"
         todo = "set precision.compile to true, or use 'selective' or 'fraction:P'"
-        yield Problem("memory.remat", what, todo)
+        yield Problem("memory.activation_checkpointing", what, todo)
 
 
 def _pipeline_problems(
-    config: RunConfig, remat: Remat, compiled: bool, machine: Machine
+    config: RunConfig, checkpointing: ActivationCheckpointing, compiled: bool, machine: Machine
 ) -> Iterator[Problem]:
     name = config.parallel.schedule
     schedule, other = SCHEDULES[name], "parallel.schedule to 'interleaved-1f1b'"
-    if schedule.splits_backward and remat.keeps_some:
-        what = f"the schedule '{name}' runs two backward passes, and '{remat}' keeps its results for one"
-        yield Problem("memory.remat", what, f"set it to 'full' or 'none', or {other}")
+    if schedule.splits_backward and checkpointing.is_selective:
+        what = (
+            f"the schedule '{name}' runs two backward passes, and '{checkpointing}' keeps its results for one"
+        )
+        yield Problem("memory.activation_checkpointing", what, f"set it to 'full' or 'none', or {other}")
     if schedule.splits_backward and compiled:
         what = f"the schedule '{name}' splits the backward pass, and compiled blocks cannot"
         yield Problem("precision.compile", what, f"set it to false, or {other}")
