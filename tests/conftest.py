@@ -1,3 +1,4 @@
+import contextlib
 import os
 import subprocess
 import sys
@@ -106,15 +107,28 @@ def python(run_python, tmp_path):
     return lambda *arguments, cwd=tmp_path: run_python(*arguments, cwd=cwd)
 
 
+# Verbs that neither fork nor change the state of the process.
+IN_PROCESS = {("config",), ("ckpt",), ("bench", "compare"), ("bench", "page")} | {
+    ("data", verb) for verb in ("audit", "export", "import", "inspect", "pack", "show", "verify")
+}
+
+
 @pytest.fixture
-def arriero(python):
-    """Run the command line in a process of its own; for verbs that train or fork."""
-    return lambda *arguments, **options: python("-m", "arriero", *arguments, **options)
+def arriero(python, command, tmp_path):
+    """Run the command line; verbs that train or fork run in their own process, the others in this one."""
+
+    def run(*arguments, cwd=tmp_path):
+        if arguments[:1] not in IN_PROCESS and arguments[:2] not in IN_PROCESS:
+            return python("-m", "arriero", *arguments, cwd=cwd)
+        with contextlib.chdir(cwd):
+            return command(*arguments)
+
+    return run
 
 
 @pytest.fixture
 def command(capsys, monkeypatch):
-    """Run the command line in this process: faster, for verbs that do not fork."""
+    """Run the command line in this process; for tests that need no process of their own."""
     from arriero import cli
 
     monkeypatch.setenv("COLUMNS", "200")

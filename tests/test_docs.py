@@ -22,7 +22,7 @@ RUN_FILE = re.search(r"```toml\n(.*?)```", README, flags=re.DOTALL).group(1)
 SMALL = ["--set", "train.horizon=2 steps", "--set", "train.batch=1024 tok", "--set", "eval.heldout=2k tok"]
 
 
-def test_the_commands_of_the_readme_table_run_one_after_the_other(arriero, command, corpus_cache, tmp_path):
+def test_the_commands_of_the_readme_table_run_one_after_the_other(arriero, corpus_cache, tmp_path):
     """Run them as a reader would: from the first row to the last, in one folder."""
     (tmp_path / "run.toml").write_text(RUN_FILE)
     (tmp_path / "data").mkdir()
@@ -31,9 +31,7 @@ def test_the_commands_of_the_readme_table_run_one_after_the_other(arriero, comma
     assert len(TABLE_COMMANDS) > 12
     for line in TABLE_COMMANDS:
         arguments = shlex.split(line)[1:]
-        # verbs that train need a process of their own; the others run in this one, which has torch already
-        run = arriero if arguments[0] in ("train", "bench") else command
-        result = run(*arguments, *(SMALL if arguments[0] == "train" else []))
+        result = arriero(*arguments, *(SMALL if arguments[0] == "train" else []))
         assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
         assert result.stdout.strip(), line
 
