@@ -90,12 +90,12 @@ def measured_bytes(config, on_gpu):
         session = build(arrange(config, World()), no_progress)
         try:
             for _ in range(2):
-                session.passes.gradients(next(session.loader), session.optimizer.loss_scale)
+                session.passes.gradients(next(session.data.loader), session.optimizer.loss_scale)
                 state = memory.now()
                 session.optimizer.step(config.optim.lr)
             return Bytes(state, memory.peak())
         finally:
-            session.loader.close()
+            session.data.loader.close()
 
 
 def predicted_bytes(config):

@@ -51,7 +51,7 @@ def untrained(config: RunConfig) -> Iterator[Session]:
     try:
         yield session
     finally:
-        session.loader.close()
+        session.data.loader.close()
 
 
 def overhead(place: Place) -> Cost:
@@ -113,8 +113,8 @@ def _bare_blocks(place: Place) -> list[float]:
 
 
 def _bare_step(session: Session) -> Callable[[], None]:
-    (model,) = session.parts
-    batch = next(session.loader).to(session.device.torch_device)
+    (model,) = session.model.parts
+    batch = next(session.data.loader).to(session.device.torch_device)
     labels = (batch.labels_BT != IGNORED).sum()
 
     def step() -> None:
@@ -132,7 +132,7 @@ class _Waits(Hook):
         self.reports: list[Report] = []
 
     def on_step(self, session: Session, step: int, tokens: int) -> None:
-        session.saver.wait(session)
+        session.record.saver.wait(session)
 
     def on_metrics(self, session: Session, metrics: StepMetrics) -> None:
         if metrics.save_s is not None:

@@ -19,15 +19,14 @@ import arriero.parallel.ring
 import arriero.parallel.tensor
 import arriero.plan.resolve
 import arriero.train.build
-import arriero.train.optim.clip
-import arriero.train.optim.muon
+import arriero.train.forward_backward
 import arriero.train.optim.optimizer
-import arriero.train.passes
+import arriero.train.optim.rules
 from arriero.bench.cases import MODELS, Case, cases
 from arriero.bench.parity import Parity
 from arriero.parallel.dtensor import from_local, local_part
 from arriero.parallel.mesh import Mesh
-from arriero.train.passes import Passes
+from arriero.train.forward_backward import ForwardBackward
 
 SHORT = {
     "model.layers": 2,
@@ -84,7 +83,7 @@ def copies_read_the_same_sequences(patch):
 
 @mutation("one axis: dp_shard 2")
 def a_rank_divides_by_its_own_labels(patch):
-    patch.setattr(Passes, "_label_count", lambda _, batch: (batch.labels_BT != -100).sum().double())
+    patch.setattr(ForwardBackward, "_label_count", lambda _, batch: (batch.labels_BT != -100).sum().double())
 
 
 @mutation("document masks: dp_shard 2")
@@ -92,7 +91,7 @@ def the_mean_is_one_of_the_ranks_means(patch):
     def own_labels_for_all(self, batch):
         return (batch.labels_BT != -100).sum().double() * self._mesh.layout.batch
 
-    patch.setattr(Passes, "_label_count", own_labels_for_all)
+    patch.setattr(ForwardBackward, "_label_count", own_labels_for_all)
 
 
 @mutation("one axis: dp_shard 2")
@@ -103,8 +102,10 @@ def the_reported_loss_is_the_first_ranks(patch):
 
 @mutation("accumulation: 2 micro-batches, dp_shard 2")
 def the_last_micro_batch_is_not_reduced(patch):
-    original = train.passes.synchronize_gradients
-    patch.setattr(train.passes, "synchronize_gradients", lambda m, last, each: original(m, not last, each))
+    original = train.forward_backward.synchronize_gradients
+    patch.setattr(
+        train.forward_backward, "synchronize_gradients", lambda m, last, each: original(m, not last, each)
+    )
 
 
 @mutation("one axis: tp 2")
@@ -130,7 +131,7 @@ def every_slice_of_the_vocabulary_begins_at_zero(patch):
 
 @mutation("one axis: tp 2")
 def replicated_tensors_count_once_a_rank_in_the_norm(patch):
-    patch.setattr(train.optim.clip, "sharded_dims", lambda tensor: tuple(range(tensor.device_mesh.ndim)))
+    patch.setattr(train.optim.optimizer, "sharded_dims", lambda tensor: tuple(range(tensor.device_mesh.ndim)))
 
 
 @mutation("one axis: cp 2")
@@ -198,7 +199,9 @@ def a_pipeline_takes_the_mean_over_micro_batches(patch):
 @mutation("one axis: pp 2")
 def a_stage_knows_only_its_own_norm(patch):
     original = train.build.Optimizer
-    patch.setattr(train.build, "Optimizer", lambda *args, **more: original(*args, **more | {"groups": []}))
+    patch.setattr(
+        train.build, "Optimizer", lambda *args, **more: original(*args, **more | {"stage_groups": []})
+    )
 
 
 @mutation("one axis: pp 2", "gpt2")
@@ -212,7 +215,7 @@ def a_tied_table_counts_twice_in_the_norm(patch):
 
     def counting(*args, **more):
         optimizer = original(*args, **more)
-        optimizer._copies = {}
+        optimizer.model.tied = {}
         return optimizer
 
     patch.setattr(train.build, "Optimizer", counting)
@@ -221,11 +224,11 @@ def a_tied_table_counts_twice_in_the_norm(patch):
 @mutation("optimizers: muon, dp_shard 2 x tp 2")
 def muon_makes_each_shard_orthogonal(patch):
     """As if a rank's piece were the matrix."""
-    original = train.optim.muon.shard_of
-    rule = train.optim.muon
+    original = train.optim.rules.shard_of
+    rule = train.optim.rules
 
     def of_the_piece(whole, like):
-        return rule.orthogonal(original(whole, like))
+        return rule.orthogonalize(original(whole, like))
 
     patch.setattr(rule, "shard_of", of_the_piece)
 

@@ -53,8 +53,8 @@ class Runs:
             plan = arrange(config, world)
             with joined(world, plan.device.torch_device):
                 session = build(plan, no_progress, hooks)
-                return train(session).remembered() | {
-                    "decisions": [(d.name, d.value) for d in session.decisions]
+                return train(session).to_state() | {
+                    "decisions": [(d.name, d.value) for d in session.record.decisions]
                 }
 
         return run_ranks(work, ranks, leader_prints=False)

@@ -22,7 +22,7 @@ from arriero.errors import UserError
 from arriero.parallel.spawn import RankFailed
 from arriero.parallel.world import world_from
 from arriero.train import build as train_build
-from arriero.train.finish import ended_already
+from arriero.train.finish import outcome_if_ended
 from arriero.train.hooks import Hook
 from checkpoint.test_saving import flip, names, save, truncate
 
@@ -233,9 +233,9 @@ def test_a_run_that_was_never_saved_starts_again_unless_it_had_finished(runs):
     assert runs.train("run", *sets)["steps"] == 6
     remarks = [line["text"] for line in runs.lines("run", "events.jsonl") if line["event"] == "remark"]
     assert "never saved" in remarks[0]
-    assert ended_already(runs.config("run", *sets)).steps == 6
+    assert outcome_if_ended(runs.config("run", *sets)).steps == 6
     longer = [*sets, "train.horizon=8 steps"]
-    assert ended_already(runs.config("run", *longer)) is None
+    assert outcome_if_ended(runs.config("run", *longer)) is None
     with pytest.raises(UserError, match=r"is finished and was never saved.*start_over=true"):
         runs.train("run", *longer)
     assert runs.train("run", *sets, "checkpoint.start_over=true")["steps"] == 6

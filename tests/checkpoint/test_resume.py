@@ -2,7 +2,6 @@
 
 import random
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
@@ -13,11 +12,10 @@ from arriero.checkpoint.formats.hf import write_hf
 from arriero.checkpoint.formats.source import AS_IT_IS
 from arriero.checkpoint.manifest import sha256_of_file
 from arriero.checkpoint.ranks import Ranks
-from arriero.config.schema import CheckpointSection
 from arriero.errors import UserError
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
-from arriero.train.resume import Restorer
+from arriero.train.resume import open_checkpoint
 from checkpoint.convert.models import in_memory, spec_of
 from checkpoint.test_saving import save
 
@@ -140,8 +138,7 @@ def test_ranks_share_the_hashing_of_a_named_checkpoint(checkpoints, tmp_path):
         with pytest.MonkeyPatch.context() as patch, joined(world_from(), torch.device("cpu")):
             patch.setattr(manifest, "sha256_of_file", recorded)
             ranks = Ranks(world_from().rank, 2)
-            restorer = Restorer(CheckpointSection(), ranks, dict, cast(Any, None), cast(Any, None))
-            restorer._given(str(tmp_path), "checkpoint.resume_from")
+            open_checkpoint(tmp_path, "checkpoint.resume_from", ranks)
             return ranks.together(lambda: hashed)
 
     first, second = run_ranks(work, 2, leader_prints=False)

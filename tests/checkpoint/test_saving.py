@@ -249,7 +249,7 @@ def test_a_failed_save_is_told_and_the_run_does_not_end_well(runs):
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
 
     def room(session):
-        session.saver.wait(session)
+        session.record.saver.wait(session)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     with pytest.raises(UserError, match=r"checkpoint of step 2 could not be saved .*File too large"):
@@ -266,7 +266,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_training_goes_on(runs):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     def room(session):
-        session.saver.wait(session)
+        session.record.saver.wait(session)
         limit(resource.RLIM_INFINITY)
 
     hooks = [At(1, lambda _: limit(200_000)), At(3, room)]

@@ -144,7 +144,7 @@ def test_a_step_and_the_audit_are_printed_as_one_json_object(run_file, command, 
 def test_what_is_shown_is_what_the_model_was_given(run_file):
     class Keep(Hook):
         def on_step(self, session, step, tokens):
-            seen.append(session.loader.state()["sample"])
+            seen.append(session.data.loader.state()["sample"])
 
     seen = []
     run = session(run_file, hooks=[Keep()])
@@ -153,12 +153,12 @@ def test_what_is_shown_is_what_the_model_was_given(run_file):
     ledger = read_ledger(run.run_dir)
     assert (ledger.samples, ledger.batch_sequences, len(ledger.stretches)) == (48, 8, 1)
     content = json.loads((run.run_dir / "ledger.json").read_text())
-    drawn = run.stream.locate(np.arange(48)).source
+    drawn = run.data.stream.locate(np.arange(48)).source
     assert [s["samples"] for s in content["sources"]] == np.bincount(drawn).tolist()
     assert (drawn[32:] == 1).all()
     shutil.rmtree(run.run_dir / "checkpoints")
     train(session(run_file, "checkpoint.start_over=true"))
-    audit = Audit(read_ledger(run.run_dir), run.stream)
+    audit = Audit(read_ledger(run.run_dir), run.data.stream)
     audit.run(lambda *_: None)
     assert (audit.problems, audit.discarded) == ([], 48)
 
@@ -271,4 +271,4 @@ def test_every_packing_trains(run_file, packing, preset):
     outcome = train(run)
     assert outcome.last_loss < 0.7 * outcome.first_loss
     assert outcome.last_eval_loss < outcome.first_eval_loss
-    assert run.loader.read().slots >= run.loader.read().real_tokens > 0
+    assert run.data.loader.read().slots >= run.data.loader.read().real_tokens > 0

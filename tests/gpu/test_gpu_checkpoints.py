@@ -47,7 +47,7 @@ class Killed(Hook):
 
     def on_step(self, session, step, tokens):
         if step == self.step:
-            session.saver.wait(session)
+            session.record.saver.wait(session)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -10,9 +10,9 @@ from torch import nn
 from arriero.kernels import float8
 from arriero.kernels.float8 import swiglu
 from arriero.model.layers import converted
-from arriero.train.optim.adamw import in_place
-from arriero.train.optim.rounding import Noise, joined
-from arriero.train.optim.states import Plain
+from arriero.train.optim.rounding import Noise, merge_fp32
+from arriero.train.optim.rules import adamw_reference_
+from arriero.train.optim.state import PlainFormat
 from gpu.alone import DEVICE, alone, apart
 
 pytestmark = pytest.mark.gpu
@@ -59,14 +59,14 @@ def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halv
             scalars = torch.tensor([0.7, *unbiased, float(step < 4)], device=DEVICE)
             adamw_(Parameters(w, low, g, m, v, decays, keys), rates, scalars, step_key)
             for i in range(len(SIZES)):
-                in_place(
+                adamw_reference_(
                     twins[0][i],
                     twins[1][i] if halves else None,
                     g[i],
                     [twins[2][i]],
                     [twins[3][i]],
-                    Plain(moments),
-                    Plain(moments),
+                    PlainFormat(moments),
+                    PlainFormat(moments),
                     keys[i],
                     torch.tensor(step_key, dtype=torch.int32, device=DEVICE),
                     1 - 0.01 * decays[i],
@@ -77,7 +77,7 @@ def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halv
                 )
         if halves:
             w, twins[0] = (
-                [joined(*pair) for pair in zip(*each, strict=True)] for each in ((w, low), twins[:2])
+                [merge_fp32(*pair) for pair in zip(*each, strict=True)] for each in ((w, low), twins[:2])
             )
         return [
             apart(a, b) for ours, twin in zip((w, m, v), (twins[0], *twins[2:]), strict=True)

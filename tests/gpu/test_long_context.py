@@ -6,8 +6,9 @@ import torch
 from arriero.config.schema import OptimSection
 from arriero.data.order.loader import Batch
 from arriero.model.presets import resolve
-from arriero.train.optim import Optimizer, named_parameters
-from arriero.train.passes import Passes
+from arriero.train.forward_backward import ForwardBackward
+from arriero.train.model_state import ModelState
+from arriero.train.optim.optimizer import Optimizer
 from gpu.alone import DEVICE, MESH, alone, made
 
 pytestmark = pytest.mark.gpu
@@ -35,8 +36,8 @@ def bytes_needed():
 def test_a_step_of_131072_tokens_takes_the_memory_that_was_counted():
     def work():
         model = made(SPEC, compiled=True, checkpointing="full", loss_chunk=CHUNK)
-        optimizer = Optimizer(named_parameters([model]), OptimSection(), masters_of=torch.bfloat16)
-        passes = Passes([model], MESH, 1, DEVICE)
+        optimizer = Optimizer(ModelState.of([model], torch.bfloat16), OptimSection())
+        passes = ForwardBackward([model], MESH, 1, DEVICE)
         generator = torch.Generator().manual_seed(1)
         rows = torch.randint(0, SPEC.vocab_size, (1, TOKENS + 1), generator=generator)
         torch.cuda.reset_peak_memory_stats()

@@ -178,7 +178,7 @@ def test_what_export_needs_is_checked_before_the_first_step(kept, runs, tmp_path
     (tmp_path / "run").mkdir()
     config = runs.config("run", *SMALL, on(store.directory))
     session = build(arrange(config, world_from()), no_progress)
-    session.loader.close()
+    session.data.loader.close()
     (tmp_path / "run" / "model").write_text("in the way")
     with pytest.raises(UserError, match="model is in the way"):
         build(arrange(config, world_from()), no_progress)
@@ -234,7 +234,7 @@ def test_every_layout_exports_the_bytes_of_one_process(corpus_cache, tmp_path):
             with joined(world, plan.device.torch_device):
                 session = build(plan, no_progress)
                 assert export_model(session) == tmp_path / name / "model"
-                session.loader.close()
+                session.data.loader.close()
 
         run_ranks(work, ranks, leader_prints=False)
         return {path.name: path.read_bytes() for path in (tmp_path / name / "model").iterdir()}

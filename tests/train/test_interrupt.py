@@ -111,16 +111,16 @@ def evaluation_that_is_told_to_stop(config, rank=0):
     """The session of this rank; the second batch of an evaluation after step 2 brings a signal."""
     world = world_from()
     session = build(arrange(config, world), lambda *_: None)
-    held_out, calls = session.passes.held_out, []
+    held_out, calls = session.passes.summed_loss, []
 
     def told(*given):
-        calls.append(session.outcome.steps)
+        calls.append(session.record.outcome.steps)
         if calls.count(2) == 2 and world.rank == rank:
             signal.raise_signal(signal.SIGTERM)
-            given = (given[0], session.saver.requests.stop)
+            given = (given[0], session.record.saver.requests.stop)
         return held_out(*given)
 
-    session.passes.held_out = told
+    session.passes.summed_loss = told
     return session, calls
 
 
@@ -177,7 +177,7 @@ def test_a_signal_ends_the_export_and_the_same_command_exports(config):
     assert lines(session.run_dir / "events.jsonl")[-1]["event"] == "signal"
     assert not (session.run_dir / "model").exists()
     again = train(build(arrange(exports, World()), lambda *_: None))
-    assert (again.trained, again.model) == (False, session.run_dir / "model")
+    assert (again.has_trained, again.model) == (False, session.run_dir / "model")
 
 
 def test_a_launcher_locks_the_directory_survives_sigusr1_and_exits_with_its_signal(tmp_path):

@@ -151,6 +151,6 @@ def test_ranks_with_different_memory_agree_on_the_micro_batch(tmp_path, corpus_c
         with joined(world, plan.device.torch_device):
             session = build(plan, no_progress)
             train(session)
-            return [decision.value for decision in session.decisions if decision.name == "micro-batch"]
+            return [decision.value for decision in session.record.decisions if decision.name == "micro-batch"]
 
     assert run_ranks(work, 2, leader_prints=False) == ["1 of 4 sequences"]

@@ -81,7 +81,7 @@ def trained(run):
 
 
 def audited(run):
-    audit = Audit(read_ledger(run.run_dir), run.stream)
+    audit = Audit(read_ledger(run.run_dir), run.data.stream)
     audit.run(lambda *_: None)
     return audit.problems
 
@@ -93,16 +93,16 @@ def test_a_run_keeps_the_order_it_began_with(session, sources, monkeypatch):
         whole = trained(session(two, name="whole"))
         trained(session(two, "train.horizon=3 steps", "schedule.horizon=6 steps"))
     resumed = session(two, "schedule.horizon=6 steps")
-    assert resumed.stream.version == 1 == order_version(resumed.run_dir)
+    assert resumed.data.stream.version == 1 == order_version(resumed.run_dir)
     lines = trained(resumed)
     assert [lines[n]["loss"] for n in range(1, 7)] == [whole[n]["loss"] for n in range(1, 7)]
     assert audited(resumed) == []
     fork = session(two, f"checkpoint.resume_from='{resumed.run_dir}'", "train.horizon=8 steps", name="fork")
-    assert fork.stream.version == 1
-    fork.loader.close()
+    assert fork.data.stream.version == 1
+    fork.data.loader.close()
     new = session(two, name="new")
-    new.loader.close()
-    assert new.stream.version == 2
+    new.data.loader.close()
+    assert new.data.stream.version == 2
 
 
 def with_phases(sources, steps=8):

@@ -129,7 +129,7 @@ def test_a_model_directory_that_is_gone_is_not_needed_by_a_run_that_began_there(
     sets = [f"run.dir='{tmp_path}'", "run.name=run", f"data.sources=[{{path='{kept / 'own'}'}}]"]
     path = tmp_path / "run.toml"
     path.write_text(f"[checkpoint]\nstart_from = '{tmp_path / 'models'}'")
-    build(arrange(loaded(path, *sets).config, world_from()), no_progress).loader.close()
+    build(arrange(loaded(path, *sets).config, world_from()), no_progress).data.loader.close()
     shutil.rmtree(tmp_path / "models")
     assert spec_in(loaded(path, *sets)) == SPEC
     with pytest.raises(UserError, match=r"checkpoint\.start_from: .*models does not exist"):
@@ -145,10 +145,10 @@ def test_another_tokenizer_is_refused_unless_allowed(kept, tmp_path):
     start = kept / "models" / "hf"
     with pytest.raises(UserError, match=r"trained with another tokenizer .*allow_other_tokenizer = true"):
         session(start, "other")
-    session(start, "other", "checkpoint.load.allow_other_tokenizer=true").loader.close()
+    session(start, "other", "checkpoint.load.allow_other_tokenizer=true").data.loader.close()
     own = session(start, "own")
-    own.loader.close()
-    assert torch.equal(own.optimizer.weights()["blocks.0.ffn.up.weight"], build_weights())
+    own.data.loader.close()
+    assert torch.equal(own.model.tensors()["blocks.0.ffn.up.weight"], build_weights())
 
 
 def build_weights():

@@ -108,60 +108,60 @@ def test_the_micro_batch_does_not_change_the_losses(session, mask):
 def test_every_token_weighs_the_same_however_labels_fall(session):
     """A micro-batch with few labels must not count as much as one with many."""
     run = session("train.micro_batch=1")
-    batch = next(run.loader)
+    batch = next(run.data.loader)
     labels = batch.labels_BT.clone()
     labels[0, 5:] = IGNORED
     labels[3] = IGNORED
     uneven = Batch(batch.first_sample, batch.tokens_BT, labels)
     mean = run.passes.gradients(uneven)
-    gradients = [p.grad.clone() for p in run.parts[0].parameters()]
-    run.parts[0].zero_grad()
-    logits = run.parts[0](batch.tokens_BT).flatten(0, 1)
+    gradients = [p.grad.clone() for p in run.model.parts[0].parameters()]
+    run.model.parts[0].zero_grad()
+    logits = run.model.parts[0](batch.tokens_BT).flatten(0, 1)
     reference = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED)
     reference.backward()
-    run.loader.close()
+    run.data.loader.close()
     assert mean.item() == pytest.approx(reference.item(), rel=1e-6)
-    for ours, parameter in zip(gradients, run.parts[0].parameters(), strict=True):
+    for ours, parameter in zip(gradients, run.model.parts[0].parameters(), strict=True):
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_bf16_computes_in_bf16_and_updates_fp32(session):
     run = session("precision.compute=bf16", "optim.lr=1e-3", name="bf16")
-    assert {p.dtype for p in run.parts[0].parameters()} == {torch.bfloat16}
-    assert {w.dtype for w in run.optimizer.weights().values()} == {torch.float32}
+    assert {p.dtype for p in run.model.parts[0].parameters()} == {torch.bfloat16}
+    assert {w.dtype for w in run.model.tensors().values()} == {torch.float32}
     assert losses(run) == pytest.approx(losses(session("optim.lr=1e-3", name="fp32")), rel=0.01)
 
 
 def test_small_updates_are_not_lost_in_bf16(session):
     """Steps far below bf16's resolution add up in the fp32 masters."""
     run = session("precision.compute=bf16", "optim.lr=1e-6", "optim.weight_decay=0", "train.horizon=6 steps")
-    before = {n: w.clone() for n, w in run.optimizer.weights().items()}
+    before = {n: w.clone() for n, w in run.model.tensors().items()}
     train(run)
-    moved = [(w != before[n]).float().mean().item() for n, w in run.optimizer.weights().items() if w.ndim > 1]
+    moved = [(w != before[n]).float().mean().item() for n, w in run.model.tensors().items() if w.ndim > 1]
     assert min(moved) > 0.2
 
 
 def test_norms_and_biases_are_not_decayed(session):
     run = session("model.preset=gpt2-test", "optim.weight_decay=0.5")
-    run.loader.close()
-    before = {name: weight.clone() for name, weight in run.optimizer.weights().items()}
-    for parameter in run.parts[0].parameters():
+    run.data.loader.close()
+    before = {name: weight.clone() for name, weight in run.model.tensors().items()}
+    for parameter in run.model.parts[0].parameters():
         parameter.grad = torch.zeros_like(parameter)
     run.optimizer.step(lr=0.1)
-    for name, weight in run.optimizer.weights().items():
+    for name, weight in run.model.tensors().items():
         torch.testing.assert_close(weight, before[name] * (0.95 if weight.ndim > 1 else 1.0))
 
 
 def test_gradients_are_clipped_to_the_global_norm(session):
     run = session("optim.name=sgd", "optim.weight_decay=0", "optim.clip=0.01")
-    batch = next(run.loader)
+    batch = next(run.data.loader)
     run.passes.gradients(batch)
-    norm = torch.stack([p.grad.norm() for p in run.parts[0].parameters()]).norm()
-    before = {name: weight.clone() for name, weight in run.optimizer.weights().items()}
+    norm = torch.stack([p.grad.norm() for p in run.model.parts[0].parameters()]).norm()
+    before = {name: weight.clone() for name, weight in run.model.tensors().items()}
     reported = run.optimizer.step(1.0)
-    run.loader.close()
+    run.data.loader.close()
     assert reported.item() == pytest.approx(norm.item(), rel=1e-5)
-    moved = [(weight - before[name]).norm() for name, weight in run.optimizer.weights().items()]
+    moved = [(weight - before[name]).norm() for name, weight in run.model.tensors().items()]
     assert torch.stack(moved).norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
@@ -236,7 +236,7 @@ def poisoned(run, steps):
     def overflow(*given):
         loss = gradients(*given)
         if next(taken) in steps:
-            next(run.parts[0].parameters()).grad[0] = float("inf")
+            next(run.model.parts[0].parameters()).grad[0] = float("inf")
         return loss
 
     run.passes.gradients = overflow
@@ -247,7 +247,7 @@ def test_updates_with_gradients_that_are_not_finite_are_skipped_counted_and_reco
     poisoned(run, [2, 3])
     train(run)
     assert run.optimizer.steps == 4
-    assert all(weight.isfinite().all() for weight in run.optimizer.weights().values())
+    assert all(weight.isfinite().all() for weight in run.model.tensors().values())
     metrics = lines(run.run_dir / "metrics.jsonl")
     assert [(m["step"], m["skipped"]) for m in metrics] == [(1, 0), (2, 1), (4, 2), (6, 2)]
     assert metrics[1]["grad_norm"] is None
@@ -305,8 +305,8 @@ def test_rates_that_differ_in_late_digits_are_told_apart(session):
 
 def test_a_warm_up_longer_than_the_run_is_pointed_out(session):
     run = session("schedule.warmup=12 steps")
-    run.loader.close()
-    assert [d.reason for d in run.decisions if d.name == "warm-up"] == [
+    run.data.loader.close()
+    assert [d.reason for d in run.record.decisions if d.name == "warm-up"] == [
         "longer than the run: the learning rate ends at 50% of optim.lr"
     ]
 
@@ -317,9 +317,9 @@ def test_the_run_file_is_published_whole_and_only_when_it_changes(session, tmp_p
     (tmp_path / "run" / "run.toml.tmp").write_text("[run")
     train(session())
     before = (tmp_path / "run" / "run.toml").stat()
-    session().loader.close()
+    session().data.loader.close()
     assert (tmp_path / "run" / "run.toml").stat().st_ino == before.st_ino
-    session("observe.log_every=2").loader.close()
+    session("observe.log_every=2").data.loader.close()
     assert (tmp_path / "run" / "run.toml").stat().st_ino != before.st_ino
     assert not (tmp_path / "run" / "run.toml.tmp").exists()
 
@@ -378,7 +378,7 @@ def test_the_ledger_is_written_when_a_checkpoint_is_in_place_and_not_at_logged_s
 
     class Look(Hook):
         def on_metrics(self, session, metrics):
-            session.saver.wait(session)
+            session.record.saver.wait(session)
             seen.append(read_ledger(session.run_dir).samples // 8)
 
     train(session("checkpoint.every=4 steps", hooks=[Look()]))
@@ -388,7 +388,7 @@ def test_the_ledger_is_written_when_a_checkpoint_is_in_place_and_not_at_logged_s
 def test_a_modified_preset_is_not_shown_as_the_preset(session):
     for sets, shown in (([], "vocab_size 4096"), (["model.layers=1"], "layers 1")):
         run = session(*sets, "train.horizon=1 step", "checkpoint.export=false", name=f"run{len(sets)}")
-        run.loader.close()
+        run.data.loader.close()
         value, remark = _model(run)
         assert value == "llama-test, modified"
         assert shown in remark
@@ -396,7 +396,7 @@ def test_a_modified_preset_is_not_shown_as_the_preset(session):
 
 def test_the_progress_line_fits_a_hundred_columns_and_tells_rate_norm_memory_mfu_and_the_end(session):
     run = session("train.horizon=1000000 steps")
-    run.loader.close()
+    run.data.loader.close()
     progress = ConsoleProgress(Console(file=io.StringIO(), width=100))
     progress.on_start(run)
     numbers = {"loss": 3.21, "grad_norm": 0.84, "lr": 3e-4, "tokens_per_s": 123_456.0, "step_s": 4.0}
@@ -471,7 +471,7 @@ def test_the_compiler_is_told_whether_widths_vary(packing, vary):
 def test_masked_documents_cost_less_and_count_so(session):
     """A masked batch is counted at the mean length of the documents its tokens stand in."""
     run = session()
-    run.loader.close()
+    run.data.loader.close()
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     whole = Batch(0, tokens, tokens, real_tokens=64)
     positions = torch.cat((torch.arange(16), torch.arange(48)))[None].int()
@@ -486,7 +486,7 @@ def test_a_model_that_transformers_refuses_is_still_saved_whole(session):
     outcome = train(run)
     state, spec = load_hf(outcome.model)
     assert spec.to_dict() == run.spec.to_dict()
-    assert all(torch.equal(state[name], weight) for name, weight in run.optimizer.weights().items())
+    assert all(torch.equal(state[name], weight) for name, weight in run.model.tensors().items())
 
 
 def test_a_run_may_leave_no_model(session):
@@ -543,7 +543,7 @@ def test_a_wall_time_run_ends_well_where_its_data_may_not_be_read_again(session)
     sets = ["train.horizon=1h", "schedule.kind=constant", "eval.every=1h"]
     run = session(*sets, "data.sources=[{path='builtin:stdlib', max_epochs=0.002}]")
     outcome = train(run)
-    assert outcome.steps == run.most_steps
+    assert outcome.steps == run.data.max_steps
     assert 5 < outcome.steps < 20
     assert lines(run.run_dir / "events.jsonl")[-1]["event"] == "end"
 

@@ -35,7 +35,7 @@ from arriero.errors import UserError
 from arriero.files import sha256_of_file, sync
 from arriero.units import counted
 
-START_OVER = "--set checkpoint.start_over=true moves old checkpoints aside and starts at step 0"
+START_OVER_ADVICE = "--set checkpoint.start_over=true moves old checkpoints aside and starts at step 0"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Checkpoints:
             details = "; ".join(f"{name} {problem}" for name, problem in sorted(problems.items()))
             raise UserError(
                 f"no checkpoint of {self._run_dir} can be loaded: {details}",
-                f"restore one from a copy; or {START_OVER}",
+                f"restore one from a copy; or {START_OVER_ADVICE}",
             )
         return None, self._ranks.by_leader(lambda: tidy(self._run_dir))
 

@@ -1,7 +1,7 @@
 """Optimizer kernels over many tensors in one launch: the gradient norm, and AdamW.
 
 A launch has one program per block of elements; tables on the device map a block to its tensor and its
-address. AdamW reads and writes every number once. Its PyTorch reference is `arriero.train.optim.adamw`, and
+address. AdamW reads and writes every number once. Its PyTorch reference is `arriero.train.optim.rules`, and
 its random bits are those of `arriero.train.optim.rounding`.
 """
 

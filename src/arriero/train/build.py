@@ -1,4 +1,4 @@
-"""The composition root: from an arrangement to all a run needs."""
+"""The composition root: build a model, or everything a run needs, from resolved settings."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,6 @@ import torch
 from arriero.checkpoint.directory import checkpoint_at, saved_in
 from arriero.checkpoint.manager import Checkpoints
 from arriero.checkpoint.pieces import pieces_of
-from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.space import refuse_no_room
 from arriero.checkpoint.state import bytes_of, described, flat
 from arriero.config.schema import RunConfig
@@ -30,7 +29,6 @@ from arriero.data.workers import ProgressCallback
 from arriero.errors import UserError
 from arriero.kernels import enable_kernels
 from arriero.kernels.float8 import computes_float8
-from arriero.model.language_model import LanguageModel
 from arriero.model.spec import ModelSpec
 from arriero.parallel.apply import ModelOptions, parallelize
 from arriero.parallel.context import cut_to, positions_held
@@ -38,196 +36,101 @@ from arriero.parallel.fsdp import Sharding
 from arriero.parallel.loss import LossOptions
 from arriero.parallel.mesh import Mesh, make_mesh
 from arriero.parallel.pipeline import Pipeline, join_tied_table
-from arriero.parallel.precision import Float8Layers, renew_scales
+from arriero.parallel.precision import renew_scales
 from arriero.parallel.world import leader_first
 from arriero.plan.layout import SCHEDULES
 from arriero.plan.resolve import Decision, Share
 from arriero.train.arrange import Arrangement
 from arriero.train.cadence import Cadence
 from arriero.train.device import make_deterministic
-from arriero.train.evaluate import Evaluator
 from arriero.train.finish import check_export
+from arriero.train.forward_backward import Evaluator, ForwardBackward
 from arriero.train.hooks import Hook, Hooks
 from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoard
-from arriero.train.optim import Optimizer, named_parameters
-from arriero.train.passes import Passes
-from arriero.train.resume import Beginning, Restorer
+from arriero.train.model_state import ModelState
+from arriero.train.optim.optimizer import Optimizer
+from arriero.train.resume import CheckpointLoader, StartingPoint, checkpoint_ranks, start_run
 from arriero.train.rundir import open_run_directory, run_directory, starts_over
-from arriero.train.saving import Saver, everywhere
+from arriero.train.saving import Saver, merge_over_stages
 from arriero.train.schedule import Rates
-from arriero.train.session import Session
+from arriero.train.session import RunRecord, Session, SessionData
 
 
 def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[Hook] = ()) -> Session:
-    """Called by all ranks together. What can be refused is refused before the run file is written."""
+    """Build a run. Called by all ranks together; rejects what it can before it writes the run file."""
     config, device = plan.config, plan.device
-    streams = _open_data(plan, progress)
-    tokenizer, separators = tokenizer_of(streams.stores[0]), separators_of(streams.stores[0])
-    most_steps = max_steps_by_epochs(streams)
-    enable_kernels(config.precision.kernels)
-    if config.run.deterministic:
-        make_deterministic()
-    mesh = make_mesh(plan.resolved.layout, plan.world, plan.resolved.ulysses, device.torch_device)
-    plan = _agreed(plan, mesh)
-    parts, float8 = parallelize(
-        plan.resolved.spec,
-        plan.resolved.stages_of(plan.world.rank),
-        mesh,
-        _model_options(plan),
-        device.torch_device,
-    )
-    optimizer = _optimizer(plan, parts, mesh)
-    tensors = everywhere(mesh, dict(described(pieces_of(flat(optimizer.weights(), optimizer.state())))))
+    streams = open_data(plan, progress)
+    mesh, plan = build_mesh(plan)
+    model, model_decisions = build_model_state(plan, mesh)
+    optimizer = build_optimizer(plan, model, mesh)
+    tensors = merge_over_stages(mesh, dict(described(pieces_of(flat(model.tensors(), optimizer.state())))))
     checkpoints = _checkpoints(plan, mesh, bytes_of(tensors))
-    joined = partial(everywhere, mesh)
-    restorer = Restorer(config.checkpoint, _ranks(plan, mesh), joined, optimizer, plan.resolved.spec)
+    ranks = checkpoint_ranks(mesh)
     # rank 0 rewrites the run file below, perhaps before a slower rank would read it
-    over = _ranks(plan, mesh).by_leader(lambda: starts_over(config))
-    beginning = restorer.begin(checkpoints, streams.train, tokenizer, over)
-    _refuse_other_steps(beginning, streams.timeline)
-    _refuse_nothing_left(config, beginning)
+    start_over = ranks.by_leader(lambda: starts_over(config))
+    loader = CheckpointLoader(model, mesh, config.checkpoint.load, optimizer)
+    tokenizer, separators = tokenizer_of(streams.stores[0]), separators_of(streams.stores[0])
+    start = start_run(config.checkpoint, loader, checkpoints, streams.train, tokenizer, start_over)
+    _check_start(config, start, streams.timeline)
     decisions = [
         *plan.resolved.decisions,
-        *_found(config, most_steps, float8, device.torch_device),
-        *_room(plan, mesh, checkpoints),
-        *_ranks(plan, mesh).by_leader(
-            lambda: check_export(config, plan.resolved.spec, tokenizer, separators)
-        ),
-        beginning.decision,
+        *_data_decisions(config, streams),
+        *model_decisions,
+        *_space_decisions(plan, mesh, checkpoints),
+        *ranks.by_leader(lambda: check_export(config, plan.resolved.spec, tokenizer, separators)),
+        start.decision,
     ]
-    _ranks(plan, mesh).by_leader(lambda: open_run_directory(config))
-    ledger = LedgerFile(run_directory(config), beginning.checkpoint)
+    ranks.by_leader(lambda: open_run_directory(config))
+    ledger = LedgerFile(run_directory(config), start.checkpoint)
+    every, at_end = Cadence(config.checkpoint.every), config.checkpoint.at_end
+    saver = Saver(checkpoints, every, at_end, ledger, tensors, start.outcome.steps)
+    hooks = _hooks(plan, ledger, extra_hooks)
+    outlooks = forecast(streams, total_steps(config), plan.resolved.spec.vocab_size)
+    batches = _loader(plan, mesh, streams, start.sample)
+    max_steps = max_steps_by_epochs(streams)
     return Session(
-        config=config,
         resolved=plan.resolved,
-        spec=plan.resolved.spec,
         device=device,
         compute=plan.dtype,
         mesh=mesh,
-        parts=parts,
-        phase_passes=_phase_passes(plan, parts, mesh),
+        model=model,
         optimizer=optimizer,
         schedule=Rates(config),
-        stream=streams.train,
-        outlooks=forecast(streams, total_steps(config), plan.resolved.spec.vocab_size),
-        loader=_loader(plan, mesh, streams, beginning.sample),
-        evaluator=_evaluator(plan, mesh, streams),
+        phase_passes=_phase_passes(plan, model, mesh),
+        data=SessionData(streams.train, batches, outlooks, tokenizer, separators, max_steps),
+        evaluator=build_evaluator(plan, mesh, streams),
         evaluation=Cadence(config.eval.every),
-        tokenizer=tokenizer,
-        separators=separators,
-        most_steps=most_steps,
-        run_dir=run_directory(config),
-        hooks=_hooks(plan, ledger, extra_hooks),
-        decisions=decisions,
-        remarks=beginning.remarks,
-        saver=Saver(
-            checkpoints,
-            Cadence(config.checkpoint.every),
-            config.checkpoint.at_end,
-            ledger,
-            tensors,
-            beginning.outcome.steps,
-        ),
-        outcome=beginning.outcome,
+        record=RunRecord(hooks, saver, decisions, start.remarks, start.outcome),
     )
 
 
-def _agreed(plan: Arrangement, mesh: Mesh) -> Arrangement:
-    """Resolve for the smallest memory of all ranks: they must take equally many micro-batches and chunks."""
+def build_mesh(plan: Arrangement) -> tuple[Mesh, Arrangement]:
+    """Create the process groups; return settings that all ranks agree on. Called by all ranks together."""
+    enable_kernels(plan.config.precision.kernels)
+    if plan.config.run.deterministic:
+        make_deterministic()
+    mesh = make_mesh(plan.resolved.layout, plan.world, plan.resolved.ulysses, plan.device.torch_device)
     machine = plan.resolved.machine
     free, total = mesh.least(machine.memory_free), mesh.least(machine.memory_total)
-    return replace(plan, resolved=plan.resolved.with_least_memory(free, total))
+    return mesh, replace(plan, resolved=plan.resolved.with_least_memory(free, total))
 
 
-def _open_data(plan: Arrangement, progress: ProgressCallback) -> Streams:
-    """The first rank makes what is not there yet; the others find it made."""
-    config = plan.config
-    with leader_first(plan.world):
-        streams = build_streams(config, progress, _order_version(config))
-    _refuse_small_vocabulary(plan.resolved.spec, streams.stores)
-    check_max_epochs(streams, total_steps(config))
-    check_data_unchanged(run_directory(config), streams.train)
-    return streams
+def build_model_state(plan: Arrangement, mesh: Mesh) -> tuple[ModelState, list[Decision]]:
+    """Build this rank's part of the model with its initial weights; it needs no optimizer.
 
-
-def _order_version(config: RunConfig) -> int:
-    """Of the run, or of the checkpoint it continues."""
-    run_dir, given = run_directory(config), config.checkpoint.resume_from
-    known = [run_dir, *(saved.directory for saved in reversed(saved_in(run_dir)))]
-    if len(known) == 1 and given and Path(given).is_dir():
-        known.append(checkpoint_at(Path(given)))
-    return order_version(*known)
-
-
-def _refuse_other_steps(beginning: Beginning, timeline: Timeline) -> None:
-    """A step's tokens and samples follow from its number: batches of the past cannot change."""
-    steps = beginning.outcome.steps
-    there = beginning.outcome.tokens, beginning.sample
-    if there != (timeline.tokens_after(steps), timeline.samples_after(steps)):
-        raise UserError(
-            f"{beginning.checkpoint} read {there[0]:,} tokens in {steps} steps, and train.batch, "
-            f"data.seq_len and data.phases say {timeline.tokens_after(steps):,}",
-            "keep its train.batch, and change the batch from there on by a phase: "
-            f"data.phases = [{{ at = '{steps} steps', batch = '...' }}]",
-        )
-
-
-def _found(
-    config: RunConfig, most_steps: int | None, float8: Float8Layers, device: torch.device
-) -> list[Decision]:
-    """Decisions that depend on the dataset or the model, and values that look like mistakes."""
-    found = [] if most_steps is None else [Decision("data lasts", f"{most_steps} steps", "max_epochs")]
-    rates, steps = Rates(config), total_steps(config)
-    if steps and config.schedule.warmup and rates.timeline.steps_of(config.schedule.warmup) > steps:
-        peak = rates.share(steps - 1)
-        why = f"longer than the run: the learning rate ends at {peak:.0%} of optim.lr"
-        found.append(Decision("warm-up", str(config.schedule.warmup), why))
-    if config.precision.float8 != "off":
-        head = "the head and " if config.precision.float8_head else ""
-        emulated = "" if computes_float8(device) else ", emulated: this device has no float8"
-        found.append(Decision("float8", config.precision.float8, head + float8.summary + emulated))
-    return found
-
-
-def _refuse_nothing_left(config: RunConfig, beginning: Beginning) -> None:
-    """A finished run may be exported again; a new one that could take no step is a mistake."""
-    reached, steps = beginning.outcome, total_steps(config)
-    horizon = config.train.horizon
-    left = steps > reached.steps if steps is not None else horizon.amount > reached.seconds
-    own = beginning.checkpoint is None or run_directory(config) in beginning.checkpoint.parents
-    if not own and not left:
-        raise UserError(
-            f"{beginning.checkpoint} is at step {reached.steps}, and train.horizon is '{horizon}'",
-            "raise train.horizon, which counts from step 0; `arriero ckpt convert` exports a checkpoint",
-        )
-
-
-def _loader(plan: Arrangement, mesh: Mesh, streams: Streams, start_sample: int) -> Loader:
-    return Loader(
-        streams.train,
-        lambda sample: streams.timeline.at_sample(sample).sequences,
-        start_sample=start_sample,
-        rank=mesh.batch_rank,
-        ranks=plan.resolved.layout.batch,
-        pin=plan.device.is_gpu,
-        documents=plan.config.data.document_mask,
-        threads=plan.config.data.reader_threads or streams.reader_threads,
-    )
-
-
-def _evaluator(plan: Arrangement, mesh: Mesh, streams: Streams) -> Evaluator | None:
-    if streams.heldout is None:
-        return None
-    return Evaluator(streams.heldout, plan.resolved.micro_batch, mesh, plan.config.data.document_mask)
-
-
-def _refuse_small_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> None:
-    for store in stores:
-        if store.vocab_size > spec.vocab_size:
-            raise UserError(
-                f"model.vocab_size is {spec.vocab_size}, below {store.vocab_size}, that of {store.directory}",
-                f"set model.vocab_size to at least {store.vocab_size}",
-            )
+    FSDP casts its fp32 shards itself. Elsewhere a model that computes in fewer bits gets master weights.
+    """
+    resolved, device = plan.resolved, plan.device.torch_device
+    stages = resolved.stages_of(plan.world.rank)
+    parts, float8 = parallelize(resolved.spec, stages, mesh, _model_options(plan), device)
+    has_own_masters = plan.config.precision.master == "bf16" or plan.dtype == torch.float32 or mesh.shards
+    tied = {"head.weight": "embedding.weight"} if resolved.spec.tied and resolved.layout.pp > 1 else {}
+    model = ModelState.of(parts, None if has_own_masters else plan.dtype, tied)
+    if (precision := plan.config.precision).float8 == "off":
+        return model, []
+    head = "the head and " if precision.float8_head else ""
+    emulated = "" if computes_float8(device) else ", emulated: this device has no float8"
+    return model, [Decision("float8", precision.float8, head + float8.summary + emulated)]
 
 
 def _model_options(plan: Arrangement) -> ModelOptions:
@@ -255,43 +158,87 @@ def _model_options(plan: Arrangement) -> ModelOptions:
     )
 
 
-def _optimizer(plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh) -> Optimizer:
-    """FSDP casts its fp32 shards itself; elsewhere a model that computes in fewer bits has fp32 masters."""
-    own = plan.config.precision.master == "bf16" or plan.dtype == torch.float32 or mesh.shards
-    stages, tied = mesh.group("pp"), plan.resolved.spec.tied and plan.resolved.layout.pp > 1
+def build_optimizer(plan: Arrangement, model: ModelState, mesh: Mesh) -> Optimizer:
+    stages = mesh.group("pp")
     ends = None if SCHEDULES[plan.config.parallel.schedule].v_shaped else mesh.group("ends")
     return Optimizer(
-        named_parameters(parts),
+        model,
         plan.config.optim,
-        masters_of=None if own else plan.dtype,
         scaled_loss=plan.dtype == torch.float16,
         seed=plan.config.run.seed,
-        groups=[stages] if stages is not None else [],
-        copies={"head.weight": "embedding.weight"} if tied else {},
-        join=partial(join_tied_table, ends=ends) if tied else None,
+        stage_groups=[stages] if stages is not None else [],
+        join_tied=partial(join_tied_table, ends=ends) if model.tied else None,
     )
 
 
-def _phase_passes(plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh) -> list[Passes]:
-    """One for each phase; phases with batches of the same shape share theirs."""
-    made: dict[tuple[Share, int], Passes] = {}
+def open_data(plan: Arrangement, progress: ProgressCallback) -> Streams:
+    """Open the datasets and check them; rank 0 first prepares what does not exist yet."""
+    config = plan.config
+    with leader_first(plan.world):
+        streams = build_streams(config, progress, _order_version(config))
+    _check_vocabulary(plan.resolved.spec, streams.stores)
+    check_max_epochs(streams, total_steps(config))
+    check_data_unchanged(run_directory(config), streams.train)
+    return streams
+
+
+def _order_version(config: RunConfig) -> int:
+    """Return the version of the data order of the run, or of the checkpoint it resumes from."""
+    run_dir, given = run_directory(config), config.checkpoint.resume_from
+    known = [run_dir, *(saved.directory for saved in reversed(saved_in(run_dir)))]
+    if len(known) == 1 and given and Path(given).is_dir():
+        known.append(checkpoint_at(Path(given)))
+    return order_version(*known)
+
+
+def _check_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> None:
+    for store in stores:
+        if store.vocab_size > spec.vocab_size:
+            raise UserError(
+                f"model.vocab_size is {spec.vocab_size}, below {store.vocab_size}, that of {store.directory}",
+                f"set model.vocab_size to at least {store.vocab_size}",
+            )
+
+
+def _loader(plan: Arrangement, mesh: Mesh, streams: Streams, start_sample: int) -> Loader:
+    return Loader(
+        streams.train,
+        lambda sample: streams.timeline.at_sample(sample).sequences,
+        start_sample=start_sample,
+        rank=mesh.batch_rank,
+        ranks=plan.resolved.layout.batch,
+        pin=plan.device.is_gpu,
+        documents=plan.config.data.document_mask,
+        threads=plan.config.data.reader_threads or streams.reader_threads,
+    )
+
+
+def build_evaluator(plan: Arrangement, mesh: Mesh, streams: Streams) -> Evaluator | None:
+    if streams.heldout is None:
+        return None
+    return Evaluator(streams.heldout, plan.resolved.micro_batch, mesh, plan.config.data.document_mask)
+
+
+def _phase_passes(plan: Arrangement, model: ModelState, mesh: Mesh) -> list[ForwardBackward]:
+    """Return one for each phase; phases with batches of the same shape share theirs."""
+    made: dict[tuple[Share, int], ForwardBackward] = {}
     passes = []
     for phase, share in zip(Timeline.of(plan.config).phases, plan.resolved.shares, strict=True):
         key = share, phase.seq_len
         if key not in made:
-            made[key] = _passes(plan, parts, mesh, *key)
+            made[key] = build_passes(plan, model, mesh, *key)
         passes.append(made[key])
     return passes
 
 
-def _passes(
-    plan: Arrangement, parts: Sequence[LanguageModel], mesh: Mesh, share: Share, seq_len: int
-) -> Passes:
+def build_passes(
+    plan: Arrangement, model: ModelState, mesh: Mesh, share: Share, seq_len: int
+) -> ForwardBackward:
     pipeline = None
     if plan.resolved.layout.pp > 1:
         pipeline = Pipeline(
             plan.config.parallel.schedule,
-            parts,
+            model.parts,
             mesh,
             micro_batches=share.sequences // share.micro_batch,
             rows=share.micro_batch,
@@ -299,24 +246,19 @@ def _passes(
             compute=plan.dtype,
             device=plan.device.torch_device,
         )
-    return Passes(
-        parts,
+    cut = None
+    if plan.resolved.layout.cp > 1:
+        cut = partial(cut_to, held_t=positions_held(seq_len, mesh.coordinate("cp"), mesh.ulysses, mesh.ring))
+    return ForwardBackward(
+        model.parts,
         mesh,
         share.micro_batch,
         plan.device.torch_device,
-        cut=partial(cut_to, held_t=_positions(seq_len, mesh)) if plan.resolved.layout.cp > 1 else None,
+        cut=cut,
         pipeline=pipeline,
         sync_each=plan.config.parallel.sync == "each",
-        renew=partial(renew_scales, settings=plan.config.precision),
+        refresh_scales=partial(renew_scales, settings=plan.config.precision),
     )
-
-
-def _positions(seq_len: int, mesh: Mesh) -> torch.Tensor:
-    return positions_held(seq_len, mesh.coordinate("cp"), mesh.ulysses, mesh.ring)
-
-
-def _ranks(plan: Arrangement, mesh: Mesh) -> Ranks:
-    return Ranks(plan.world.rank, plan.world.size, mesh.group("checkpoint"))
 
 
 def _checkpoints(plan: Arrangement, mesh: Mesh, bytes_each: int) -> Checkpoints:
@@ -324,7 +266,7 @@ def _checkpoints(plan: Arrangement, mesh: Mesh, bytes_each: int) -> Checkpoints:
     period = Timeline.of(plan.config).tokens_of(section.keep_every) if section.keep_every else None
     return Checkpoints(
         run_directory(plan.config),
-        _ranks(plan, mesh),
+        checkpoint_ranks(mesh),
         bytes_each,
         keep=section.keep,
         period=period,
@@ -332,19 +274,53 @@ def _checkpoints(plan: Arrangement, mesh: Mesh, bytes_each: int) -> Checkpoints:
     )
 
 
-def _room(plan: Arrangement, mesh: Mesh, checkpoints: Checkpoints) -> list[Decision]:
-    """Said before training, not when the disk is full."""
-    section = plan.config.checkpoint
+def _check_start(config: RunConfig, start: StartingPoint, timeline: Timeline) -> None:
+    """Reject a start at which past batches would differ, and a new run without a step to take."""
+    reached, steps = start.outcome, total_steps(config)
+    tokens, samples = timeline.tokens_after(reached.steps), timeline.samples_after(reached.steps)
+    if (reached.tokens, start.sample) != (tokens, samples):
+        raise UserError(
+            f"{start.checkpoint} read {reached.tokens:,} tokens in {reached.steps} steps, and train.batch, "
+            f"data.seq_len and data.phases say {tokens:,}",
+            "keep its train.batch, and change the batch from there on by a phase: "
+            f"data.phases = [{{ at = '{reached.steps} steps', batch = '...' }}]",
+        )
+    horizon = config.train.horizon
+    left = steps > reached.steps if steps is not None else horizon.amount > reached.seconds
+    # a finished run may be exported again
+    own = start.checkpoint is None or run_directory(config) in start.checkpoint.parents
+    if not own and not left:
+        raise UserError(
+            f"{start.checkpoint} is at step {reached.steps}, and train.horizon is '{horizon}'",
+            "raise train.horizon, which counts from step 0; `arriero ckpt convert` exports a checkpoint",
+        )
+
+
+def _data_decisions(config: RunConfig, streams: Streams) -> list[Decision]:
+    """Report how long the data lasts, and a warm-up that is longer than the run."""
+    last = max_steps_by_epochs(streams)
+    decisions = [] if last is None else [Decision("data lasts", f"{last} steps", "max_epochs")]
+    rates, steps = Rates(config), total_steps(config)
+    if steps and config.schedule.warmup and rates.timeline.steps_of(config.schedule.warmup) > steps:
+        peak = rates.share(steps - 1)
+        why = f"longer than the run: the learning rate ends at {peak:.0%} of optim.lr"
+        decisions.append(Decision("warm-up", str(config.schedule.warmup), why))
+    return decisions
+
+
+def _space_decisions(plan: Arrangement, mesh: Mesh, checkpoints: Checkpoints) -> list[Decision]:
+    """Reject a disk without room for one checkpoint; report how many it has room for."""
+    section, ranks = plan.config.checkpoint, checkpoint_ranks(mesh)
     if not section.every and not section.at_end:
         return []
-    room = _ranks(plan, mesh).by_leader(lambda: refuse_no_room(checkpoints.folder, checkpoints.bytes_each))
+    room = ranks.by_leader(lambda: refuse_no_room(checkpoints.folder, checkpoints.bytes_each))
     scarce = "" if room.fits > section.keep else f"; fewer than checkpoint.keep + 1 = {section.keep + 1}"
     how = f"every {section.every}" if section.every else "at the end"
     return [Decision("checkpoints", f"{how}, the newest {section.keep} kept", f"{room}{scarce}")]
 
 
 def _hooks(plan: Arrangement, ledger: LedgerFile, extra: Sequence[Hook]) -> Hooks:
-    """All ranks keep the ledger, as each knows only what it read; the rest is written once."""
+    """All ranks keep the ledger, because each knows only what it read; rank 0 writes everything else."""
     if not plan.world.leads:
         return Hooks([ledger, *(hook for hook in extra if hook.on_all_ranks)])
     run_dir = run_directory(plan.config)

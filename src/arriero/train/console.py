@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from arriero.checkpoint.manager import Report
     from arriero.data.order.streams import SourceForecast
     from arriero.train.metrics import StepMetrics
-    from arriero.train.outcome import Outcome
     from arriero.train.run import RunResult
+    from arriero.train.saving import Outcome
     from arriero.train.session import Session
 
 
@@ -44,14 +44,14 @@ class ConsoleProgress(Hook):
 
     def on_start(self, session: "Session") -> None:
         self._preparation.stop()
-        self._start = time.monotonic() - session.outcome.seconds
-        self._saved = session.outcome.steps
+        self._start = time.monotonic() - session.record.outcome.seconds
+        self._saved = session.record.outcome.steps
         self._skipped = session.optimizer.skipped
-        for remark in session.remarks:
+        for remark in session.record.remarks:
             self._console.plain(remark, "yellow")
         self._console.print(_settings(session))
-        self._console.print(sources_table(session.outlooks, session.config.data.packing))
-        for outlook in session.outlooks:
+        self._console.print(sources_table(session.data.forecasts, session.config.data.packing))
+        for outlook in session.data.forecasts:
             for remark in outlook.remarks:
                 self._console.plain(f"{outlook.name}: {remark}")
         self._progress.start("step 0", 1.0, "evaluating the fresh model")
@@ -154,7 +154,7 @@ def _settings(session: "Session"):
         ("model", *_model(session)),
         ("data", data, f"sequences of {config.data.seq_len}"),
         ("train", f"{config.train.batch} a step", f"for {config.train.horizon}"),
-        *((d.name, d.value, d.reason) for d in session.decisions),
+        *((d.name, d.value, d.reason) for d in session.record.decisions),
     ]
     return facts(rows)
 

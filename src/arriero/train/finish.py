@@ -1,4 +1,4 @@
-"""What a finished run leaves behind: the exported model, and a sample of its text."""
+"""The end of a run: export the model, sample text from it, recognise a run that has already ended."""
 
 from pathlib import Path
 
@@ -21,13 +21,12 @@ from arriero.model.name_maps import has_hf_names, own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.plan.hardware import available_ram
 from arriero.plan.resolve import Decision
-from arriero.train.outcome import Outcome
 from arriero.train.rundir import run_directory, starts_over
-from arriero.train.sample import continue_text
-from arriero.train.saving import read_state
+from arriero.train.saving import Outcome, read_state
 from arriero.train.session import Session
 
 MODEL = "model"
+_TOP_K, _TEMPERATURE = 40, 0.7
 
 
 def finished_model(session: Session, stop: StopRequested = never) -> Path | None:
@@ -37,7 +36,7 @@ def finished_model(session: Session, stop: StopRequested = never) -> Path | None
 def check_export(
     config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, separators: Separators
 ) -> list[Decision]:
-    """Refuse before the first step whatever would make the export fail after the last."""
+    """Reject before the first step what would make the export fail after the last."""
     if not config.checkpoint.export:
         return []
     if not has_hf_names(spec):
@@ -45,7 +44,7 @@ def check_export(
             f"the model family '{spec.family}' has no Hugging Face name map, which the export needs",
             "set checkpoint.export = false, or give the family `hf` when it is registered",
         )
-    directory, size = run_directory(config) / MODEL, spec.parameters * _dtype(config).itemsize
+    directory, size = run_directory(config) / MODEL, spec.parameters * _master_dtype(config).itemsize
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is in the way of the exported model", "move it away")
     check_free_space(directory, size, "the model", "make room, or set checkpoint.export = false")
@@ -57,43 +56,42 @@ def check_export(
 
 
 def export_model(session: Session, stop: StopRequested = never) -> Path | None:
-    """Write the weights and the tokenizer as a Hugging Face directory. Called by all ranks together.
+    """Write the master weights and the tokenizer as a Hugging Face directory. Called by all ranks together.
 
-    `stop` is asked between tensors; when any rank's says so, nothing is published, and None is returned.
+    `stop` is asked before each tensor; if it is true on any rank, nothing is published.
     """
-    world, directory = session.mesh.world, session.run_dir / MODEL
-    # not the group of checkpoints: a thread may still be saving the last one
+    world, directory, data = session.mesh.world, session.run_dir / MODEL, session.data
+    # not the process group of checkpoints: a thread may still be saving the last one
     ranks = Ranks(world.rank, world.size)
-    tensors = {name: t.to(_dtype(session.config)) for name, t in own_tensors(session.spec).items()}
-    gather = Gather(tensors, session.optimizer.weights(), ranks, stop)
+    tensors = {name: t.to(_master_dtype(session.config)) for name, t in own_tensors(session.spec).items()}
+    gather = Gather(tensors, session.model.tensors(), ranks, stop)
     source = Source(
         "memory",
         "the model",
         session.spec,
         tensors,
         gather.tensor,
-        {"tokenizer.json": session.tokenizer.path},
-        session.separators.token_ids(),
+        {"tokenizer.json": data.tokenizer.path},
+        data.separators.token_ids(),
     )
     return directory if export_hf(source, gather, directory) else None
 
 
-def _dtype(config: RunConfig) -> torch.dtype:
-    """The type of the weights that the optimizer updates."""
+def _master_dtype(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.precision.master == "bf16" else torch.float32
 
 
-def ended_already(config: RunConfig) -> Outcome | None:
-    """The result of a run that is at its end and has its model; answered without building anything.
+def outcome_if_ended(config: RunConfig) -> Outcome | None:
+    """Return the result of a run that is at its end and has its model, without building anything.
 
-    A run that was never saved is known by its last event.
+    A run that was never saved is recognised by its last event.
     """
     run_dir = run_directory(config)
     if starts_over(config) or not (run_dir / MODEL / "config.json").is_file():
         return None
     usable = [saved for saved in saved_in(run_dir) if saved.problem is None]
     try:
-        outcome = Outcome.recalled(read_state(usable[-1].directory)) if usable else _ended_unsaved(run_dir)
+        outcome = Outcome.from_state(read_state(usable[-1].directory)) if usable else _ended_unsaved(run_dir)
     except (OSError, ValueError, KeyError):
         return None
     if outcome is None:
@@ -107,15 +105,18 @@ def ended_already(config: RunConfig) -> Outcome | None:
 def _ended_unsaved(run_dir: Path) -> Outcome | None:
     history = events_since(run_dir / EVENTS, START_OVER)
     kinds = [event["event"] for event in history]
-    return Outcome.recalled(history[-1]) if kinds[-1:] == ["end"] and "save" not in kinds else None
+    return Outcome.from_state(history[-1]) if kinds[-1:] == ["end"] and "save" not in kinds else None
 
 
 def sample(session: Session, directory: Path | None) -> str | None:
-    """From the model at hand where one process holds all of it, else from the exported one if that fits."""
+    """Continue the prompt of observe.sample on rank 0.
+
+    A single process uses its own model; with several ranks the exported model is read if it fits into RAM.
+    """
     config = session.config
     if config.observe.sample is False or not session.mesh.world.leads:
         return None
-    model = session.parts[0]
+    model = session.model.parts[0]
     if session.mesh.world.size > 1:
         # the weights as read, and the model they are copied to
         if directory is None or 2 * 4 * session.spec.parameters > available_ram():
@@ -123,13 +124,38 @@ def sample(session: Session, directory: Path | None) -> str | None:
         state, spec = load_hf(directory)
         model = build_model(spec)
         model.load_state_dict(state, strict=False)
-    # a text that grows by a token would be compiled for every length
+    # compiled code would be compiled again for every length of the text
     with torch.compiler.set_stance("force_eager"):
         return continue_text(
             model,
-            session.tokenizer,
-            session.separators,
+            session.data.tokenizer,
+            session.data.separators,
             config.observe.sample,
             config.data.seq_len,
             seed=config.run.seed,
         )
+
+
+@torch.no_grad()
+def continue_text(
+    model: torch.nn.Module,
+    tokenizer: Tokenizer,
+    separators: Separators,
+    text: str,
+    context: int,
+    tokens: int = 96,
+    seed: int = 0,
+) -> str:
+    """Sample (top-k 40, temperature 0.7) until the end of a document or `tokens` tokens."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    prompt = separators.prompt(tokenizer.encode(text)) or [tokenizer.eos_id]
+    ids = list(prompt)
+    for _ in range(tokens):
+        window = torch.tensor([ids[-context:]], device=device)
+        values, choices = model(window)[0, -1].float().cpu().topk(min(_TOP_K, tokenizer.vocab_size))
+        pick = torch.multinomial((values / _TEMPERATURE).softmax(-1), 1, generator=generator)
+        ids.append(int(choices[pick]))
+        if separators.eos is not None and ids[-1] == separators.eos.id:
+            break
+    return tokenizer.decode(ids[len(prompt) :])

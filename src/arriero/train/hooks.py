@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from arriero.checkpoint.manager import Report
     from arriero.train.metrics import StepMetrics
-    from arriero.train.outcome import Outcome
+    from arriero.train.saving import Outcome
     from arriero.train.session import Session
 
 

@@ -12,33 +12,33 @@ from arriero.errors import UserError
 from arriero.interrupt import Interrupted
 from arriero.train.finish import finished_model
 from arriero.train.metrics import StepMetrics, Stopwatch
-from arriero.train.outcome import Outcome
+from arriero.train.saving import Outcome
 from arriero.train.session import Session
 
 
 def train(session: Session) -> Outcome:
     """Train from where the session begins to its end, then export; a finished run is only exported."""
-    outcome, requests = session.outcome, session.saver.requests
+    outcome, requests = session.record.outcome, session.record.saver.requests
     try:
-        if session.finished(outcome.tokens, outcome.seconds):
+        if session.is_finished(outcome.tokens, outcome.seconds):
             with requests:
                 outcome.model = _exported(session)
             return outcome
         session.optimizer.attempts = outcome.steps
         with requests:
-            session.hooks.on_start(session)
+            session.record.hooks.on_start(session)
             _train(session, outcome)
-            session.saver.wait(session)
+            session.record.saver.wait(session)
             outcome.model = _exported(session)
     except BaseException as error:
         if not isinstance(error, Interrupted):
-            session.saver.wait(session)
-        session.hooks.on_fault(session, outcome.steps, error)
+            session.record.saver.wait(session)
+        session.record.hooks.on_fault(session, outcome.steps, error)
         raise
     finally:
-        session.loader.close()
-    session.hooks.on_end(session, outcome)
-    session.saver.refuse_silence()
+        session.data.loader.close()
+    session.record.hooks.on_end(session, outcome)
+    session.record.saver.raise_if_save_failed()
     return outcome
 
 
@@ -49,37 +49,37 @@ def _train(session: Session, outcome: Outcome) -> None:
     done = False
     while not done:
         with watch.waiting_for_data():
-            batch = next(session.loader)
+            batch = next(session.data.loader)
         lr = session.schedule.at(outcome.steps)
         loss = session.passes_at(outcome.steps).gradients(batch, session.optimizer.loss_scale)
         grad_norm = session.optimizer.step(lr, loss)
         outcome.steps += 1
         outcome.tokens = session.timeline.tokens_after(outcome.steps)
         watch.count(batch.real_tokens, session.flops(batch))
-        session.hooks.on_step(session, outcome.steps, outcome.tokens)
-        session.saver.requests.expect(lambda: _plan_to_stop(session, outcome), deferred=True)
+        session.record.hooks.on_step(session, outcome.steps, outcome.tokens)
+        session.record.saver.requests.expect(lambda: _plan_to_stop(session, outcome), deferred=True)
 
         now = session.seconds_since(start)
-        done = session.finished(outcome.tokens, now)
+        done = session.is_finished(outcome.tokens, now)
         line: dict[str, Any] | None = None
         if session.is_due(session.evaluation, outcome, now) or done:
             line = _measured(session, outcome, watch, lr, loss, grad_norm)
             with watch.paused():
                 line["eval_loss"] = _evaluate(session, outcome, start)
-        saves = session.saver.due(session, outcome, now, done)
+        saves = session.record.saver.is_due(session, outcome, now, done)
         if line or saves or outcome.steps % session.config.observe.log_every == 0 or outcome.steps == 1:
             line = line or _measured(session, outcome, watch, lr, loss, grad_norm)
             if saves:
                 with watch.paused():
-                    line["save_s"] = session.saver.save(session, outcome, now)
-            session.hooks.on_metrics(session, StepMetrics(**line))
-        session.saver.stop_if_told(session)
+                    line["save_s"] = session.record.saver.save(session, outcome, now)
+            session.record.hooks.on_metrics(session, StepMetrics(**line))
+        session.record.saver.raise_if_interrupted(session)
     outcome.seconds = time.monotonic() - start
 
 
 def _exported(session: Session) -> Path | None:
     """None where checkpoint.export is false; a signal to any rank ends it early on all."""
-    requests = session.saver.requests
+    requests = session.record.saver.requests
     requests.expect(lambda: "ending the export, which the same command repeats, then exiting", deferred=True)
     model = finished_model(session, lambda: bool(requests.stop))
     if model is None and session.config.checkpoint.export:
@@ -89,7 +89,7 @@ def _exported(session: Session) -> Path | None:
 
 def _begin(session: Session, outcome: Outcome, start: float) -> None:
     """Evaluate a fresh model; one that is resumed was evaluated."""
-    requests = session.saver.requests
+    requests = session.record.saver.requests
     if outcome.steps == 0 and session.evaluator is not None:
         requests.expect(lambda: "ending the evaluation, then exiting", deferred=True)
         _evaluate(session, outcome, start)
@@ -100,7 +100,7 @@ def _begin(session: Session, outcome: Outcome, start: float) -> None:
     requests.expect(lambda: since, deferred=False)
     now = session.seconds_since(start)
     session.evaluation.restart(now)
-    session.saver.begin(now)
+    session.record.saver.begin(now)
 
 
 def _measured(
@@ -110,13 +110,13 @@ def _measured(
     optimizer = session.optimizer
     lap, values = watch.lap([loss, grad_norm, optimizer.taken, optimizer.skipped_in_a_row])
     value, norm, taken, in_a_row = values
-    outcome.saw(value, lap["tokens_per_s"])
+    outcome.add(value, lap["tokens_per_s"])
     line: dict[str, Any] = {"step": outcome.steps, "tokens": outcome.tokens}
     line |= {"loss": value, "grad_norm": norm}
     line |= {"lr": lr, "skipped": outcome.steps - int(taken), **lap}
     never = outcome.steps == session.total_steps and taken == 0
     if in_a_row > session.config.optim.max_skips or never:
-        session.hooks.on_metrics(session, StepMetrics(**line))
+        session.record.hooks.on_metrics(session, StepMetrics(**line))
         raise UserError(*_too_many_skips(session, outcome.steps, int(in_a_row)))
     return line
 
@@ -145,11 +145,11 @@ def _evaluate(session: Session, outcome: Outcome, start: float) -> float | None:
     """None without held-out data, and where a signal ended it early."""
     if session.evaluator is None:
         return None
-    loss = session.evaluator.loss(session.passes, session.saver.requests)
+    loss = session.evaluator.loss(session.passes, session.record.saver.requests)
     session.evaluation.restart(session.seconds_since(start))
     if loss is None:
         return None
     outcome.first_eval_loss = loss if outcome.first_eval_loss is None else outcome.first_eval_loss
     outcome.last_eval_loss = loss
-    session.hooks.on_evaluation(session, outcome.steps, outcome.tokens, loss)
+    session.record.hooks.on_evaluation(session, outcome.steps, outcome.tokens, loss)
     return loss

@@ -27,7 +27,7 @@ from arriero.train.device import Device
 from arriero.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from arriero.train.outcome import Outcome
+    from arriero.train.saving import Outcome
     from arriero.train.session import Session
 
 
@@ -157,7 +157,7 @@ class LedgerFile(Hook):
     def on_start(self, session: "Session") -> None:
         if session.mesh.world.leads:
             sequences = session.timeline.phases[0].sequences
-            self._begun = begin_ledger(session.run_dir, session.stream, sequences, self._checkpoint)
+            self._begun = begin_ledger(session.run_dir, session.data.stream, sequences, self._checkpoint)
         self._write(self._content(session))
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
@@ -182,7 +182,7 @@ class LedgerFile(Hook):
         stretch = _read_by_all(session)
         if not session.mesh.world.leads:
             return b""
-        return ledger_bytes(session.stream, self._begun.with_stretch(stretch))
+        return ledger_bytes(session.data.stream, self._begun.with_stretch(stretch))
 
     def _write(self, content: bytes) -> None:
         if content:
@@ -194,7 +194,7 @@ class LedgerFile(Hook):
 
 def _read_by_all(session: "Session") -> Stretch:
     """Checksums and counts add up over ranks that read different sequences."""
-    own = session.loader.read()
+    own = session.data.loader.read()
     wrapped = own.checksum - (1 << 64) if own.checksum >= 1 << 63 else own.checksum
     sums = torch.tensor([wrapped, own.real_tokens, own.slots])
     if not session.mesh.speaks_for_sequences:
@@ -211,7 +211,7 @@ class EventsFile(Hook):
     def on_start(self, session: "Session") -> None:
         self._skipped = session.optimizer.skipped
         self._events.write("start", **session.describe())
-        for remark in session.remarks:
+        for remark in session.record.remarks:
             self._events.write("remark", text=remark)
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:

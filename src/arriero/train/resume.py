@@ -1,9 +1,9 @@
-"""Where a run starts: at its own newest checkpoint, at another run's, from weights alone, or from scratch."""
+"""Where a run starts: at its newest checkpoint, at another run's, from weights (warm start) or scratch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -11,12 +11,12 @@ from arriero import events
 from arriero.checkpoint.convert import open_source
 from arriero.checkpoint.directory import CHECKPOINTS, Saved, checkpoint_at
 from arriero.checkpoint.formats.source import Source
-from arriero.checkpoint.manager import START_OVER, Checkpoints, damage_of
+from arriero.checkpoint.manager import START_OVER_ADVICE, Checkpoints, damage_of
 from arriero.checkpoint.manifest import MANIFEST, Invalid, Manifest, read_manifest, unreadable
 from arriero.checkpoint.pieces import pieces_of
 from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.state import MODEL, OPTIM, Tolerated, flat, flat_weights, load_tensors
-from arriero.config.schema import CheckpointSection
+from arriero.config.schema import CheckpointSection, LoadSection
 from arriero.data.order.ledger import LEDGER, check_same_order, read_ledger
 from arriero.data.order.order import Stream
 from arriero.data.text.hub import local_model
@@ -25,15 +25,99 @@ from arriero.errors import UserError
 from arriero.events import EVENTS, EventLog
 from arriero.model.description import described, refuse_model_changes
 from arriero.model.spec import ModelSpec
+from arriero.parallel.mesh import Mesh
 from arriero.plan.resolve import Decision
-from arriero.train.optim import Optimizer
-from arriero.train.outcome import Outcome
-from arriero.train.saving import read_state
+from arriero.train.model_state import ModelState
+from arriero.train.optim.optimizer import Optimizer
+from arriero.train.saving import Outcome, merge_over_stages, read_state
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """`checkpoint` is what is continued; `remarks` are sentences to print."""
+class CheckpointLoader:
+    """Loads a model, and its optimizer if it has one, from any format and layout. All ranks call together."""
+
+    model: ModelState
+    mesh: Mesh
+    allowed: LoadSection
+    optimizer: Optimizer | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        return checkpoint_ranks(self.mesh)
+
+    def load_weights(self, where: str, key: str = "checkpoint.start_from") -> Path:
+        """Load weights alone from a checkpoint, a run or a model in any format, hf://OWNER/MODEL included."""
+        # rank 0 downloads first; the others find the files in a shared cache or fetch their own
+        self.ranks.by_leader(lambda: local_model(where))
+        path = local_model(where)
+        if not (path / MANIFEST).is_file() and not (path / CHECKPOINTS).is_dir():
+            # together, so that a read error on one rank ends all of them
+            self.ranks.together(lambda: self._load_from_source(open_source(path)))
+            return path
+        saved = self.open(str(path), key)
+        self._load(saved, flat_weights(self.model.tensors()), MODEL)
+        return saved.directory
+
+    def load_checkpoint(self, saved: Saved) -> None:
+        """Load weights and optimizer state."""
+        assert self.optimizer is not None
+        self._load(saved, flat(self.model.tensors(), self.optimizer.state()))
+
+    def load_optimizer(self, saved: Saved) -> None:
+        """Load optimizer state alone, beside weights from elsewhere."""
+        assert self.optimizer is not None
+        self._load(saved, flat({}, self.optimizer.state()), OPTIM)
+
+    def open(self, path: str, key: str) -> Saved:
+        """Return the checkpoint a user named; reject a damaged one and one of another model."""
+        saved = open_checkpoint(Path(path), key, self.ranks)
+        self._check_model(saved.directory, described(saved.directory).spec)
+        return saved
+
+    def _load(self, saved: Saved, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> None:
+        assert saved.manifest is not None
+        tolerated = Tolerated(self.allowed.allow_missing, self.allowed.allow_unexpected)
+        merge = partial(merge_over_stages, self.mesh)
+        load_tensors(
+            saved.directory, saved.manifest, tensors, self._keep, self.ranks, merge, tolerated, prefix
+        )
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        if name.startswith(MODEL):
+            self.model.load(name.removeprefix(MODEL), tensor)
+        elif self.optimizer is not None:
+            parameter, _, kind = name.removeprefix(OPTIM).rpartition(".")
+            self.optimizer.load_moment(parameter, kind, tensor)
+
+    @torch.no_grad()
+    def _load_from_source(self, source: Source) -> None:
+        """Load tensor by tensor; each rank reads its own shards."""
+        self._check_model(Path(source.where), source.spec)
+        for name, weight in self.model.tensors().items():
+            piece = pieces_of({name: weight})[name]
+            stored = source.tensors.get(name)
+            if stored is None or stored.shape != piece.shape:
+                found = "nothing" if stored is None else list(stored.shape)
+                raise UserError(
+                    f"{source.where} has {found} for {name}, and the model wants {list(piece.shape)}",
+                    "start from weights of the same model: see [model]",
+                )
+            cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True))
+            piece.local.copy_(source.part(name, cut))
+            self.model.load(name, weight)
+
+    def _check_model(self, where: Path, found: ModelSpec) -> None:
+        spec = self.model.parts[0].spec
+        refuse_model_changes(str(where), found, spec, self.allowed.allow_model_changes)
+
+
+def checkpoint_ranks(mesh: Mesh) -> Ranks:
+    return Ranks(mesh.world.rank, mesh.world.size, mesh.group("checkpoint"))
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """`checkpoint` is what the run resumes from; `remarks` are sentences to print."""
 
     outcome: Outcome
     sample: int
@@ -42,159 +126,143 @@ class Beginning:
     remarks: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Restorer:
-    """Called by all ranks together. `everywhere` joins what the ranks of a pipeline hold."""
+def start_run(
+    section: CheckpointSection,
+    loader: CheckpointLoader,
+    checkpoints: Checkpoints,
+    stream: Stream,
+    tokenizer: Tokenizer,
+    start_over: bool = False,
+) -> StartingPoint:
+    """Load what a run starts from. `start_over`: checkpoint.start_over is set and was not applied yet.
 
-    section: CheckpointSection
-    ranks: Ranks
-    everywhere: Callable[[dict[str, Any]], dict[str, Any]]
-    optimizer: Optimizer
-    spec: ModelSpec
-
-    def begin(
-        self, checkpoints: Checkpoints, stream: Stream, tokenizer: Tokenizer, start_over: bool = False
-    ) -> Beginning:
-        """`start_over`: checkpoint.start_over is set and was not applied yet."""
-        moved = checkpoints.start_over() if start_over else []
-        newest, remarks = checkpoints.newest(self.section.start_over)
-        if newest is None:
-            run_dir = checkpoints.folder.parent
-            moved += self.ranks.by_leader(lambda: refuse_lost_progress(run_dir, self.section))
-        remarks = moved + remarks
-        if newest is not None:
-            return self._resume(
-                newest.directory, newest.manifest, stream, tokenizer, "the run's newest", remarks
-            )
-        if self.section.resume_from is not None:
-            saved = self._given(self.section.resume_from, "checkpoint.resume_from")
-            self._refuse_changes(saved.directory, described(saved.directory).spec)
-            return self._resume(
-                saved.directory, saved.manifest, stream, tokenizer, "checkpoint.resume_from", remarks
-            )
-        outcome = Outcome()
-        if self.section.start_from is not None:
-            start = self.section.start_from
-            # one rank downloads; the others find it in a shared cache, or fetch their own copy
-            self.ranks.by_leader(lambda: local_model(start))
-            path = local_model(start)
-            compared = self.ranks.by_leader(lambda: self._compare_tokenizers(path, tokenizer))
-            source = self._weights_alone(path)
-            why = f"weights alone; optimizer, step and data position start from scratch{compared}"
-            return Beginning(outcome, 0, None, Decision("start from", source, why), remarks)
-        return Beginning(outcome, 0, None, Decision("start", "new weights", "no checkpoint yet"), remarks)
-
-    def _resume(
-        self,
-        directory: Path,
-        manifest: Manifest | None,
-        stream: Stream,
-        tokenizer: Tokenizer,
-        reason: str,
-        remarks: Sequence[str],
-    ) -> Beginning:
-        assert manifest is not None
-        state = self.ranks.by_leader(lambda: read_state(directory))
-        refuse_other_tokenizer(directory, manifest, tokenizer)
-        check_same_order(state["data"], stream, str(directory))
-        self._load(directory, manifest, flat(self.optimizer.weights(), self.optimizer.state()))
-        outcome = Outcome.recalled(state)
-        kept = f"{reason}; optimizer, step and data position continue"
-        decision = Decision("resume", f"step {outcome.steps} of {directory}", kept)
-        return Beginning(outcome, int(state["data"]["sample"]), directory, decision, remarks)
-
-    def _given(self, path: str, key: str) -> Saved:
-        """The checkpoint a user named; refused where it is damaged. All ranks share the reading."""
-        saved = self.ranks.by_leader(lambda: named_checkpoint(Path(path), key))
-        if problem := damage_of(saved, self.ranks):
-            raise UserError(f"{key}: {saved.directory} is damaged ({problem})", "give another checkpoint")
-        return saved
-
-    def _weights_alone(self, path: Path) -> str:
-        weights = self.optimizer.weights()
-        if not (path / MANIFEST).is_file() and not (path / CHECKPOINTS).is_dir():
-            # together, so that a read error on one rank ends all of them
-            self.ranks.together(lambda: self._fill_from(open_source(path), weights))
-        else:
-            saved = self._given(str(path), "checkpoint.start_from")
-            assert saved.manifest is not None
-            self._refuse_changes(saved.directory, described(saved.directory).spec)
-            self._load(saved.directory, saved.manifest, flat_weights(weights), prefix=MODEL)
-            path = saved.directory
-        return str(path)
-
-    @torch.no_grad()
-    def _fill_from(self, source: Source, weights: Mapping[str, torch.Tensor]) -> None:
-        """From a model of any format, tensor by tensor; each rank reads its own part."""
-        self._refuse_changes(Path(source.where), source.spec)
-        for name, weight in weights.items():
-            piece = pieces_of({name: weight})[name]
-            told = source.tensors.get(name)
-            if told is None or told.shape != piece.shape:
-                found = "nothing" if told is None else list(told.shape)
-                raise UserError(
-                    f"{source.where} has {found} for {name}, and the model wants {list(piece.shape)}",
-                    "start from weights of the same model: see [model]",
-                )
-            cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True))
-            piece.local.copy_(source.part(name, cut))
-            self.optimizer.load_weight(name, weight)
-
-    def _refuse_changes(self, where: Path, found: ModelSpec) -> None:
-        refuse_model_changes(str(where), found, self.spec, self.section.load.allow_model_changes)
-
-    def _compare_tokenizers(self, source: Path, tokenizer: Tokenizer) -> str:
-        """Refuse weights trained with another tokenizer than the data's; returns what to remark."""
-        directory = checkpoint_at(source) if source.is_dir() else source.parent
-        names = ("tokenizer.json", "tokenizer.model")
-        file = next((directory / name for name in names if (directory / name).is_file()), None)
-        if self.section.load.allow_other_tokenizer:
-            return ""
-        if file is None:
-            return "; it has no tokenizer to compare with the data's"
-        allow = "set checkpoint.load.allow_other_tokenizer = true"
-        try:
-            same = same_ids(read_definition(file), read_definition(tokenizer.path))
-        except UserError as error:
-            raise UserError(error.what, f"{error.todo}; or {allow}") from None
-        if not same:
-            raise UserError(
-                f"checkpoint.start_from: {source} was trained with another tokenizer ({file}) than the data "
-                f"({tokenizer.path})",
-                f"prepare the data with {file}, or {allow}",
-            )
-        return ""
-
-    def _load(
-        self, directory: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor], prefix: str = ""
-    ) -> None:
-        allowed = self.section.load
-        tolerated = Tolerated(allowed.allow_missing, allowed.allow_unexpected)
-        load_tensors(directory, manifest, tensors, self._keep, self.ranks, self.everywhere, tolerated, prefix)
-
-    def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        if name.startswith(MODEL):
-            self.optimizer.load_weight(name.removeprefix(MODEL), tensor)
-        else:
-            parameter, _, kind = name.removeprefix(OPTIM).rpartition(".")
-            self.optimizer.load_moment(parameter, kind, tensor)
+    The run's own newest checkpoint comes first. Without one, checkpoint.resume_from is resumed, else
+    checkpoint.start_from gives the weights of a warm start. Both keys together take the weights from
+    start_from and everything else from the checkpoint that resume_from names, which may be the run's own.
+    """
+    moved = checkpoints.start_over() if start_over else []
+    newest, remarks = checkpoints.newest(section.start_over)
+    if newest is None:
+        run_dir = checkpoints.folder.parent
+        moved += loader.ranks.by_leader(lambda: check_lost_progress(run_dir, section))
+    remarks = moved + remarks
+    if newest is not None:
+        new_weights = _replaces_weights(section, newest.directory)
+        return _resume(section, loader, newest, "the run's newest", new_weights, stream, tokenizer, remarks)
+    if section.resume_from is not None:
+        key = "checkpoint.resume_from"
+        saved = loader.open(section.resume_from, key)
+        new_weights = section.start_from is not None
+        return _resume(section, loader, saved, key, new_weights, stream, tokenizer, remarks)
+    if section.start_from is not None:
+        source, compared = _warm_start(section, loader, tokenizer)
+        why = f"weights alone; optimizer, step and data position start from scratch{compared}"
+        return StartingPoint(Outcome(), 0, None, Decision("start from", source, why), remarks)
+    return StartingPoint(Outcome(), 0, None, Decision("start", "new weights", "no checkpoint yet"), remarks)
 
 
-def named_checkpoint(path: Path, key: str) -> Saved:
-    directory = checkpoint_at(path)
-    try:
-        manifest = read_manifest(directory)
-    except Invalid as error:
+def _replaces_weights(section: CheckpointSection, newest: Path) -> bool:
+    """Return whether start_from replaces the weights of the run's own newest checkpoint.
+
+    Only if resume_from names that very checkpoint: once the run has saved a newer one, the new weights were
+    taken, and a restart with the same keys must not take them again.
+    """
+    if section.start_from is None or section.resume_from is None:
+        return False
+    named, run_dir = Path(section.resume_from).resolve(), newest.parent.parent.resolve()
+    if named in (run_dir, run_dir / CHECKPOINTS):
         raise UserError(
-            f"{key}: {directory} is not a checkpoint ({error})", f"give a directory with a {MANIFEST}"
-        ) from None
-    return Saved(directory, manifest.step, manifest)
+            f"checkpoint.resume_from names this run ({section.resume_from}) and checkpoint.start_from "
+            "gives new weights: every restart would load them again",
+            f"name the checkpoint whose weights are to be replaced: checkpoint.resume_from = '{newest}'",
+        )
+    return named == newest.resolve()
 
 
-def refuse_lost_progress(run_dir: Path, section: CheckpointSection) -> list[str]:
-    """For a run directory without checkpoints: refuse to train again what was saved once, or finished.
+def _resume(
+    section: CheckpointSection,
+    loader: CheckpointLoader,
+    saved: Saved,
+    reason: str,
+    new_weights: bool,
+    stream: Stream,
+    tokenizer: Tokenizer,
+    remarks: Sequence[str],
+) -> StartingPoint:
+    assert saved.manifest is not None
+    directory = saved.directory
+    state = loader.ranks.by_leader(lambda: read_state(directory))
+    check_same_tokenizer(directory, saved.manifest, tokenizer)
+    check_same_order(state["data"], stream, str(directory))
+    if new_weights:
+        loader.load_optimizer(saved)
+        source, compared = _warm_start(section, loader, tokenizer)
+        reason += f"; weights of {source}{compared}"
+    else:
+        loader.load_checkpoint(saved)
+    outcome = Outcome.from_state(state)
+    why = f"{reason}; optimizer, step and data position continue"
+    decision = Decision("resume", f"step {outcome.steps} of {directory}", why)
+    return StartingPoint(outcome, int(state["data"]["sample"]), directory, decision, remarks)
 
-    A run that was stopped before its first save has nothing to resume from: it starts again, with a remark.
+
+def _warm_start(
+    section: CheckpointSection, loader: CheckpointLoader, tokenizer: Tokenizer
+) -> tuple[str, str]:
+    """Load the weights of checkpoint.start_from; return where they are and a remark on its tokenizer."""
+    start = section.start_from
+    assert start is not None
+    allowed = section.load.allow_other_tokenizer
+    compared = loader.ranks.by_leader(lambda: _compare_tokenizers(local_model(start), tokenizer, allowed))
+    return str(loader.load_weights(start)), compared
+
+
+def _compare_tokenizers(source: Path, tokenizer: Tokenizer, allowed: bool) -> str:
+    """Reject weights trained with another tokenizer than the data's; return a remark."""
+    if allowed:
+        return ""
+    directory = checkpoint_at(source) if source.is_dir() else source.parent
+    names = ("tokenizer.json", "tokenizer.model")
+    file = next((directory / name for name in names if (directory / name).is_file()), None)
+    if file is None:
+        return "; it has no tokenizer to compare with the data's"
+    allow = "set checkpoint.load.allow_other_tokenizer = true"
+    try:
+        same = same_ids(read_definition(file), read_definition(tokenizer.path))
+    except UserError as error:
+        raise UserError(error.what, f"{error.todo}; or {allow}") from None
+    if not same:
+        raise UserError(
+            f"checkpoint.start_from: {source} was trained with another tokenizer ({file}) than the data "
+            f"({tokenizer.path})",
+            f"prepare the data with {file}, or {allow}",
+        )
+    return ""
+
+
+def open_checkpoint(path: Path, key: str, ranks: Ranks) -> Saved:
+    """Return the checkpoint at a path, after all ranks together have verified its files."""
+
+    def read() -> Saved:
+        directory = checkpoint_at(path)
+        try:
+            manifest = read_manifest(directory)
+        except Invalid as error:
+            raise UserError(
+                f"{key}: {directory} is not a checkpoint ({error})", f"give a directory with a {MANIFEST}"
+            ) from None
+        return Saved(directory, manifest.step, manifest)
+
+    saved = ranks.by_leader(read)
+    if problem := damage_of(saved, ranks):
+        raise UserError(f"{key}: {saved.directory} is damaged ({problem})", "give another checkpoint")
+    return saved
+
+
+def check_lost_progress(run_dir: Path, section: CheckpointSection) -> list[str]:
+    """For a run directory without checkpoints: refuse to repeat training that was saved once, or finished.
+
+    A run that was stopped before its first save starts again, with a remark.
     """
     if section.start_over:
         if run_dir.exists():
@@ -208,26 +276,26 @@ def refuse_lost_progress(run_dir: Path, section: CheckpointSection) -> list[str]
     if saves:
         raise UserError(
             f"{run_dir} has no checkpoint, although {len(saves)} were saved, the last at step {saves[-1]}",
-            f"restore its {CHECKPOINTS} folder; or {START_OVER}",
+            f"restore its {CHECKPOINTS} folder; or {START_OVER_ADVICE}",
         )
     if any(event["event"] == "end" for event in history):
         raise UserError(
             f"{run_dir} is finished and was never saved, so there is nothing to resume from",
-            f"choose another run with --set run.name=NAME; or {START_OVER}",
+            f"choose another run with --set run.name=NAME; or {START_OVER_ADVICE}",
         )
     # with resume_from, a ledger begins with the samples of that checkpoint
     known = section.resume_from is None and (run_dir / LEDGER).exists()
     if known and (samples := read_ledger(run_dir).samples):
         raise UserError(
             f"{run_dir} has no checkpoint, although its {LEDGER} shows {samples:,} consumed samples",
-            f"restore its {CHECKPOINTS} folder; or {START_OVER}",
+            f"restore its {CHECKPOINTS} folder; or {START_OVER_ADVICE}",
         )
     if not any(event["event"] == "start" for event in history):
         return []
     return [f"{run_dir} was never saved: training starts again at step 0"]
 
 
-def refuse_other_tokenizer(directory: Path, manifest: Manifest, tokenizer: Tokenizer) -> None:
+def check_same_tokenizer(directory: Path, manifest: Manifest, tokenizer: Tokenizer) -> None:
     if manifest.tokenizer != tokenizer.sha256:
         raise UserError(
             f"{directory} was trained on text of another tokenizer "

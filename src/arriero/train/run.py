@@ -18,7 +18,7 @@ from arriero.train.rundir import run_directory
 if TYPE_CHECKING:
     from arriero.train.arrange import Arrangement
     from arriero.train.hooks import Hook, Recorder
-    from arriero.train.outcome import Outcome
+    from arriero.train.saving import Outcome
     from arriero.train.session import Session
 
 
@@ -79,12 +79,12 @@ def _run_rank(config: RunConfig, hooks: "Sequence[Hook]", is_child: bool) -> Run
 
 def _train(config: RunConfig, world: World, hooks: "Sequence[Hook]", refusal: UserError | None) -> RunResult:
     from arriero.train.arrange import arrange
-    from arriero.train.finish import ended_already
+    from arriero.train.finish import outcome_if_ended
     from arriero.train.hooks import Recorder
     from arriero.train.loop import train
 
     plan, recorder = arrange(config, world), Recorder()
-    if (outcome := ended_already(config)) is not None:
+    if (outcome := outcome_if_ended(config)) is not None:
         # all ranks return here, so rank 0 must not wait for them in the process group
         if refusal is not None:
             raise refusal
@@ -102,7 +102,7 @@ def open_session(config: RunConfig, hooks: "Sequence[Hook]" = ()) -> "Iterator[S
         try:
             yield session
         finally:
-            session.loader.close()
+            session.data.loader.close()
 
 
 @contextmanager
@@ -131,5 +131,5 @@ def _result(config: RunConfig, outcome: "Outcome", recorder: "Recorder") -> RunR
         losses=recorder.losses,
         grad_norms=recorder.grad_norms,
         eval_losses=recorder.eval_losses,
-        trained=outcome.trained,
+        trained=outcome.has_trained,
     )

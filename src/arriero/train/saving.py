@@ -1,10 +1,12 @@
-"""When a run saves, and what: the one place where training meets its checkpoints."""
+"""When a run saves, what it saves, and the results that outlive a restart."""
 
 import json
+import math
 import os
+import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,6 @@ from arriero.interrupt import Interrupted, Requests
 from arriero.parallel.mesh import Mesh
 from arriero.train.cadence import Cadence
 from arriero.train.metrics import LedgerFile
-from arriero.train.outcome import Outcome
 
 if TYPE_CHECKING:
     from arriero.train.session import Session
@@ -32,10 +33,67 @@ if TYPE_CHECKING:
 SAVE_NOW = "save-now"
 STATE = "state.json"
 TOKENIZER = "tokenizer.json"
+_SAVED_FIELDS = (
+    "steps",
+    "tokens",
+    "seconds",
+    "first_loss",
+    "last_loss",
+    "first_eval_loss",
+    "last_eval_loss",
+)
+
+
+@dataclass
+class Outcome:
+    """What a run has reached. `seconds` includes earlier processes whose training was saved."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    first_eval_loss: float | None = None
+    last_eval_loss: float | None = None
+    model: Path | None = None
+    rates: list[float] = field(default_factory=list)
+
+    def add(self, loss: float, tokens_per_s: float) -> None:
+        """Record a logged step; the loss of a skipped update may not be finite and is ignored."""
+        self.rates.append(tokens_per_s)
+        if math.isfinite(loss):
+            self.first_loss = loss if self.first_loss is None else self.first_loss
+            self.last_loss = loss
+
+    @property
+    def has_trained(self) -> bool:
+        return bool(self.rates)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the median of the logged rates, without the first step, which compiles."""
+        return statistics.median(self.rates[1:] or self.rates)
+
+    def describe(self) -> dict[str, Any]:
+        fields = asdict(self)
+        del fields["rates"]
+        return fields | {"tokens_per_s": self.tokens_per_s, "model": self.model and str(self.model)}
+
+    def to_state(self) -> dict[str, Any]:
+        """Return what a checkpoint stores of it."""
+        return {name: getattr(self, name) for name in _SAVED_FIELDS}
+
+    @staticmethod
+    def from_state(state: dict[str, Any]) -> "Outcome":
+        return Outcome(**{name: state[name] for name in _SAVED_FIELDS})
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / STATE).read_bytes())
 
 
 class Saver:
-    """Asked after each step. `tensors` describes those of the whole run, over all stages of a pipeline."""
+    """Decides after each step whether to save. `tensors` describes those of all pipeline stages."""
 
     def __init__(
         self,
@@ -57,21 +115,21 @@ class Saver:
     def begin(self, now: float) -> None:
         self._cadence.restart(now)
 
-    def due(self, session: "Session", outcome: Outcome, now: float, done: bool) -> bool:
-        """All ranks come to the same answer."""
-        self._tell(session)
-        asked, self._stop = self._agreed(session, done)
+    def is_due(self, session: "Session", outcome: Outcome, now: float, done: bool) -> bool:
+        """Return whether to save after this step; the same on all ranks."""
+        self._report_saves(session)
+        asked, self._stop = self._agree(session, done)
         wanted = asked or self._stop or session.is_due(self._cadence, outcome, now) or (done and self._at_end)
         return bool(wanted) and outcome.steps != self._saved_step
 
     def save(self, session: "Session", outcome: Outcome, now: float) -> float:
-        """Returns the seconds training waited."""
+        """Save a checkpoint, in the background if so configured; return the seconds training waited."""
         start = time.perf_counter()
         outcome.seconds = now
         ledger = self._ledger.write(session)
         unit = Unit(
             outcome.steps,
-            pieces_of(flat(session.optimizer.weights(), session.optimizer.state())),
+            pieces_of(flat(session.model.tensors(), session.optimizer.state())),
             _files(session, outcome, ledger) if session.mesh.world.leads else {},
             partial(_manifest, session, outcome.steps, outcome.tokens, self._tensors),
         )
@@ -80,18 +138,18 @@ class Saver:
         self._cadence.restart(session.seconds_since(time.monotonic() - now))
         return time.perf_counter() - start
 
-    def stop_if_told(self, session: "Session") -> None:
+    def raise_if_interrupted(self, session: "Session") -> None:
+        """End the run if a rank was asked to stop; the checkpoint is on the disk by then."""
         if self._stop:
             self.wait(session)
             raise Interrupted(self._stop)
 
     def wait(self, session: "Session") -> None:
-        """Until the last save is on the disk, or is known not to be."""
+        """Wait until the last save is on the disk or has failed."""
         self._checkpoints.wait()
-        self._tell(session)
+        self._report_saves(session)
 
-    def refuse_silence(self) -> None:
-        """A run in which a save failed does not end as if none had."""
+    def raise_if_save_failed(self) -> None:
         if self._failed:
             steps = ", ".join(str(report.step) for report in self._failed)
             raise UserError(
@@ -100,14 +158,17 @@ class Saver:
                 "fix the cause; the run resumes from the newest one listed by `arriero ckpt list`",
             )
 
-    def _tell(self, session: "Session") -> None:
+    def _report_saves(self, session: "Session") -> None:
         for report in self._checkpoints.reports():
             if report.error is not None:
                 self._failed.append(report)
-            session.hooks.on_save(session, report)
+            session.record.hooks.on_save(session, report)
 
-    def _agreed(self, session: "Session", done: bool) -> tuple[bool, int]:
-        """What any rank was asked for; with several ranks a step ago, so that none waits for the others."""
+    def _agree(self, session: "Session", done: bool) -> tuple[bool, int]:
+        """Return whether any rank was asked to save, and the signal by which any was asked to stop.
+
+        With several ranks the answer is one step old, so that no rank waits for the others.
+        """
         mine = [int(self._asked_to_save(session)), self.requests.stop]
         if session.mesh.world.size == 1:
             return bool(mine[0]), mine[1]
@@ -119,34 +180,34 @@ class Saver:
         found[1] = found[1] or self.requests.agreed
         if not done and not found[1]:
             asked = torch.tensor(mine)
-            self._asked = asked, _required(dist.all_reduce(asked, dist.ReduceOp.MAX, async_op=True))
+            work = dist.all_reduce(asked, dist.ReduceOp.MAX, async_op=True)
+            assert work is not None
+            self._asked = asked, work
         return bool(found[0]), found[1]
 
     def _asked_to_save(self, session: "Session") -> bool:
         asked, self.requests.save = self.requests.save, False
-        # not Path.exists, which raises what the file system reports at this moment
+        # Path.exists would raise a transient error of the file system
         if session.mesh.world.leads and os.path.lexists(session.run_dir / SAVE_NOW):
             (session.run_dir / SAVE_NOW).unlink(missing_ok=True)
             asked = True
         return asked
 
 
-def _required(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work
-
-
 def _files(session: "Session", outcome: Outcome, ledger: bytes) -> dict[str, bytes]:
-    """Nothing random is among them: weights, data order and rounding are functions of seed and step."""
-    state = outcome.remembered() | {
-        "data": session.loader.state(),
-        "token_ids": session.separators.token_ids(),
+    """Return the small files of a checkpoint.
+
+    No random state is needed: weights, data order and rounding are functions of seed and step.
+    """
+    state = outcome.to_state() | {
+        "data": session.data.loader.state(),
+        "token_ids": session.data.separators.token_ids(),
     }
     return {
         STATE: (json.dumps(state, indent=1) + "\n").encode(),
         "run.toml": to_toml(session.config).encode(),
         LEDGER: ledger,
-        TOKENIZER: read_definition(session.tokenizer.path).encode(),
+        TOKENIZER: read_definition(session.data.tokenizer.path).encode(),
     }
 
 
@@ -159,20 +220,16 @@ def _manifest(
         time=time.time(),
         layout=asdict(session.mesh.layout),
         versions=session.describe()["versions"],
-        tokenizer=session.tokenizer.sha256,
+        tokenizer=session.data.tokenizer.sha256,
         tensors=tensors,
         files=files,
     )
 
 
-def everywhere(mesh: Mesh, held: dict[str, Any]) -> dict[str, Any]:
-    """What the stages of a pipeline hold, together; each rank asks along its own pipeline."""
+def merge_over_stages(mesh: Mesh, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of all pipeline stages; each rank gathers along its own pipeline."""
     if (pipeline := mesh.group("pp")) is None:
-        return held
-    told: list[Any] = [None] * mesh.layout.pp
-    dist.all_gather_object(told, held, group=pipeline)
-    return {name: value for each in told for name, value in each.items()}
-
-
-def read_state(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / STATE).read_bytes())
+        return own
+    gathered: list[Any] = [None] * mesh.layout.pp
+    dist.all_gather_object(gathered, own, group=pipeline)
+    return {name: value for each in gathered for name, value in each.items()}

@@ -1,4 +1,4 @@
-"""A run, ready to start: all the loop needs, and what was decided on the way."""
+"""A run that is ready to train: everything the training loop needs."""
 
 import platform
 import time
@@ -17,68 +17,87 @@ from arriero.data.order.loader import Batch, Loader
 from arriero.data.order.order import Stream
 from arriero.data.order.streams import SourceForecast
 from arriero.data.tokens.tokenizer import Separators, Tokenizer
-from arriero.model.language_model import LanguageModel
 from arriero.model.spec import ModelSpec, flops_per_token
 from arriero.parallel.mesh import Mesh
 from arriero.plan.resolve import Decision, Resolved
 from arriero.train.cadence import Cadence
 from arriero.train.device import Device
-from arriero.train.evaluate import Evaluator
+from arriero.train.forward_backward import Evaluator, ForwardBackward
 from arriero.train.hooks import Hooks
-from arriero.train.optim import Optimizer
-from arriero.train.outcome import Outcome
-from arriero.train.passes import Passes
-from arriero.train.saving import Saver
+from arriero.train.model_state import ModelState
+from arriero.train.optim.optimizer import Optimizer
+from arriero.train.rundir import run_directory
+from arriero.train.saving import Outcome, Saver
 from arriero.train.schedule import Rates
 
 
 @dataclass(frozen=True)
+class SessionData:
+    """The data of a run. `max_steps` is how long it lasts if the epochs of a source are limited."""
+
+    stream: Stream
+    loader: Loader
+    forecasts: Sequence[SourceForecast]
+    tokenizer: Tokenizer
+    separators: Separators
+    max_steps: int | None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run writes and reports. `outcome` starts with what earlier processes of the run reached."""
+
+    hooks: Hooks
+    saver: Saver
+    decisions: Sequence[Decision]
+    remarks: Sequence[str]
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
 class Session:
-    """`parts` are this rank's stages of the model: one, the whole of it, without a pipeline.
+    """`phase_passes` has one entry per phase of the data, `evaluation` the interval of evaluations."""
 
-    `outcome` is what earlier processes of the run reached.
-    """
-
-    config: RunConfig
     resolved: Resolved
-    spec: ModelSpec
     device: Device
     compute: torch.dtype
     mesh: Mesh
-    parts: Sequence[LanguageModel]
-    phase_passes: Sequence[Passes]
+    model: ModelState
     optimizer: Optimizer
     schedule: Rates
-    stream: Stream
-    outlooks: Sequence[SourceForecast]
-    loader: Loader
+    phase_passes: Sequence[ForwardBackward]
+    data: SessionData
     evaluator: Evaluator | None
     evaluation: Cadence
-    tokenizer: Tokenizer
-    separators: Separators
-    most_steps: int | None
-    run_dir: Path
-    hooks: Hooks
-    decisions: Sequence[Decision]
-    remarks: Sequence[str]
-    saver: Saver
-    outcome: Outcome
+    record: RunRecord
+
+    @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.resolved.spec
+
+    @property
+    def run_dir(self) -> Path:
+        return run_directory(self.config)
 
     @property
     def timeline(self) -> Timeline:
         return self.schedule.timeline
 
     @property
-    def passes(self) -> Passes:
-        """Those of the first phase, which also evaluate."""
+    def passes(self) -> ForwardBackward:
+        """Return those of the first phase, which also evaluate."""
         return self.phase_passes[0]
 
-    def passes_at(self, step: int) -> Passes:
+    def passes_at(self, step: int) -> ForwardBackward:
         return self.phase_passes[self.timeline.phases.index(self.timeline.at(step))]
 
     @cached_property
     def total_steps(self) -> int | None:
-        """None when the end is a wall time."""
+        """Return the length of the run; None if it is a wall time."""
         return total_steps(self.config)
 
     @cached_property
@@ -86,7 +105,7 @@ class Session:
         return None if self.total_steps is None else self.timeline.tokens_after(self.total_steps)
 
     @property
-    def timed(self) -> bool:
+    def is_timed(self) -> bool:
         config = self.config
         spans = (config.train.horizon, config.eval.every, config.checkpoint.every)
         return any(span and span.unit == "s" for span in spans)
@@ -96,25 +115,26 @@ class Session:
         return cadence.due(outcome.steps, outcome.tokens, batch, now)
 
     def seconds_since(self, start: float) -> float:
-        """By the first rank's clock where time decides anything: ranks must decide alike."""
+        """Return elapsed seconds: by rank 0's clock if an interval is a time, so that all ranks agree."""
         seconds = time.monotonic() - start
-        return self.mesh.agreed(seconds) if self.timed else seconds
+        return self.mesh.agreed(seconds) if self.is_timed else seconds
 
-    def finished(self, tokens: int, seconds: float) -> bool:
-        """At the horizon; a run by wall time also where its data may not be read further."""
+    def is_finished(self, tokens: int, seconds: float) -> bool:
+        """Return whether the horizon is reached; a run by wall time also ends with its data."""
         if self.total_tokens is not None:
             return tokens >= self.total_tokens
-        exhausted = self.most_steps is not None and tokens >= self.timeline.tokens_after(self.most_steps)
+        last = self.data.max_steps
+        exhausted = last is not None and tokens >= self.timeline.tokens_after(last)
         return exhausted or seconds >= self.config.train.horizon.amount
 
     @property
     def peak_flops(self) -> float | None:
-        """Of all ranks. Known for bf16 only: dividing fp32 work by it would make a false MFU."""
+        """Return the bf16 peak of all ranks; None for other precisions, whose MFU it would falsify."""
         peak = self.device.bf16_peak_flops if self.compute == torch.bfloat16 else None
         return peak * self.mesh.world.size if peak is not None else None
 
     def flops(self, batch: Batch) -> float:
-        """The honest work of a batch; under a document mask a token attends to its own document alone."""
+        """Return the causal FLOPs of a batch; with a document mask tokens attend inside their document."""
         attended = None
         if batch.positions_BT is not None:
             attended = float((2 * batch.positions_BT + 1).double().mean())
@@ -128,7 +148,7 @@ class Session:
             "ranks": self.mesh.world.size,
             "layout": str(self.mesh.layout),
             "parameters": self.spec.parameters,
-            "data": self.loader.state()["fingerprint"],
+            "data": self.data.loader.state()["fingerprint"],
             "versions": {
                 "arriero": __version__,
                 "torch": torch.__version__,

@@ -3,7 +3,9 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from arriero.config.schema import OptimSection
-from arriero.train.optim import Optimizer, adamw, named_parameters
+from arriero.train.model_state import ModelState
+from arriero.train.optim import rules
+from arriero.train.optim.optimizer import Optimizer
 
 SHAPES = [(64, 48), (100, 77), (7,), (256,), (512,), (30, 30), (31, 9), (12, 12), (2000,), (300,), (64, 64)]
 STATES = ["fp32", "bf16", "int8", "float8"]
@@ -13,7 +15,7 @@ def test_a_step_is_adamw_as_the_paper_writes_it():
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     config = OptimSection(lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3, clip=False)
-    optimizer = Optimizer(named_parameters([model]), config)
+    optimizer = Optimizer(ModelState.of([model]), config)
     expected = {name: p.detach().clone().double() for name, p in model.named_parameters()}
     first = {name: torch.zeros_like(w) for name, w in expected.items()}
     second = {name: torch.zeros_like(w) for name, w in expected.items()}
@@ -38,7 +40,7 @@ def test_fp32_is_torchs_adamw_to_the_bit():
     ours, theirs = torch.nn.Linear(40, 30), torch.nn.Linear(40, 30)
     theirs.load_state_dict(ours.state_dict())
     config = OptimSection(weight_decay=0.3, clip=False)
-    optimizer = Optimizer(named_parameters([ours]), config)
+    optimizer = Optimizer(ModelState.of([ours]), config)
     groups = [
         {"params": [theirs.weight], "weight_decay": 0.3},
         {"params": [theirs.bias], "weight_decay": 0.0},
@@ -68,7 +70,7 @@ def regression(state, betas=(0.9, 0.95), master=torch.float32, steps=200):
     )
     student.to(master)
     config = OptimSection(state=state, betas=betas, weight_decay=0.0)
-    optimizer = Optimizer(named_parameters([student]), config, seed=3)
+    optimizer = Optimizer(ModelState.of([student]), config, seed=3)
     losses = []
     for step in range(steps):
         x = torch.randn(64, 64) * sizes
@@ -95,7 +97,7 @@ def test_weights_in_bf16_learn_nearly_as_fp32_with_every_state(state):
 
 def stepped(state, weights):
     held = {f"{i}": torch.nn.Parameter(weight.clone()) for i, weight in enumerate(weights)}
-    optimizer = Optimizer(held, OptimSection(state=state), seed=1)
+    optimizer = Optimizer(ModelState(held), OptimSection(state=state), seed=1)
     for step in range(3):
         torch.manual_seed(step)
         for parameter in held.values():
@@ -112,8 +114,8 @@ def test_a_few_compilations_serve_all_shapes_and_steps(monkeypatch, dtype, state
     expected = stepped(state, weights)
     torch._dynamo.reset()
     compilations = CompileCounter()
-    compiled = torch.compile(adamw.in_place, backend=compilations)
-    monkeypatch.setattr(adamw, "in_place", compiled)
+    compiled = torch.compile(rules.adamw_reference_, backend=compilations)
+    monkeypatch.setattr(rules, "adamw_reference_", compiled)
     held = stepped(state, weights)
     assert all(torch.equal(held[name], expected[name]) for name in held)
     # for the first shape; then for whole blocks or not, one block or more

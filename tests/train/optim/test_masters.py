@@ -7,7 +7,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from arriero.config.schema import OptimSection
-from arriero.train.optim import Optimizer, named_parameters
+from arriero.train.model_state import ModelState
+from arriero.train.optim.optimizer import Optimizer
 
 PLAIN = OptimSection(name="sgd", weight_decay=0.0, clip=False)
 
@@ -28,14 +29,14 @@ def two_micro_batches(model, optimizer):
         model(x).sum().backward()
         assert all(p.grad is None for p in model.parameters())
     norm = optimizer.step(lr=2.0**-12)
-    full = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in optimizer.weights().items()}
+    full = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in optimizer.model.tensors().items()}
     held = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
     return norm.item(), full, {n: p.detach() for n, p in held.items()}
 
 
 def alone():
     model = network()
-    return two_micro_batches(model, Optimizer(named_parameters([model]), PLAIN, masters_of=torch.bfloat16))
+    return two_micro_batches(model, Optimizer(ModelState.of([model], torch.bfloat16), PLAIN))
 
 
 def test_masters_move_by_less_than_the_models_weights_can():
@@ -53,7 +54,7 @@ def test_masters_move_by_less_than_the_models_weights_can():
 def test_gradients_that_a_pipeline_puts_into_place_itself_are_found():
     """Schedules that split the backward pass call no hooks for the weights."""
     model = network()
-    optimizer = Optimizer(named_parameters([model]), PLAIN, masters_of=torch.bfloat16)
+    optimizer = Optimizer(ModelState.of([model], torch.bfloat16), PLAIN)
     x = torch.ones(5, 6, dtype=torch.bfloat16)
     weights = list(model.parameters())
     for weight, gradient in zip(weights, torch.autograd.grad(model(x).sum(), weights), strict=True):
@@ -67,8 +68,8 @@ def test_masters_of_a_model_split_over_ranks_are_split_alike():
     def work():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        optimizer = Optimizer(named_parameters([model]), PLAIN, masters_of=torch.bfloat16)
-        for name, weight in optimizer.weights().items():
+        optimizer = Optimizer(ModelState.of([model], torch.bfloat16), PLAIN)
+        for name, weight in optimizer.model.tensors().items():
             assert weight.placements == dict(model.named_parameters())[name].placements
         return two_micro_batches(model, optimizer)
 
@@ -84,12 +85,12 @@ def test_gradients_left_as_partial_sums_are_reduced(masters):
     def work():
         mesh = init_device_mesh("cpu", (2,))
         weight = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
-        optimizer = Optimizer({"w": weight}, PLAIN, masters_of=masters)
+        optimizer = Optimizer(ModelState({"w": weight}, compute_dtype=masters), PLAIN)
         x = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]).to(weight.dtype)
         for micro_batch in (x, x, x.redistribute(placements=[Replicate()])):
             (micro_batch * weight).sum().backward()
         norm = optimizer.step(lr=1.0)
-        return norm.item(), optimizer.weights()["w"].to_local()
+        return norm.item(), optimizer.model.tensors()["w"].to_local()
 
     norm, weight = on_ranks("tensor", work, ranks=2)
     gradient = 3 * torch.arange(12.0).view(4, 3).sum(0)
@@ -100,13 +101,13 @@ def test_gradients_left_as_partial_sums_are_reduced(masters):
 def test_fp32_weights_become_halves_and_come_back_to_the_bit():
     """As a checkpoint of sharded fp32 weights does that one process goes on with, and the other way round."""
     exact, halves = network(), network()
-    plain = Optimizer(named_parameters([exact]), PLAIN)
-    split = Optimizer(named_parameters([halves]), PLAIN, masters_of=torch.bfloat16)
-    odd = {name: torch.randn_like(w) for name, w in plain.weights().items()}
+    plain = Optimizer(ModelState.of([exact]), PLAIN)
+    split = Optimizer(ModelState.of([halves], torch.bfloat16), PLAIN)
+    odd = {name: torch.randn_like(w) for name, w in plain.model.tensors().items()}
     for name, weight in odd.items():
-        split.load_weight(name, weight)
+        split.model.load(name, weight)
     assert {p.dtype for p in halves.parameters()} == {torch.bfloat16}
-    for name, weight in split.weights().items():
-        plain.load_weight(name, weight)
-    for name, weight in plain.weights().items():
+    for name, weight in split.model.tensors().items():
+        plain.model.load(name, weight)
+    for name, weight in plain.model.tensors().items():
         assert torch.equal(weight, odd[name])

@@ -3,8 +3,9 @@ import torch
 from torch import nn
 
 from arriero.config.schema import OptimSection
-from arriero.train.optim import Optimizer
-from arriero.train.optim.muon import orthogonal
+from arriero.train.model_state import ModelState
+from arriero.train.optim.optimizer import Optimizer
+from arriero.train.optim.rules import orthogonalize
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
@@ -12,7 +13,7 @@ def test_singular_values_come_near_one_and_directions_stay(shape):
     torch.manual_seed(0)
     left, sizes, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     sizes = torch.linspace(1.0, 30.0, len(sizes))
-    result = left.T @ orthogonal(left @ sizes.diag() @ right) @ right.T
+    result = left.T @ orthogonalize(left @ sizes.diag() @ right) @ right.T
     assert ((result.diag() > 0.6) & (result.diag() < 1.3)).all()
     assert (result - result.diag().diag()).abs().max() < 1e-4
 
@@ -21,7 +22,7 @@ def step(names, weight_decay=0.0, lr=0.1):
     torch.manual_seed(0)
     held = {name: nn.Parameter(torch.randn(48, 32)) for name in names}
     before = {name: p.detach().clone() for name, p in held.items()}
-    optimizer = Optimizer(held, OptimSection(name="muon", weight_decay=weight_decay, clip=False))
+    optimizer = Optimizer(ModelState(held), OptimSection(name="muon", weight_decay=weight_decay, clip=False))
     for parameter in held.values():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step(lr)

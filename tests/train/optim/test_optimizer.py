@@ -7,7 +7,8 @@ from torch.distributed.fsdp import fully_shard
 
 from arriero.config.schema import OptimSection
 from arriero.parallel.dtensor import local_part, shard_index, shard_of
-from arriero.train.optim import Optimizer, named_parameters
+from arriero.train.model_state import ModelState
+from arriero.train.optim.optimizer import Optimizer
 
 KINDS = {
     "adamw": {},
@@ -23,7 +24,7 @@ KINDS = {
 def trained(layout, config, steps, dtype=torch.float32, held=None, **options):
     """Steps from `steps` on parameters laid out so; the optimizer, its parameters and the norms it saw."""
     held = held or parameters(layout, dtype)
-    optimizer = Optimizer(held, config, seed=1, **options)
+    optimizer = Optimizer(ModelState(held), config, seed=1, **options)
     return optimizer, held, go_on(optimizer, held, steps)
 
 
@@ -37,7 +38,7 @@ def go_on(optimizer, held, steps):
 
 def outcome(optimizer, norms):
     state = {name: {kind: whole(t) for kind, t in kinds.items()} for name, kinds in optimizer.state().items()}
-    return norms, {name: whole(w) for name, w in optimizer.weights().items()}, state
+    return norms, {name: whole(w) for name, w in optimizer.model.tensors().items()}, state
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
@@ -59,7 +60,7 @@ def test_every_layout_updates_as_one_process_does(layout):
 
 def hand_over(to, weights, state):
     for name, weight in weights.items():
-        to.load_weight(name, weight.clone())
+        to.model.load(name, weight.clone())
     for name, kinds in state.items():
         for kind, values in kinds.items():
             to.load_moment(name, kind, values.clone())
@@ -70,8 +71,8 @@ def test_a_loaded_state_goes_on_to_the_bit(layout):
     def one(config, master):
         optimizer, held, _ = trained(layout, config, range(3), master)
         again_held = parameters(layout, master)
-        again = Optimizer(again_held, config, seed=1)
-        hand_over(again, optimizer.weights(), optimizer.state())
+        again = Optimizer(ModelState(again_held), config, seed=1)
+        hand_over(again, optimizer.model.tensors(), optimizer.state())
         go_on(optimizer, held, range(3, 6))
         go_on(again, again_held, range(3, 6))
         return outcome(optimizer, [])[1:], outcome(again, [])[1:]
@@ -93,7 +94,7 @@ def test_a_state_moves_to_another_layout(kind):
 
     def work():
         shard, _, _ = trained("shard", config, range(3))
-        mixed = Optimizer(parameters("shard+tensor"), config)
+        mixed = Optimizer(ModelState(parameters("shard+tensor")), config)
         before = outcome(shard, [])[2]
         targets = {name: dict(kinds) for name, kinds in mixed.state().items()}
         for name, kinds in targets.items():
@@ -128,26 +129,21 @@ def test_ranks_that_hold_the_same_piece_round_it_alike(layout):
 def test_a_copy_on_another_stage_counts_once_and_is_rounded_as_the_original():
     table = torch.randn(300, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
     held = {"embedding.weight": nn.Parameter(table.clone()), "head.weight": nn.Parameter(table.clone())}
-    optimizer = Optimizer(
-        held, OptimSection(state="bf16"), seed=1, copies={"head.weight": "embedding.weight"}
-    )
+    model = ModelState(held, tied={"head.weight": "embedding.weight"})
+    optimizer = Optimizer(model, OptimSection(state="bf16"), seed=1)
     for _ in range(3):
         for parameter in held.values():
             parameter.grad = torch.ones_like(parameter)
         assert optimizer.step(1e-3).item() == pytest.approx(1200**0.5)
     assert torch.equal(held["embedding.weight"], held["head.weight"])
     assert not torch.equal(held["embedding.weight"], table)
-    assert set(optimizer.weights()) == {"embedding.weight"}
+    assert set(optimizer.model.tensors()) == {"embedding.weight"}
     assert set(optimizer.state()) == {"embedding.weight", "optimizer"}
 
 
 def scaled(weight):
-    return Optimizer(
-        {"w": weight},
-        OptimSection(name="sgd", weight_decay=0, clip=False),
-        masters_of=torch.float16,
-        scaled_loss=True,
-    )
+    model = ModelState({"w": weight}, compute_dtype=torch.float16)
+    return Optimizer(model, OptimSection(name="sgd", weight_decay=0, clip=False), scaled_loss=True)
 
 
 def test_the_scaled_loss_gives_the_unscaled_step():
@@ -158,7 +154,7 @@ def test_the_scaled_loss_gives_the_unscaled_step():
     (weight.float().sum() * 1e-7 * optimizer.loss_scale).backward()
     norm = optimizer.step(lr=1e5)
     assert norm.item() == pytest.approx(1e-7 * 3**0.5, rel=1e-3)
-    torch.testing.assert_close(optimizer.weights()["w"], torch.full((3,), 0.99), rtol=1e-4, atol=0)
+    torch.testing.assert_close(optimizer.model.tensors()["w"], torch.full((3,), 0.99), rtol=1e-4, atol=0)
 
 
 def test_an_overflow_skips_the_step_and_halves_the_scale():
@@ -166,11 +162,11 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
     optimizer = scaled(weight)
     (weight.float().sum() * 2.0 * optimizer.loss_scale).backward()
     assert not optimizer.step(lr=1.0).isfinite()
-    assert torch.equal(optimizer.weights()["w"], torch.ones(3))
+    assert torch.equal(optimizer.model.tensors()["w"], torch.ones(3))
     assert (optimizer.loss_scale, optimizer.skipped, optimizer.steps) == (2.0**15, 1, 0)
     (weight.float().sum() * 1.5 * optimizer.loss_scale).backward()
     optimizer.step(lr=0.25)
-    assert torch.equal(optimizer.weights()["w"], torch.full((3,), 1 - 0.25 * 1.5))
+    assert torch.equal(optimizer.model.tensors()["w"], torch.full((3,), 1 - 0.25 * 1.5))
     assert (optimizer.loss_scale, optimizer.skipped, optimizer.steps) == (2.0**15, 1, 1)
 
 
@@ -193,7 +189,7 @@ def test_the_scale_grows_after_2000_good_steps_and_survives_a_restart():
 def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(scaled_loss):
     def work():
         held = parameters("shard")
-        optimizer = Optimizer(held, OptimSection(), scaled_loss=scaled_loss)
+        optimizer = Optimizer(ModelState(held), OptimSection(), scaled_loss=scaled_loss)
         before = {name: whole(p) for name, p in held.items()}
         set_gradients(held, 0)
         if dist.get_rank() == 3:
@@ -216,7 +212,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(kind, masters
     """Neither weights, nor moments, nor the step count, also when it is the first step."""
     config = OptimSection(**KINDS[kind], clip=clip, weight_decay=0.3)
     held = parameters("alone")
-    optimizer = Optimizer(held, config, seed=1, masters_of=masters)
+    optimizer = Optimizer(ModelState(held, compute_dtype=masters), config, seed=1)
     for number, bad in enumerate(BAD):
         before = outcome(optimizer, [])
         kept = {name: p.detach().clone() for name, p in held.items()}
@@ -241,7 +237,7 @@ def test_skipped_steps_leave_no_trace_in_the_steps_after_them(kind):
     config = OptimSection(**KINDS[kind])
     straight, _, _ = trained("alone", config, range(4))
     held = parameters("alone")
-    disturbed = Optimizer(held, config, seed=1)
+    disturbed = Optimizer(ModelState(held), config, seed=1)
     for step in range(4):
         set_gradients(held, 70)
         disturbed.step(lr=0.05, loss=torch.tensor(float("nan")))
@@ -252,7 +248,7 @@ def test_skipped_steps_leave_no_trace_in_the_steps_after_them(kind):
 def test_parameters_without_a_gradient_are_left_alone():
     used, unused = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    optimizer = Optimizer({"used": used, "unused": unused, "frozen": frozen}, OptimSection())
+    optimizer = Optimizer(ModelState({"used": used, "unused": unused, "frozen": frozen}), OptimSection())
     used.grad = torch.ones(2, 2)
     optimizer.step(0.1)
     assert torch.equal(unused, torch.ones(2, 2)) and torch.equal(frozen, torch.ones(2, 2))
@@ -269,7 +265,7 @@ def test_a_model_under_fsdp_trains_as_one_process_does(kind):
                 fully_shard(part)
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
-        optimizer = Optimizer(named_parameters([model]), OptimSection(**KINDS[kind], clip=1.0))
+        optimizer = Optimizer(ModelState.of([model]), OptimSection(**KINDS[kind], clip=1.0))
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         norms, batch = [], torch.randn(8, 7)
         for _ in range(4):
@@ -277,7 +273,7 @@ def test_a_model_under_fsdp_trains_as_one_process_does(kind):
             loss = model["head"](model["blocks"]["0"](x).tanh()).square().sum()
             loss.backward()
             norms.append(optimizer.step(0.02).item())
-        return norms, {name: whole(w) for name, w in optimizer.weights().items()}
+        return norms, {name: whole(w) for name, w in optimizer.model.tensors().items()}
 
     split, alone = on_ranks("shard", work), on_ranks("alone", work)
     assert split[0] == pytest.approx(alone[0], rel=1e-4)

@@ -1,8 +1,17 @@
 import torch
 
 from arriero.config.schema import OptimSection
-from arriero.train.optim import Optimizer
-from arriero.train.optim.rounding import Noise, high_half, joined, low_half, split, third_half, to_bf16
+from arriero.train.model_state import ModelState
+from arriero.train.optim.optimizer import Optimizer
+from arriero.train.optim.rounding import (
+    Noise,
+    high_half,
+    low_half,
+    merge_fp32,
+    split_fp32,
+    third_half,
+    to_bf16,
+)
 
 NOISE = Noise(1, torch.device("cpu"))
 
@@ -39,10 +48,10 @@ def test_an_fp32_number_is_the_nearest_bf16_and_the_rest_of_its_bits():
     # each of the last is no number, and to some of them nothing can be added
     strange = torch.tensor([0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, 0x7F800001, -1, -(1 << 22)])
     values = torch.cat((bits, strange)).int().view(torch.float32)
-    upper, lower = split(values)
+    upper, lower = split_fp32(values)
     assert (upper.dtype, lower.dtype) == (torch.bfloat16, torch.int16)
     numbers = ~values.isnan()
-    assert torch.equal(joined(upper, lower)[numbers].view(torch.int32), values[numbers].view(torch.int32))
+    assert torch.equal(merge_fp32(upper, lower)[numbers].view(torch.int32), values[numbers].view(torch.int32))
     assert torch.equal(upper.isnan(), values.isnan())
     usual = values.isfinite() & upper.isfinite()
     off, least = (values - upper.float()).abs(), (values - values.bfloat16().float()).abs()
@@ -68,7 +77,8 @@ def test_bits_are_a_function_of_seed_step_name_and_piece():
 def test_updates_below_the_resolution_of_bf16_arrive_on_average():
     """Each of 20 steps is 1/16 of the distance to the next bf16 below: rounded to nearest, all are lost."""
     weight = torch.nn.Parameter(torch.ones(1 << 14, 1, dtype=torch.bfloat16))
-    optimizer = Optimizer({"w": weight}, OptimSection(name="sgd", weight_decay=0.0, clip=False), seed=5)
+    config = OptimSection(name="sgd", weight_decay=0.0, clip=False)
+    optimizer = Optimizer(ModelState({"w": weight}), config, seed=5)
     for _ in range(20):
         weight.grad = torch.ones_like(weight)
         optimizer.step(lr=2.0**-12)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from arriero.train.optim.rounding import Noise, low_half
-from arriero.train.optim.states import BLOCK, SIGNED, UNSIGNED, Moment
+from arriero.train.optim.state import BLOCK, SIGNED, UNSIGNED, Moment
 
 FORMATS = [(kind, name) for kind in ("signed", "unsigned") for name in SIGNED]
 NOISE = Noise(1, torch.device("cpu"))

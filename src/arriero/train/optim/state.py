@@ -1,8 +1,8 @@
-"""What an optimizer remembers about a parameter, in 32, 16 or 8 bits an element.
+"""Optimizer state (the moments of each parameter) in 32, 16 or 8 bits per element.
 
-Eight bits hold the place of an element on a scale between zero and the largest of its block of 256. The
-places lie denser towards zero: an Adam step divides by the root of the second moment, so small ones count.
-While training they are rounded by chance, without which a decay of 0.1 % a step would always be lost.
+An 8-bit element is a code between zero and the largest magnitude of its block of 256 elements. Codes are
+denser towards zero: an Adam step divides by the root of the second moment, so small values matter. Training
+uses stochastic rounding; rounded to nearest, a decay of 0.1 % per step would always be lost.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arriero.train.optim.rounding import chance, to_bf16
-from arriero.train.optim.weight import store
+from arriero.train.optim.rounding import store, to_bf16, uniform
 
 BLOCK = 256
 
 
 class Format(Protocol):
-    """`read` undoes `write`; without random bits `write` takes the nearest, and undoes `read` to the bit."""
+    """A number format of optimizer state.
+
+    `read` undoes `write`. Without random bits `write` rounds to nearest and undoes `read` bit by bit.
+    """
 
     @property
-    def rounds(self) -> bool: ...
+    def is_rounded(self) -> bool: ...
 
     def empty(self, count: int, device: torch.device) -> tuple[Tensor, ...]: ...
 
@@ -33,11 +35,11 @@ class Format(Protocol):
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainFormat:
     dtype: torch.dtype
 
     @property
-    def rounds(self) -> bool:
+    def is_rounded(self) -> bool:
         return self.dtype != torch.float32
 
     def empty(self, count: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -47,16 +49,16 @@ class Plain:
         return stored[0].float()
 
     def write(self, values: Tensor, half: Tensor | None) -> tuple[Tensor, ...]:
-        if half is None or not self.rounds:
+        if half is None or not self.is_rounded:
             return (values.to(self.dtype),)
         return (to_bf16(values, half),)
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Element = largest of its block x (level(code) / top level) ** power, with its sign.
+class BlockFormat:
+    """8-bit format: element = sign x largest of its block x (level(code) / top level) ** power.
 
-    With no mantissa bits level(code) is the code itself; else the code is a small floating-point number.
+    Without mantissa bits level(code) is the code itself; else the code is a small floating-point number.
     """
 
     signed: bool
@@ -64,7 +66,7 @@ class Blocks:
     power: int
 
     @property
-    def rounds(self) -> bool:
+    def is_rounded(self) -> bool:
         return True
 
     @property
@@ -79,26 +81,26 @@ class Blocks:
     def read(self, stored: Sequence[Tensor], count: int) -> Tensor:
         codes, largest = stored
         codes = codes.int()
-        values = _raised(self._level(codes.abs()) / self._top_level, self.power) * largest
+        values = _power(self._level(codes.abs()) / self._top_level, self.power) * largest
         return torch.where(codes < 0, -values, values).flatten()[:count]
 
     def write(self, values: Tensor, half: Tensor | None) -> tuple[Tensor, ...]:
-        blocks = _in_blocks(values)
+        blocks = _to_blocks(values)
         sizes = blocks.abs()
         largest = sizes.amax(dim=1, keepdim=True)
-        share = sizes / torch.where(largest > 0, largest, 1.0)
-        place = _rooted(share, self.power) * self._top_level
-        codes = self._code_below(place).clamp(max=self.top - 1)
+        fraction = sizes / torch.where(largest > 0, largest, 1.0)
+        level = _root(fraction, self.power) * self._top_level
+        codes = self._code_below(level).clamp(max=self.top - 1)
         below, above = self._level(codes), self._level(codes + 1)
         if half is None:
-            up = place - below >= above - place
+            up = level - below >= above - level
         else:
-            low, high = _raised(below, self.power), _raised(above, self.power)
-            up = chance(_in_blocks(half)) * (high - low) < _raised(place, self.power) - low
-        # the largest keeps its place whatever the division left of it: reading must find it again
+            low, high = _power(below, self.power), _power(above, self.power)
+            up = uniform(_to_blocks(half)) * (high - low) < _power(level, self.power) - low
+        # division may round the largest down, and reading must find it again
         codes = torch.where(sizes == largest, self.top, codes + up.int())
         if not self.signed:
-            codes = codes.clamp(min=1)  # a root of zero would make a step without bound
+            codes = codes.clamp(min=1)  # dividing by the root of zero would make the step infinite
         codes = torch.where(sizes > 0, codes, 0)
         if self.signed:
             return torch.where(blocks < 0, -codes, codes).to(torch.int8), largest
@@ -118,62 +120,62 @@ class Blocks:
         whole = torch.where(exponent > 0, fraction + (1 << self.mantissa), fraction)
         return whole.float() * (((exponent - 1).clamp(min=0) + 127) << 23).view(torch.float32)
 
-    def _code_below(self, place: Tensor) -> Tensor:
+    def _code_below(self, level: Tensor) -> Tensor:
         if not self.mantissa:
-            return place.floor().int()
+            return level.floor().int()
         one = 1 << self.mantissa
-        normal = (place.view(torch.int32) >> (23 - self.mantissa)) - ((126 + self.mantissa) << self.mantissa)
-        return torch.where(place >= one, normal, place.floor().int())
+        normal = (level.view(torch.int32) >> (23 - self.mantissa)) - ((126 + self.mantissa) << self.mantissa)
+        return torch.where(level >= one, normal, level.floor().int())
 
 
-def _in_blocks(flat: Tensor) -> Tensor:
+def _to_blocks(flat: Tensor) -> Tensor:
     missing = -flat.shape[0] % BLOCK
     return (F.pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK)
 
 
-def _raised(x: Tensor, power: int) -> Tensor:
+def _power(x: Tensor, power: int) -> Tensor:
     while power > 1:
         x, power = x * x, power // 2
     return x
 
 
-def _rooted(x: Tensor, power: int) -> Tensor:
+def _root(x: Tensor, power: int) -> Tensor:
     while power > 1:
         x, power = x.sqrt(), power // 2
     return x
 
 
 SIGNED: dict[str, Format] = {
-    "fp32": Plain(torch.float32),
-    "bf16": Plain(torch.bfloat16),
-    "int8": Blocks(signed=True, mantissa=0, power=2),
-    "float8": Blocks(signed=True, mantissa=3, power=1),
+    "fp32": PlainFormat(torch.float32),
+    "bf16": PlainFormat(torch.bfloat16),
+    "int8": BlockFormat(signed=True, mantissa=0, power=2),
+    "float8": BlockFormat(signed=True, mantissa=3, power=1),
 }
 UNSIGNED: dict[str, Format] = {
-    "fp32": Plain(torch.float32),
-    "bf16": Plain(torch.bfloat16),
-    "int8": Blocks(signed=False, mantissa=0, power=4),
-    "float8": Blocks(signed=False, mantissa=4, power=2),
+    "fp32": PlainFormat(torch.float32),
+    "bf16": PlainFormat(torch.bfloat16),
+    "int8": BlockFormat(signed=False, mantissa=0, power=4),
+    "float8": BlockFormat(signed=False, mantissa=4, power=2),
 }
 
 
 class Moment:
-    """One remembered tensor of one parameter: as many elements as this rank holds of it."""
+    """One state tensor of one parameter, as large as the parameter's local part."""
 
-    def __init__(self, held: Format, like: Tensor) -> None:
-        self.format = held
+    def __init__(self, number_format: Format, like: Tensor) -> None:
+        self.format = number_format
         self._shape = like.shape
-        self.stored = held.empty(like.numel(), like.device)
+        self.stored = number_format.empty(like.numel(), like.device)
 
     def values(self) -> Tensor:
-        """The stored numbers themselves where they are plain; eight bits are read into fp32."""
-        if isinstance(self.format, Plain):
+        """Return the stored tensor itself if its format is plain, else an fp32 copy."""
+        if isinstance(self.format, PlainFormat):
             return self.stored[0].view(self._shape)
         return self.format.read(self.stored, self._shape.numel()).view(self._shape)
 
     def load(self, values: Tensor) -> None:
-        self.keep(self.format.write(values.to(self.stored[0].device, torch.float32).flatten(), None))
+        self.store(self.format.write(values.to(self.stored[0].device, torch.float32).flatten(), None))
 
-    def keep(self, written: Sequence[Tensor], accepted: Tensor | None = None) -> None:
+    def store(self, written: Sequence[Tensor], accepted: Tensor | None = None) -> None:
         for mine, new in zip(self.stored, written, strict=True):
             store(mine, new, accepted)

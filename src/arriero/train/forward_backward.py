@@ -1,0 +1,131 @@
+"""Run batches forward and backward in any layout: gradient accumulation, validation (held-out) loss."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from arriero.data.order.loader import IGNORED, Batch, Loader
+from arriero.data.order.order import EvalStream
+from arriero.interrupt import STOPPING, Requests
+from arriero.model.language_model import LanguageModel
+from arriero.parallel.fsdp import release, synchronize_gradients
+from arriero.parallel.mesh import Mesh
+from arriero.parallel.pipeline import Pipeline
+
+
+class ForwardBackward:
+    """`cut` reduces a batch to this rank's tokens (context parallel), `pipeline` runs a model in stages,
+    `refresh_scales` is applied to each part before it computes with new weights (float8)."""
+
+    def __init__(
+        self,
+        parts: Sequence[LanguageModel],
+        mesh: Mesh,
+        micro_batch: int,
+        device: torch.device,
+        cut: Callable[[Batch], Batch] | None = None,
+        pipeline: Pipeline | None = None,
+        sync_each: bool = False,
+        refresh_scales: Callable[[LanguageModel], None] = lambda _: None,
+    ) -> None:
+        self._parts = parts
+        self._mesh = mesh
+        self._micro_batch = micro_batch
+        self._device = device
+        self._cut = cut
+        self._pipeline = pipeline
+        self._sync_each = sync_each
+        self._refresh_scales = refresh_scales
+
+    def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor:
+        """Accumulate the gradients of a batch, times `scale`; return the mean loss over all ranks' tokens."""
+        batch = self._prepare(batch)
+        label_count = self._label_count(batch).clamp(min=1.0)
+        if self._pipeline is not None:
+            given = (batch.tokens_BT, batch.labels_BT)
+            mean = self._pipeline.gradients(*given, label_count, scale, **_stage_inputs(batch))
+        else:
+            mean = self._accumulate(batch, label_count, scale)
+        return self._mesh.total(mean, "loss", "pp")
+
+    def _accumulate(self, batch: Batch, label_count: Tensor, scale: float) -> Tensor:
+        """Gradient accumulation over micro-batches."""
+        mean = torch.zeros((), device=self._device)
+        micro_batches = list(batch.split(self._micro_batch))
+        for number, micro_batch in enumerate(micro_batches, 1):
+            synchronize_gradients(self._parts[0], number == len(micro_batches), self._sync_each)
+            loss = self._loss(micro_batch) / label_count
+            (loss * scale).backward()
+            mean += loss.detach()
+        return mean
+
+    @torch.no_grad()
+    def summed_loss(self, batch: Batch, stop: int = 0) -> tuple[float, int, int]:
+        """Return the summed loss and number of labels over all ranks, and a signal that any rank received."""
+        batch = self._prepare(batch)
+        if self._pipeline is not None:
+            rows = self._micro_batch
+            total = self._pipeline.summed_loss(batch.tokens_BT, batch.labels_BT, rows, **_stage_inputs(batch))
+        else:
+            total = self._loss(batch)
+        for part in self._parts:
+            release(part)
+        first_tp, first_pp = self._mesh.coordinate("tp") == 0, self._mesh.coordinate("pp") == 0
+        labels = (batch.labels_BT != IGNORED).sum()
+        asked = [torch.tensor(float(stop == each), device=self._device) for each in STOPPING]
+        # tp ranks hold the same loss and labels, pp ranks the same labels
+        mine = torch.stack([total.double() * first_tp, labels.double() * (first_tp and first_pp), *asked])
+        summed, count, *stops = self._mesh.total_of_run(mine).tolist()
+        return summed, int(count), next((each for each, n in zip(STOPPING, stops, strict=True) if n), 0)
+
+    def _prepare(self, batch: Batch) -> Batch:
+        """Return this rank's part of the batch on the device."""
+        for part in self._parts:
+            self._refresh_scales(part)
+        batch = batch if self._cut is None else self._cut(batch)
+        return batch.to(self._device)
+
+    def _label_count(self, batch: Batch) -> Tensor:
+        count = (batch.labels_BT != IGNORED).sum().double()
+        return self._mesh.total(count, "loss")
+
+    def _loss(self, batch: Batch) -> Tensor:
+        return self._parts[0](batch.tokens_BT, batch.positions_BT, batch.documents_BT, batch.labels_BT)
+
+
+def _stage_inputs(batch: Batch) -> dict[str, Tensor]:
+    """Return what every stage needs beside the hidden states, which do not tell the sequence length."""
+    rows, width = batch.tokens_BT.shape
+    positions = batch.positions_BT
+    if positions is None:
+        positions = torch.arange(width, device=batch.tokens_BT.device).expand(rows, width)
+    extra = {"positions_BT": positions, "documents_BT": batch.documents_BT}
+    return {name: tensor for name, tensor in extra.items() if tensor is not None}
+
+
+class Evaluator:
+    """Computes the mean loss over all held-out tokens, each counted once.
+
+    `sequences` is the batch of each rank that reads different sequences.
+    """
+
+    def __init__(self, stream: EvalStream, sequences: int, mesh: Mesh, documents: bool) -> None:
+        self._stream = stream
+        ranks = mesh.layout.batch
+        self._sequences = ranks * min(sequences, -(-stream.samples // ranks))
+        self._rank, self._ranks = mesh.batch_rank, ranks
+        self._documents = documents
+
+    def loss(self, passes: ForwardBackward, requests: Requests) -> float | None:
+        """Return None if any rank was asked to stop; `requests.agreed` is then set on all of them."""
+        total, count = 0.0, 0
+        with Loader(
+            self._stream, self._sequences, rank=self._rank, ranks=self._ranks, documents=self._documents
+        ) as batches:
+            for batch in batches:
+                summed, labels, requests.agreed = passes.summed_loss(batch, requests.stop)
+                if requests.agreed:
+                    return None
+                total, count = total + summed, count + labels
+        return total / max(count, 1)

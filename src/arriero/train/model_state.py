@@ -1,0 +1,169 @@
+"""The weights of a model on this rank: parameters, master weights, names in checkpoints and tied copies.
+
+Checkpointing, export, evaluation and the optimizer reach the weights through a `ModelState`. It needs no
+optimizer. Where the shards of its tensors lie is known to `arriero.parallel.dtensor`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from arriero.checkpoint.lazily import OneByOne
+from arriero.errors import UserError, nearest
+from arriero.model.init import plain_name
+from arriero.model.language_model import LanguageModel
+from arriero.parallel.dtensor import from_local, local_part, redistribute_like, shard_index
+from arriero.train.optim.rounding import Noise, merge_fp32, split_fp32, store, third_half, to_bf16
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter and its master weight: the value that the optimizer updates and checkpoints store.
+
+    `name` is the parameter's name in checkpoints. A bf16 parameter may be the upper half of an fp32 master
+    weight; `low` then holds the lower 16 bits. Beside an fp16 parameter, `master` is the whole fp32 weight.
+    A bf16 parameter with neither is its own master weight and is updated with stochastic rounding.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    low: Tensor | None = None
+    master: Tensor | None = None
+
+    @property
+    def local(self) -> Tensor:
+        return local_part(self.parameter)
+
+    @property
+    def has_master(self) -> bool:
+        return self.low is not None or self.master is not None
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether updates need stochastic rounding."""
+        return self.parameter.dtype != torch.float32 and not self.has_master
+
+    def noise_key(self, noise: Noise) -> Tensor:
+        return noise.key(self.name, shard_index(self.parameter))
+
+    def noise_bits(self, noise: Noise, step: int) -> Tensor:
+        return noise.bits(step, self.name, shard_index(self.parameter), self.local.numel())
+
+    def values(self) -> Tensor:
+        """Return the local fp32 values; those of an fp32 parameter are not copied."""
+        if self.low is not None:
+            return merge_fp32(self.local, self.low)
+        return (self.local if self.master is None else self.master).float()
+
+    def write(self, values: Tensor, bits: Tensor | None = None, accepted: Tensor | None = None) -> None:
+        """Store new local fp32 values; without random bits they are rounded to nearest."""
+        if self.low is not None:
+            upper, lower = split_fp32(values.contiguous())
+            store(self.low, lower, accepted)
+            values = upper
+        elif self.master is not None:
+            store(self.master, values, accepted)
+        elif bits is not None and self.is_rounded:
+            values = to_bf16(values.flatten(), third_half(bits))
+        local = self.local
+        store(local, values.view(local.shape).to(local.dtype), accepted)
+
+    @torch.no_grad()
+    def tensor(self) -> Tensor:
+        """Return the master weight, placed as the parameter is."""
+        return from_local(self.values(), self.parameter) if self.has_master else self.parameter.detach()
+
+    @torch.no_grad()
+    def load(self, tensor: Tensor) -> None:
+        self.write(local_part(redistribute_like(tensor, self.parameter)).to(self.local.device, torch.float32))
+
+
+class ModelState:
+    """This rank's parameters by name, trainable and frozen.
+
+    `parts` are the pipeline stages on this rank: one, the whole model, without a pipeline. With
+    `compute_dtype`, the fp32 parameters are cast to it in place, and what the cast loses is kept beside them
+    as master weights. `tied` maps a parameter that repeats another one (the head of a tied model, on the last
+    pipeline stage) to the name under which checkpoints hold both.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        parts: Sequence[LanguageModel] = (),
+        compute_dtype: torch.dtype | None = None,
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
+        self.parts, self.tied = parts, tied or {}
+        self.weights = {
+            name: _with_master(self.tied.get(name, name), parameter, compute_dtype)
+            for name, parameter in parameters.items()
+        }
+
+    @staticmethod
+    def of(
+        parts: Sequence[LanguageModel],
+        compute_dtype: torch.dtype | None = None,
+        tied: Mapping[str, str] | None = None,
+    ) -> "ModelState":
+        return ModelState(named_parameters(parts), parts=parts, compute_dtype=compute_dtype, tied=tied)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the weights: the CPU if they are offloaded."""
+        return next(iter(self.weights.values())).local.device
+
+    @property
+    def trainable(self) -> dict[str, Weight]:
+        """Return the weights that an optimizer updates, by parameter name; tied copies are among them."""
+        return {name: weight for name, weight in self.weights.items() if weight.parameter.requires_grad}
+
+    def freeze(self, patterns: Iterable[str]) -> None:
+        """Exclude the weights whose names in checkpoints match a pattern from training."""
+        for weight in self.weights.values():
+            if any(fnmatchcase(weight.name, pattern) for pattern in patterns):
+                weight.parameter.requires_grad_(False)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return all master weights by their names in checkpoints; each is assembled when it is read."""
+        return OneByOne({weight.name: weight.tensor for weight in self.weights.values()})
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        """Overwrite a weight and its tied copies, low bits of the master weight included."""
+        for weight in self.weights.values():
+            if weight.name == name:
+                weight.load(tensor)
+
+
+def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the parameters of all parts by their names in the whole model."""
+    return {plain_name(name): p for part in parts for name, p in part.named_parameters()}
+
+
+def require_match(key: str, pattern: str, names: Iterable[str]) -> None:
+    """Reject a name pattern of the run file that matches no parameter."""
+    names = list(names)
+    if not any(fnmatchcase(name, pattern) for name in names):
+        raise UserError(
+            f"{key}: '{pattern}' matches no parameter",
+            f"names look like '{nearest(pattern, names) or names[0]}'; '*' stands for anything",
+        )
+
+
+def _with_master(name: str, parameter: nn.Parameter, dtype: torch.dtype | None) -> Weight:
+    if dtype is None:
+        return Weight(name, parameter)
+    low = master = None
+    exact = local_part(parameter).contiguous()
+    if dtype == torch.bfloat16:
+        cast, low = split_fp32(exact)
+    else:
+        cast, master = exact.to(dtype), exact.clone()
+    # assigning to `parameter.data` does not reach the local part of a DTensor
+    new = nn.Parameter(from_local(cast, parameter.detach()), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, new)
+    return Weight(name, parameter, low, master)
