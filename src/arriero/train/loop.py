@@ -117,6 +117,8 @@ def _measured(
     never = outcome.steps == session.total_steps and taken == 0
     if in_a_row > session.config.optim.max_skips or never:
         session.record.hooks.on_metrics(session, StepMetrics(**line))
+        # the message names the newest checkpoint, which may still be on its way to the disk
+        session.record.saver.wait(session)
         raise UserError(*_too_many_skips(session, outcome.steps, int(in_a_row)))
     return line
 
