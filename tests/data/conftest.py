@@ -8,7 +8,7 @@ from arriero.data.prepare.builtin import prepare_builtin
 from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import ShardWriter, dtype_for
 from arriero.data.store.store import TokenStore
-from arriero.data.text.sources import stdlib_documents
+from arriero.data.text.builtin import stdlib_documents
 from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN
 from arriero.data.tokens.tokenizer import train_tokenizer
 

@@ -12,7 +12,7 @@ from arriero.config.load import load_run
 from arriero.data.prepare import prepare as preparing
 from arriero.data.prepare.builtin import dataset_of, prepare_builtin
 from arriero.data.store.store import TokenStore
-from arriero.data.text.sources import stdlib_documents
+from arriero.data.text.builtin import stdlib_documents
 from arriero.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from arriero.errors import UserError
 from arriero.model.presets import expand

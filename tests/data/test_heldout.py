@@ -66,7 +66,8 @@ def test_rows_of_whole_documents_are_packed_from_the_moved_ones(unshuffled, tmp_
     for part, span in enumerate(split_heldout(store, 150)):
         request = Packing("bestfit").request(TokenSource(store, span), 20)
         plan = make_plan(tmp_path / "plans", request, 2 - part, no_progress)
-        found = [store.read(int(start), int(slots)).tolist() for start, slots, _ in plan.pieces]
+        segments = [segment for row in range(plan.rows) for segment in plan.segments(row)]
+        found = [store.read(int(start), int(slots)).tolist() for start, slots, _ in segments]
         assert sorted(found) == sorted(documents(store, span))
         assert all(each in whole for each in found)
 

@@ -1,13 +1,15 @@
 """Which files are read and as what, how many records may be bad, and where the output may lie."""
 
 import json
+import shlex
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from arriero.data.prepare import prepare as preparing
-from arriero.data.prepare.planning import PrepareRequest
+from arriero.data.prepare.builtin import dataset_of
+from arriero.data.prepare.planning import PrepareRequest, begin_or_resume
 from arriero.data.prepare.prepare import PrepareWatcher, prepare
 from arriero.data.store.store import TokenStore
 from arriero.data.text import readers
@@ -262,3 +264,36 @@ def test_a_negative_seed_and_an_endless_vocabulary_are_refused(tmp_path, tokeniz
         done = arriero("data", *command)
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_named_files_that_the_patterns_exclude_are_listed(tmp_path, tokenizer_file, command):
+    for name in ("a.jsonl", "b.json", "c.json"):
+        write_jsonl(tmp_path / name, ["text"])
+    done = command(
+        *("data", "prepare", "a.jsonl", "b.json", "c.json", "--include", "*.jsonl"),
+        *("-o", "set", "--tokenizer", tokenizer_file),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 named files" in done.stdout
+    assert "by your patterns: b.json, c.json" in done.stdout
+
+
+def test_a_cache_inside_a_source_is_named(tmp_path, tokenizer_file):
+    write_jsonl(tmp_path / "in" / "a.jsonl", ["text"])
+    with pytest.raises(UserError, match=r"data\.cache .*in/cache lies in the source .*set data\.cache"):
+        dataset_of(str(tmp_path / "in"), str(tokenizer_file), None, tmp_path / "in" / "cache")
+
+
+def test_an_unfinished_dataset_is_answered_with_the_command_that_finishes_it(
+    tmp_path, tokenizer_file, command
+):
+    source = write_jsonl(tmp_path / "my text" / "a.jsonl", ["text"])
+    begin_or_resume(PrepareRequest((str(source),), tmp_path / "set", tokenizer_file))
+    with pytest.raises(UserError, match="set is not finished") as caught:
+        dataset_of(str(tmp_path / "set"), None, None, tmp_path / "cache")
+    with pytest.raises(UserError, match="set is not finished"):
+        TokenStore.open(tmp_path / "set")
+    words = shlex.split(caught.value.todo.removeprefix("resume it with "))
+    assert words[:3] == ["arriero", "data", "prepare"]
+    assert command(*words[1:]).returncode == 0
+    assert dataset_of(str(tmp_path / "set"), None, None, tmp_path / "cache") == tmp_path / "set"

@@ -2,9 +2,11 @@
 
 import hashlib
 import itertools
+import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -21,7 +23,15 @@ from arriero.data.order import packing_plan
 from arriero.data.order.loader import IGNORED, Loader
 from arriero.data.order.order import EvalStream, Stream
 from arriero.data.order.packing import Packing, TokenSource
-from arriero.data.order.packing_plan import PackingPlan, PackingRequest, best_fit_decreasing, make_plan
+from arriero.data.order.packing_plan import (
+    SEGMENT,
+    PackingPlan,
+    PackingRequest,
+    best_fit_decreasing,
+    find_plan,
+    make_plan,
+    plan_problems,
+)
 from arriero.data.order.shuffle import split_heldout
 from arriero.data.workers import no_progress
 from arriero.errors import UserError
@@ -69,7 +79,7 @@ def test_whole_documents_predict_each_token_from_the_one_before_once(
     store = make_store([documents[::2], documents[1::2]], vocab_size=10_000)
     packing = Packing(kind, long_docs, tmp_path / "cache")
     if not any(kept):
-        with pytest.raises(UserError, match="gives no sample"):
+        with pytest.raises(UserError, match="has no sample"):
             EvalStream([TokenSource(store)], seq_len, packing)
         return
     stream = EvalStream([TokenSource(store)], seq_len, packing)
@@ -276,9 +286,9 @@ def test_a_prompt_needs_whole_documents_and_room(make_store, tmp_path):
 
 def test_an_empty_source_is_refused_by_name(make_store, tmp_path):
     empty = make_store([[[], []]])
-    with pytest.raises(UserError, match=f"{empty.directory} gives 0 tokens"):
+    with pytest.raises(UserError, match=f"{empty.directory} has 0 tokens"):
         Stream([TokenSource(empty)], 8, 1)
-    with pytest.raises(UserError, match=f"{empty.directory} gives no sample"):
+    with pytest.raises(UserError, match=f"{empty.directory} has no sample"):
         Stream([TokenSource(empty)], 8, 1, Packing("bestfit", cache=tmp_path))
 
 
@@ -312,9 +322,9 @@ def long_tailed(make_store):
 
 
 def content(plan):
-    digest = hashlib.sha256(plan.pieces.tobytes())
-    digest.update(plan.offsets.tobytes())
-    return digest.hexdigest()
+    """Hash the segments and the row offsets: what plans of earlier versions hold too."""
+    size = SEGMENT.itemsize * plan.counts["pieces"] + 8 * (plan.rows + 1)
+    return hashlib.sha256(plan.path.read_bytes()[:size]).hexdigest()
 
 
 OLD_PLANS = {
@@ -345,7 +355,7 @@ def test_a_plan_that_was_interrupted_is_resumed(make_store, tmp_path, monkeypatc
     request = PackingRequest(store, range(store.tokens), "bestfit", "split", 64, 0)
     whole = content(make_plan(tmp_path / "whole", request, 1, no_progress))
     parts = []
-    original = packing_plan._pack_part
+    original = packing_plan.pack_part
 
     def interrupted(*arguments):
         if len(parts) == 4:
@@ -353,12 +363,12 @@ def test_a_plan_that_was_interrupted_is_resumed(make_store, tmp_path, monkeypatc
         parts.append(arguments[-1])
         return original(*arguments)
 
-    monkeypatch.setattr(packing_plan, "_pack_part", interrupted)
+    monkeypatch.setattr(packing_plan, "pack_part", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make_plan(tmp_path / "plans", request, 1, no_progress)
     assert not (tmp_path / "plans" / request.name).exists()
     done, parts[:] = list(parts), []
-    monkeypatch.setattr(packing_plan, "_pack_part", lambda *a: parts.append(a[-1]) or original(*a))
+    monkeypatch.setattr(packing_plan, "pack_part", lambda *a: parts.append(a[-1]) or original(*a))
     assert content(make_plan(tmp_path / "plans", request, 1, no_progress)) == whole
     assert parts and not set(parts) & set(done)
     assert [path.name for path in (tmp_path / "plans").iterdir()] == [request.name]
@@ -422,3 +432,49 @@ def test_a_dataset_of_many_documents_is_packed_ahead(make_store, tmp_path, monke
     finally:
         set_quiet(False)
     assert capsys.readouterr().out == ""
+
+
+@pytest.fixture
+def stored_plan(make_store, tmp_path, monkeypatch):
+    monkeypatch.setattr("arriero.data.order.packing_plan.BLOCK_BYTES", 512)
+    request = Packing("bestfit").request(TokenSource(long_tailed(make_store)), 32)
+    return request, make_plan(tmp_path / "plans", request, 1, no_progress)
+
+
+def test_any_flipped_bit_of_a_plan_is_found_before_it_is_used(stored_plan):
+    request, plan = stored_plan
+    content = plan.path.read_bytes()
+    whole = [plan.segments(row).tolist() for row in range(plan.rows)]
+    rng = np.random.default_rng(1)
+    for at in [0, len(content) - 1, *rng.integers(len(content), size=60).tolist()]:
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << int(rng.integers(8))
+        plan.path.write_bytes(damaged)
+        assert list(plan_problems(plan.path.parent)), at
+        opened = find_plan(plan.path.parent, request)
+        if opened is not None:
+            with pytest.raises(UserError, match="is damaged"):
+                assert [opened.segments(row).tolist() for row in range(opened.rows)] == whole
+    plan.path.write_bytes(content)
+    assert not list(plan_problems(plan.path.parent))
+
+
+def test_a_damaged_plan_is_made_again(stored_plan):
+    request, plan = stored_plan
+    content = plan.path.read_bytes()
+    plan.path.write_bytes(content[:100] + b"?" + content[101:])
+    again = make_plan(plan.path.parent, request, 1, no_progress)
+    assert again.path.read_bytes() == content
+
+
+def test_a_plan_of_an_earlier_version_has_no_checksums_and_is_read(stored_plan):
+    request, plan = stored_plan
+    whole = [plan.segments(row).tolist() for row in range(plan.rows)]
+    size = SEGMENT.itemsize * plan.counts["pieces"] + 8 * (plan.rows + 1)
+    counts = {name: number for name, number in plan.counts.items() if "crc32" not in name}
+    footer = json.dumps(counts).encode()
+    old = plan.path.read_bytes()[:size] + footer + struct.pack("<Q8s", len(footer), b"arrpack1")
+    plan.path.write_bytes(old)
+    found = find_plan(plan.path.parent, request)
+    assert [found.segments(row).tolist() for row in range(plan.rows)] == whole
+    assert not list(plan_problems(plan.path.parent))

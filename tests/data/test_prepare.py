@@ -107,7 +107,6 @@ import os, signal, sys
 from pathlib import Path
 from arriero.data.prepare import planning as preparation
 from arriero.data.prepare import prepare as preparing
-from arriero.data.prepare import prepare as shard_making
 
 left = int(sys.argv[1])
 
@@ -121,7 +120,7 @@ def dying(original):
     return step
 
 os.fsync, Path.replace, Path.mkdir = dying(os.fsync), dying(Path.replace), dying(Path.mkdir)
-shard_making._Gathering._encode = dying(shard_making._Gathering._encode)
+preparing.ShardEncoding.encode = dying(preparing.ShardEncoding.encode)
 preparing.shutil.rmtree = dying(preparing.shutil.rmtree)
 corpus, directory, tokenizer = map(Path, sys.argv[2:])
 preparing.prepare(

@@ -105,7 +105,7 @@ def test_no_tokens_at_all_are_no_dataset(tmp_path, tokenizer_file, write):
 def test_no_text_is_nothing_to_learn_from(tmp_path, arriero):
     only_empty(tmp_path)
     done = arriero("data", "train-tokenizer", "a.jsonl", "-o", "t.json", "--vocab-size", 300)
-    in_one_sentence(done, "there is no text to learn a tokenizer from")
+    in_one_sentence(done, "there is no text to train a tokenizer on")
     assert not (tmp_path / "t.json").exists()
 
 

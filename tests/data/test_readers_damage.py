@@ -45,7 +45,7 @@ def packed(name, content=CONTENT):
 def test_what_lies_before_the_damage_is_kept_and_the_damage_counted_once(tmp_path, name, share):
     whole = packed(name)
     (tmp_path / name).write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(UserError, match="cannot be unpacked to its end") as caught:
+    with pytest.raises(UserError, match="cannot be decompressed to its end") as caught:
         read(tmp_path / name)
     assert "kept" not in str(caught.value)
     texts, bad = read(tmp_path / name, skip=True)
@@ -120,12 +120,12 @@ def test_a_link_to_nothing_is_named_or_counted(tmp_path, named):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "good.txt").write_text("good")
     (tmp_path / "in" / "lost.jsonl").symlink_to(tmp_path / "gone.jsonl")
-    with pytest.raises(UserError, match=r"lost\.jsonl is a link to nothing"):
+    with pytest.raises(UserError, match=r"lost\.jsonl is a broken link"):
         read(tmp_path / "in" / named)
     texts, bad = read(tmp_path / "in" / named, skip=True)
     assert texts == (["good"] if named != "lost.jsonl" else [])
     assert bad.count == 1
-    assert "lost.jsonl is a link to nothing" in bad.examples[0]
+    assert "lost.jsonl is a broken link" in bad.examples[0]
 
 
 def test_two_synthetic_sources_are_refused():

@@ -171,7 +171,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path, name, damage):
     path.write_bytes(
         raw[:middle] if damage == "truncated" else raw[:middle] + b"\0" * 64 + raw[middle + 64 :]
     )
-    with pytest.raises(UserError, match=rf"{name}.*cannot be unpacked to its end|{name}, line"):
+    with pytest.raises(UserError, match=rf"{name}.*cannot be decompressed to its end|{name}, line"):
         read(path)
     bad = BadRecords(skip=True)
     assert set(read(path, bad=bad)) < set(texts)

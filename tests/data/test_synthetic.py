@@ -3,7 +3,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from arriero.data.text.synthetic import MarkovText, markov_text
+from arriero.data.text.builtin import MarkovText, markov_text
 
 
 @pytest.fixture(scope="module")

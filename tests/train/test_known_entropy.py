@@ -1,7 +1,7 @@
 import json
 
 from arriero.data.store.store import TokenStore
-from arriero.data.text.synthetic import markov_text
+from arriero.data.text.builtin import markov_text
 
 RUN = """
 [run]

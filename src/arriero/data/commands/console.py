@@ -11,7 +11,7 @@ from arriero.data.prepare.planning import Preparation, sample_texts
 from arriero.data.prepare.prepare import PrepareWatcher
 from arriero.data.store.store import TokenStore
 from arriero.data.text.readers import BadLimit, BadRecords, check_utf8
-from arriero.data.text.sources import Input, TextSources
+from arriero.data.text.sources import Input, TextSources, names_of
 from arriero.data.tokens.encoders import REFERENCE
 from arriero.data.tokens.llama_tokenizers import LLAMA3_PATTERN
 from arriero.data.tokens.tokenizer import added_by_template, train_tokenizer
@@ -19,6 +19,7 @@ from arriero.ui import LiveBar, escape, facts, make_console
 from arriero.units import counted, human_bytes, human_count, human_time
 
 SHOWN_SOURCES = 10
+FAST_HINT = "[yellow]hint[/]  pip install 'arriero\\[fast]': encoding is then about 20 times faster"
 
 
 class PrepareBar(PrepareWatcher):
@@ -35,6 +36,8 @@ class PrepareBar(PrepareWatcher):
     def planned(self, preparation: Preparation, todo: Sequence[int], workers: int) -> None:
         self._status.stop()
         self._console.print(_decisions(preparation, todo, workers))
+        if preparation.backend.lacks_fast:
+            self._console.print(FAST_HINT)
         self._total = max(1, sum(preparation.shard_bytes(number) for number in todo))
         self._began = time.monotonic()
         self._progress.start("tokenising", self._total)
@@ -129,6 +132,12 @@ def _input_rows(text: TextSources, inputs: Sequence[Input]) -> Iterator[tuple[st
         files = f"{counted(len(some), 'file')}, {human_bytes(sum(each.size for each in some))}"
         how = _HOW.get(kind, kind)
         yield "inputs", files, f"{how}{named}" + (f" ({suffixes}{rest})" if kind == "text" else "")
+    if left_out := text.left_out():
+        yield (
+            "left out",
+            counted(len(left_out), "named file"),
+            f"by your patterns: {names_of(left_out)}",
+        )
 
 
 _RECORDS = ("jsonl", "parquet", "arrow")
@@ -138,7 +147,7 @@ _HOW = {
     "arrow": "Arrow: one document per row",
     "text": "text: one document per file",
     "synthetic": "generated text",
-    "dangling": "links to nothing, left out",
+    "dangling": "broken links, skipped",
 }
 
 

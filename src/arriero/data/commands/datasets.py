@@ -92,6 +92,7 @@ def pack(
             continue
         request = Packing(packing, long_docs).request(TokenSource(store, tokens, prompt=ids), seq_len)
         path, found = folder / request.name, find_plan(folder, request)
+        found = None if found is None or found.problems() else found
         plan = found or _drawn(make_plan, folder, request, workers, console=console)
         filled = plan.counts["tokens"] / max(1, plan.rows * seq_len)
         console.print(
@@ -423,20 +424,23 @@ def verify(
     workers: Annotated[int, typer.Option(min=1, help="Shards checked at once.")] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Check every byte of a dataset: checksums, ids, indexes, counts, ends of documents.
+    """Check every byte of a dataset: checksums, ids, indexes, counts, ends of documents, packing plans.
 
     Exit code 1 and the names of the bad files if anything is wrong.
 
     Example: arriero data verify data/web --workers 8
     """
+    from arriero.data.order.packing_plan import PLANS, plan_problems
     from arriero.data.store.store import TokenStore
-    from arriero.data.store.verify import verify_dataset
+    from arriero.data.store.verify import Problem, verify_dataset
 
     console = make_console(as_json)
     store = TokenStore.open(directory)
     size = store.tokens * store.dtype.itemsize
     with byte_progress(console, f"checking {store.shards} shards", size) as advance:
         found = verify_dataset(store, workers, advance)
+    plans = plan_problems(directory / PLANS)
+    found.problems += [Problem(f"{PLANS}/{name}", what) for name, what in plans]
     if as_json:
         listed = {name: [p._asdict() for p in getattr(found, name)] for name in ("problems", "remarks")}
         valid = {"dataset": str(directory), "valid": not found.problems}

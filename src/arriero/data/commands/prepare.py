@@ -220,23 +220,23 @@ def _prepare_here(request: "PrepareRequest", workers: int) -> None:
 def _prepare_part(request: "PrepareRequest", part: str, workers: int) -> None:
     from arriero.data.commands.console import PrepareBar
     from arriero.data.prepare.planning import load_preparation
-    from arriero.data.prepare.prepare import alone, make_shards, part_of, read_part
+    from arriero.data.prepare.prepare import make_shards, part_of, prepare_lock, read_part
 
     which = read_part(part)
     preparation = load_preparation(request)
-    with PrepareBar() as bar, alone(request.directory, shared=True):
+    with PrepareBar() as bar, prepare_lock(request.directory, shared=True):
         make_shards(preparation, part_of(preparation, which), workers, bar)
 
 
 def _prepare_on_slurm(request: "PrepareRequest", cluster: "Cluster", dry_run: bool) -> None:
     from arriero.data.commands.console import show_submission
     from arriero.data.prepare.planning import draft
-    from arriero.data.prepare.prepare import plan
+    from arriero.data.prepare.prepare import plan_for_slurm
     from arriero.data.prepare.slurm import array_script, finish_script, submit
 
-    preparation = draft(request) if dry_run else plan(request)
+    preparation = draft(request) if dry_run else plan_for_slurm(request)
     tasks = max(1, min(cluster.tasks, len(preparation.unfinished())))
-    command = [sys.executable, "-m", "arriero", *equivalent_command(request)]
+    command = [sys.executable, "-m", "arriero", *request.command()]
     array = array_script(command, cluster, tasks, preparation.work)
     finish = finish_script(command, cluster, preparation.work)
     if dry_run:
@@ -246,28 +246,3 @@ def _prepare_on_slurm(request: "PrepareRequest", cluster: "Cluster", dry_run: bo
     for path, script in zip(paths, (array, finish), strict=True):
         path.write_text(script)
     show_submission(preparation, tasks, submit(*paths))
-
-
-def equivalent_command(request: "PrepareRequest") -> list[str]:
-    """The command line that asks for this, with paths that hold in any working directory."""
-    from arriero.data.text.sources import absolute
-
-    words = ["data", "prepare", *(absolute(source) for source in request.sources)]
-    words += ["-o", str(request.directory.absolute()), "--tokenizer", str(request.tokenizer.absolute())]
-    columns = [*([request.column] if request.column else []), *request.columns]
-    for column in columns:
-        words += ["--column", column if isinstance(column, str) else f"{absolute(column[0])}={column[1]}"]
-    for option, patterns in (("--include", request.select.include), ("--exclude", request.select.exclude)):
-        for pattern in patterns:
-            words += [option, pattern]
-    words += ["--as", request.select.read_as, "--bos", request.bos, "--eos", request.eos]
-    words += [
-        "--encoder",
-        request.encoder,
-        "--seed",
-        str(request.seed),
-        "--shard-size",
-        f"{request.shard_bytes}B",
-    ]
-    words += ["--skip-bad", "--max-bad", request.max_bad] if request.skip_bad else []
-    return words + (["--literal-eos"] if request.literal_eos else [])

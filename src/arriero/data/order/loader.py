@@ -43,7 +43,7 @@ class Rows:
         if self._stream.packing.kind != "none":
             return self._stream.seq_len_at(first_sample)
         rows = zip(*(column.tolist() for column in located), strict=True)
-        return max((int(self._pieces(s, i)["slots"][0]) for s, _, i in rows), default=1)
+        return max((int(self._segments(s, i)["slots"][0]) for s, _, i in rows), default=1)
 
     def fill(
         self, first_sample: int, located: Located, tokens_BT: np.ndarray, labels_BT: np.ndarray
@@ -56,7 +56,7 @@ class Rows:
             if isinstance(cut, Windows):
                 marks, filled = self._fill_window(source, cut.parts(index), tokens_T, labels_T)
             else:
-                marks, filled = self._fill_pieces(source, cut.pieces(index), tokens_T, labels_T)
+                marks, filled = self._fill_segments(source, cut.segments(index), tokens_T, labels_T)
             begins.append(marks)
             real += filled
         rows = len(located.source)
@@ -75,10 +75,10 @@ class Rows:
                 documents_T[begin:end] = document
                 positions_T[begin:end] = self._count[: end - begin]
 
-    def _pieces(self, source: int, index: int) -> np.ndarray:
+    def _segments(self, source: int, index: int) -> np.ndarray:
         cut = self._stream.cuts[source]
         assert isinstance(cut, PlannedRows)
-        return cut.pieces(index)
+        return cut.segments(index)
 
     def _fill_window(
         self, source: int, parts: list[tuple[int, int]], tokens_T: np.ndarray, labels_T: np.ndarray
@@ -106,14 +106,14 @@ class Rows:
         labels_T[begins - 1] = IGNORED
         return begins[:-1] if len(begins) and begins[-1] == len(labels_T) else begins
 
-    def _fill_pieces(
-        self, number: int, pieces: np.ndarray, tokens_T: np.ndarray, labels_T: np.ndarray
+    def _fill_segments(
+        self, number: int, segments: np.ndarray, tokens_T: np.ndarray, labels_T: np.ndarray
     ) -> tuple[np.ndarray, int]:
         source = self._stream.sources[number]
         row = self._row[source.store.dtype]
         prompt = len(source.prompt)
         begin = 0
-        for start, slots, flags in pieces.tolist():
+        for start, slots, flags in segments.tolist():
             first = begin
             if prompt and flags & BEGINS:
                 first += prompt
@@ -126,24 +126,26 @@ class Rows:
         tokens_T[begin:] = self.padding_id
         labels_T[: begin - 1 + goes_on] = row[1 : begin + goes_on]
         labels_T[begin - 1 + goes_on :] = IGNORED
-        ends = pieces["slots"].cumsum()
-        self._ignore_labels(number, pieces, ends, labels_T)
+        ends = segments["slots"].cumsum()
+        self._ignore_labels(number, segments, ends, labels_T)
         return (ends if begin < len(tokens_T) else ends[:-1]), begin
 
-    def _ignore_labels(self, number: int, pieces: np.ndarray, ends: np.ndarray, labels_T: np.ndarray) -> None:
+    def _ignore_labels(
+        self, number: int, segments: np.ndarray, ends: np.ndarray, labels_T: np.ndarray
+    ) -> None:
         """Across the edge of a document, inside prompts, and where the dataset says so."""
         prompt = len(self._stream.sources[number].prompt)
-        begins_here = (pieces["flags"] & BEGINS).astype(bool)
+        begins_here = (segments["flags"] & BEGINS).astype(bool)
         edges = ends[:-1] if self._mask or prompt else ends[:-1][~begins_here[1:]]
         labels_T[edges - 1] = IGNORED
-        first = ends - pieces["slots"] + prompt * begins_here
+        first = ends - segments["slots"] + prompt * begins_here
         if prompt:
             for end in first[begins_here].tolist():
                 labels_T[end - prompt : end - 1] = IGNORED
         if learnt := self._learnt(number):
-            counts = ends - first + (pieces["flags"] & CONTINUES > 0)
+            counts = ends - first + (segments["flags"] & CONTINUES > 0)
             for start, at, count in zip(
-                pieces["start"].tolist(), first.tolist(), counts.tolist(), strict=True
+                segments["start"].tolist(), first.tolist(), counts.tolist(), strict=True
             ):
                 skipped = np.flatnonzero(~learnt.read(int(start), int(count))) + at - 1
                 labels_T[skipped[skipped >= 0]] = IGNORED

@@ -1,12 +1,11 @@
-"""Which sample of which source is sample g of a run: a pure function of (seed, sources, weights, packing).
+"""The order of a run's samples: a pure function of (seed, sources, weights, packing).
 
-`pack.py` cuts each source into the samples of one epoch, `reading.py` orders them: a source finishes one
-epoch before it begins the next. Sources are mixed in blocks of 8,192 samples (`mixture.py`). Weights are
-shares of tokens: where samples differ in length, a source's share of samples is its weight divided by the
-mean tokens of its samples, so that its share of tokens is right over its epochs. A later phase with other
-sources or weights begins at its first sample with a fresh block; the past stays as it was, and a source that
-is used again continues where it stood. A change that moves a sample needs a new ORDER_VERSION; a run
-keeps the version it began with.
+`packing.py` cuts each source into the samples of one epoch and orders them: a source finishes one epoch
+before it begins the next. Sources are mixed in blocks of 8,192 samples (`shuffle.py`). Weights are shares of
+tokens: where samples differ in length, a source's share of samples is its weight divided by the mean tokens
+of its samples. A phase with other sources or weights begins a new block at its first sample; earlier samples
+do not change, and a source that is used again continues where it stopped. A change that moves a sample needs
+a new ORDER_VERSION; a run keeps the version it began with.
 """
 
 from bisect import bisect_left
@@ -29,7 +28,7 @@ _MIXTURES = {1: FixedQuotas, 2: Shares}
 
 
 class Located(NamedTuple):
-    """Per sample: which source, its epoch of that source, and which sample of that epoch."""
+    """Per sample: the source, the epoch of that source, and the number of the sample in the epoch."""
 
     source: np.ndarray
     epoch: np.ndarray
@@ -37,7 +36,7 @@ class Located(NamedTuple):
 
 
 class Change(NamedTuple):
-    """From `first_sample` on another mixture, another sequence length, or both; None keeps what was."""
+    """A new mixture, sequence length or both from `first_sample` on; None keeps the old value."""
 
     first_sample: int
     sources: Sequence[TokenSource] | None = None
@@ -54,8 +53,8 @@ class _Phase:
     drawn_before: np.ndarray
 
 
-class _Cut:
-    """Sources, checked and cut into samples."""
+class _SampleSource:
+    """Checked sources that are cut into samples; the base of both streams."""
 
     def __init__(self, sources: Sequence[TokenSource], seq_len: int, packing: Packing) -> None:
         if seq_len < 1:
@@ -79,7 +78,7 @@ class _Cut:
         return self.seq_len
 
     def cut_of(self, sample: int, source: int, epoch: int) -> Windows | PlannedRows:
-        """What the index of a located sample counts."""
+        """Return the samples that the index of a located sample counts."""
         return self.cuts[source]
 
     @property
@@ -91,7 +90,7 @@ class _Cut:
         raise NotImplementedError
 
 
-class Stream(_Cut):
+class Stream(_SampleSource):
     """The endless, shuffled order of training samples. `cuts` are epochs of the first sequence length."""
 
     samples: int | None = None
@@ -138,7 +137,7 @@ class Stream(_Cut):
         return self.identity_until(None)
 
     def identity_until(self, sample: int | None) -> dict[str, Any]:
-        """What decides the samples before `sample`: phases and sources that come later do not."""
+        """Return what decides the samples before `sample`, without later phases and their sources."""
         recorded = [[phase.first_sample, list(phase.shares.recorded)] for phase in self.phases]
         shares = "weights" if self.version > 1 else "quotas"
         identity = {
@@ -174,18 +173,18 @@ class Stream(_Cut):
         return Located(source, epoch, index)
 
     def drawn(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples come from each source."""
+        """Return how many of the first `samples` samples come from each source."""
         phase = self.phases[int(np.searchsorted(self._first_samples, samples, side="right")) - 1]
         return phase.drawn_before + self._drawn_in(phase, samples - phase.first_sample)
 
     def sample_of_draw(self, source: int, draw: int, end: int) -> int | None:
-        """The sample that is the source's draw number `draw` (from 0), if it comes before `end`."""
+        """Return the sample that is draw number `draw` of a source, or None if it is not before `end`."""
         if self.drawn(end)[source] <= draw:
             return None
         return bisect_left(range(end + 1), draw + 1, key=lambda g: int(self.drawn(g)[source])) - 1
 
     def first_beyond_cap(self, end: int) -> tuple[int, int] | None:
-        """(sample, source) of the first sample before `end` that a source's cap on repetition forbids."""
+        """Return (sample, source) of the first sample before `end` that exceeds a source's max_epochs."""
         capped = [(i, limit) for i, limit in enumerate(self._limits) if limit is not None]
         found = [(self.sample_of_draw(i, limit, end), i) for i, limit in capped]
         return min(((g, i) for g, i in found if g is not None), default=None)
@@ -253,7 +252,7 @@ class Stream(_Cut):
         return source, local + phase.drawn_before[source]
 
     def _lay_out_block(self, phase: _Phase, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Per offset in the block: the source drawn, and how many of that source the block drew before."""
+        """Return per offset in the block the source, and how often the block drew it before."""
         ticket = permute(np.arange(BLOCK), BLOCK, block_keys(phase.key, np.array([block])))
         quotas = phase.shares.after(block + 1) - phase.shares.after(block)
         drawn = np.searchsorted(np.cumsum(quotas), ticket, side="right")
@@ -263,8 +262,8 @@ class Stream(_Cut):
         return drawn, rank
 
 
-class EvalStream(_Cut):
-    """Every sample of the sources once, in plain order."""
+class EvalStream(_SampleSource):
+    """Every sample of the sources once, in the order of the dataset."""
 
     def __init__(self, sources: Sequence[TokenSource], seq_len: int, packing: Packing = CONCAT) -> None:
         super().__init__(sources, seq_len, packing)
@@ -288,7 +287,7 @@ class EvalStream(_Cut):
 
 
 def trimmed(identity: dict[str, Any], sample: int | None) -> dict[str, Any]:
-    """A stream's identity without the phases that begin at `sample` or later, and without their sources."""
+    """Remove the phases that begin at `sample` or later, and their sources, from a stream's identity."""
     shares = "weights" if "weights" in identity else "quotas"
     kept = dict(identity)
     for key in ("later", "lengths"):

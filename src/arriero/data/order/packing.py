@@ -1,12 +1,12 @@
-"""How a source is cut into samples. Each packing numbers the samples of one epoch from 0.
+"""Cut a source into samples (packing) and order the samples of all its epochs.
 
 `concat`: windows over the token stream. A source of N tokens gives (N - 1) // seq_len windows. Window w takes
-seq_len tokens from w * seq_len on, and its labels are the same tokens one further, so neighbours share one
+seq_len tokens from w * seq_len on, and its labels are the same tokens shifted by one, so neighbours share one
 token: the last label of one is the first input of the next. In one epoch every token of the source is
 predicted exactly once, except its first and the `unused` ones at its end that do not fill a window.
 
-`bestfit`: rows of whole documents, filled by best fit. `none`: one document a row, padded to the longest of
-its batch. In both a document longer than a row is split, truncated or dropped; what that costs is counted.
+`bestfit`: rows of whole documents, filled by best fit. `none`: one document per row, padded to the longest of
+its batch. In both a document longer than a row is split, truncated or dropped, and the loss is counted.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from arriero.data.order.packing_plan import PackingPlan, PackingRequest, check_planning_size, open_plan
-from arriero.data.order.shuffle import Shuffle, block_keys, joined, key_of
+from arriero.data.order.shuffle import Shuffle, block_keys, key_of, merge_intervals
 from arriero.data.store.store import TokenStore
 from arriero.data.workers import ProgressCallback, no_progress
 from arriero.errors import UserError
@@ -27,7 +27,7 @@ from arriero.errors import UserError
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Tokens [span.start, span.stop) of a prepared dataset; the whole of it unless a span is given."""
+    """Tokens [span.start, span.stop) of a prepared dataset, by default all, and their mixture weight."""
 
     store: TokenStore
     span: range | None = None
@@ -50,9 +50,9 @@ class TokenSource:
 
 
 class Windows:
-    """Windows over `runs` of the source, intervals (first, end) of positions of inputs; all of it by default.
+    """Windows over `runs` of the source: intervals (first, end) of input positions, by default the whole.
 
-    The label of an input is the token after it in the source, also where a run ends.
+    The label of an input is the token after it in the source, also at the end of a run.
     """
 
     def __init__(self, source: TokenSource, seq_len: int, runs: np.ndarray | None = None) -> None:
@@ -64,8 +64,8 @@ class Windows:
             )
         if len(span) < seq_len + 1:
             raise UserError(
-                f"{source.name} gives {len(span)} tokens, one sequence of {seq_len} needs {seq_len + 1}",
-                "use a shorter sequence or more text; of held-out text, hold out more",
+                f"{source.name} has {len(span)} tokens, one sequence of {seq_len} needs {seq_len + 1}",
+                "use a shorter sequence or more text; for held-out text, hold out more",
             )
         self._source, self._seq_len = source, seq_len
         self._runs = np.array([[span.start, span.stop - 1]]) if runs is None else runs
@@ -79,12 +79,12 @@ class Windows:
         return int(self.positions(np.array([sample * self._seq_len]))[0])
 
     def positions(self, inputs: np.ndarray) -> np.ndarray:
-        """Where in the source the inputs with these numbers are."""
+        """Return the positions in the source of the inputs with these numbers."""
         run = self._ends.searchsorted(inputs, side="right")
         return inputs - self._ends[run] + self._runs[run, 1]
 
     def parts(self, sample: int) -> list[tuple[int, int]]:
-        """(position, tokens) of the stretches of text that make up a sample; one, unless runs are short."""
+        """Return (position, tokens) of the parts of a sample: one part, unless it spans several runs."""
         begin, end = sample * self._seq_len, (sample + 1) * self._seq_len
         if len(self._runs) == 1:
             return [(int(self._runs[0, 0]) + begin, self._seq_len)]
@@ -96,17 +96,16 @@ class Windows:
             begin, run = stop, run + 1
         return parts
 
-    def without(self, unread: np.ndarray, seq_len: int) -> "Windows":
-        """The inputs of the `unread` samples, intervals (first, end), and the unused ones at the end, in
-        windows of another length."""
+    def rewindow(self, unread: np.ndarray, seq_len: int) -> "Windows":
+        """Cut the inputs of the `unread` samples (intervals) and the unused inputs into another length."""
         tail = np.array([[self.tokens, self.inputs]])
-        left = joined(np.concatenate((unread * self._seq_len, tail)))
+        left = merge_intervals(np.concatenate((unread * self._seq_len, tail)))
         edges = np.unique(np.concatenate((left.ravel(), self._ends)))
         begins, ends = edges[:-1], edges[1:]
         inside = left[:, 0].searchsorted(begins, side="right") - 1
         kept = (inside >= 0) & (begins < left[inside, 1])
         first = self.positions(begins[kept])
-        runs = joined(np.stack((first, first + ends[kept] - begins[kept]), axis=1))
+        runs = merge_intervals(np.stack((first, first + ends[kept] - begins[kept]), axis=1))
         return Windows(self._source, seq_len, runs)
 
     @property
@@ -115,12 +114,12 @@ class Windows:
 
 
 class PlannedRows:
-    """Rows that a plan file lists piece by piece."""
+    """Rows of document segments, listed by a packing plan."""
 
     def __init__(self, source: TokenSource, seq_len: int, plan: PackingPlan, packing: "Packing") -> None:
         if plan.rows == 0:
             raise UserError(
-                f"{source.name} gives no sample of at most {seq_len} tokens",
+                f"{source.name} has no sample of at most {seq_len} tokens",
                 "use a longer sequence, set data.long_docs = 'split', or remove the source",
             )
         self._plan, self._packing = plan, packing
@@ -128,9 +127,8 @@ class PlannedRows:
         self.tokens: int = plan.counts["tokens"]
         self.slots = plan.rows * seq_len
 
-    def pieces(self, sample: int) -> np.ndarray:
-        begin, end = self._plan.offsets[sample : sample + 2].tolist()
-        return self._plan.pieces[begin:end]
+    def segments(self, sample: int) -> np.ndarray:
+        return self._plan.segments(sample)
 
     @property
     def remarks(self) -> list[str]:
@@ -145,7 +143,7 @@ class PlannedRows:
 
 @dataclass(frozen=True)
 class Packing:
-    """How to cut every source of a stream. `cache` is where plans are kept."""
+    """How to cut every source of a stream; packing plans are stored in `cache`."""
 
     kind: str = "concat"
     long_docs: str = "split"
@@ -154,7 +152,7 @@ class Packing:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Nothing for `concat`, whose fingerprints are older than the other packings."""
+        """Identify the packing in fingerprints; `concat` is empty, since its fingerprints came first."""
         return {} if self.kind == "concat" else {"packing": self.kind, "long_docs": self.long_docs}
 
     def cut(self, source: TokenSource, seq_len: int) -> Windows | PlannedRows:
@@ -168,7 +166,7 @@ class Packing:
             check_planning_size(self.cache, [self.request(source, seq_len) for source in sources])
 
     def request(self, source: TokenSource, seq_len: int) -> PackingRequest:
-        """What a plan of this packing is asked for."""
+        """Return the request for the packing plan of a source."""
         prompt = len(source.prompt)
         if prompt >= seq_len:
             raise UserError(
@@ -187,7 +185,7 @@ GROUP_CHUNKS = 2**10
 
 @dataclass(frozen=True)
 class _Leg:
-    """Draws from `first` on, with one sequence length: first the rest of an epoch, then whole epochs."""
+    """The draws from `first` on of one sequence length: the rest of an epoch, then whole epochs."""
 
     first: int
     seq_len: int
@@ -201,6 +199,12 @@ class _Leg:
 
 
 class SourceOrder:
+    """The order in which one source is read, its samples numbered from 0 over all phases ("draws").
+
+    An epoch is a shuffle of the source's samples. Where the sequence length changes inside an epoch, its
+    unread tokens are cut into samples of the new length first, so that none is lost or repeated.
+    """
+
     def __init__(self, source: TokenSource, seq_len: int, seed: int, packing: Packing, chunked: bool) -> None:
         self._source, self._packing, self._chunked = source, packing, chunked
         self._seed = seed
@@ -213,7 +217,7 @@ class SourceOrder:
         return self.legs[0].whole
 
     def change_length(self, draw: int, seq_len: int) -> None:
-        """From `draw` on samples have another length."""
+        """Change the sequence length from `draw` on."""
         if self._packing.kind != "concat":
             raise UserError(
                 f"data.packing '{self._packing.kind}' cannot change the sequence length inside a run: its "
@@ -228,13 +232,13 @@ class SourceOrder:
             cut = leg.rest if rest else leg.whole
             assert isinstance(cut, Windows)
             rows = self._shuffle(cut, leg.seq_len).rest(place, self._epoch_key(leg, epoch, rest))
-            unread = cut.without(rows, seq_len)
+            unread = cut.rewindow(rows, seq_len)
             if not unread.count:
                 unread, epoch = None, epoch + 1
         self.legs.append(_Leg(draw, seq_len, epoch, whole, unread))
 
     def locate(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Epoch and index of each draw; which cut the index belongs to, `cut` says."""
+        """Return the epoch and the index of each draw; `cut` returns what the index counts."""
         epoch, index = np.empty_like(draws), np.empty_like(draws)
         number = np.searchsorted([leg.first for leg in self.legs], draws, side="right") - 1
         for k in np.unique(number):
@@ -256,12 +260,12 @@ class SourceOrder:
         return epoch, index
 
     def cut(self, lengths: int, epoch: int) -> Windows | PlannedRows:
-        """What an index of this epoch counts, after so many changes of the sequence length."""
+        """Return the samples that an index of this epoch counts, after `lengths` changes of the length."""
         leg = self.legs[lengths]
         return leg.rest if leg.rest is not None and epoch == leg.epoch else leg.whole
 
     def tokens(self, draws: int) -> Fraction:
-        """Tokens of the first `draws` draws; for packings with samples of several lengths, on average."""
+        """Return the tokens of the first `draws` draws; the mean where samples differ in length."""
         ends = [*(leg.first for leg in self.legs[1:]), draws]
         total = Fraction(0)
         for leg, end in zip(self.legs, ends, strict=True):
@@ -273,8 +277,7 @@ class SourceOrder:
         return float(self.tokens(draws) / self.whole.tokens)
 
     def tokens_of_epoch(self, epoch: int) -> int:
-        """What a finished epoch has read, in windows of one or several lengths; a multiple of all of them is
-        left unread only where it fills no sample."""
+        """Return the tokens that a finished epoch has read, in windows of one or several lengths."""
         total = 0
         for leg, after in zip(self.legs, [*self.legs[1:], None], strict=True):
             whole_epochs = epoch - leg.epoch - (leg.rest is not None)
@@ -287,7 +290,7 @@ class SourceOrder:
         return total
 
     def epochs_before(self, draw: int) -> tuple[int, bool]:
-        """Whole epochs that were read before a draw, and whether another has begun."""
+        """Return the whole epochs read before a draw, and whether another has begun."""
         leg = self._leg(draw)
         epoch, place, rest = self._state(leg, draw)
         return epoch, bool(place) or rest
@@ -296,7 +299,7 @@ class SourceOrder:
         return [leg for leg in self.legs if leg.first <= draw][-1]
 
     def draws_within(self, epochs: float) -> int:
-        """The most draws that read at most so many epochs."""
+        """Return the largest number of draws that read at most `epochs` epochs."""
         left = floor(Fraction(epochs) * self.whole.count) * Fraction(self.whole.tokens, self.whole.count)
         for leg, after in zip(self.legs, [*self.legs[1:], None], strict=True):
             mean = Fraction(leg.whole.tokens, leg.whole.count)
@@ -316,7 +319,7 @@ class SourceOrder:
         raise AssertionError
 
     def _state(self, leg: _Leg, draw: int) -> tuple[int, int, bool]:
-        """Epoch, place in its order, and whether that is the rest of an epoch, before draw number `draw`."""
+        """Return the epoch of a draw, its place in the order, and whether it is in the rest of an epoch."""
         local = draw - leg.first
         if local < leg.rest_count:
             return leg.epoch, local, True

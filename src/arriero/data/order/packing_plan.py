@@ -1,9 +1,9 @@
-"""The plan of a packing that keeps documents whole: which pieces of which documents make up each row.
+"""Packing plans: which segments of which documents make up each row of 'bestfit' and 'none'.
 
-A plan is built once and kept as one file, memory-mapped: the pieces (record: position of the first token,
-slots taken, flags), then for each row the number of its first piece, then what was counted, as JSON. Pieces
-are packed in groups of equal size, each by itself, so that any number of processes can share the work, it can
-be resumed, and memory stays bounded.
+A plan is built once and stored as one file, which is memory-mapped: the segments (position of the first
+token, slots, flags), for each row the number of its first segment, a checksum of every block of these bytes,
+then the counts as JSON. Segments are packed in groups of equal size, each group by itself, so that any number
+of processes can share the work, it can be resumed, and memory stays bounded.
 """
 
 import io
@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import struct
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
@@ -32,18 +33,23 @@ GROUP = 2**18
 GROUPS_AT_ONCE = 16
 UNIT = 2**16
 UNITS_AT_ONCE = 16
+BLOCK_BYTES = 2**20
 MOST_PLANNED = 50_000_000
-PIECE = np.dtype([("start", "<i8"), ("slots", "<i4"), ("flags", "<i4")])
-BEGINS, CONTINUES = 1, 2
+SEGMENT = np.dtype([("start", "<i8"), ("slots", "<i4"), ("flags", "<i4")])
+BEGINS, CONTINUES = 1, 2  # flags: the segment begins its document; the document continues in another row
 _TAIL = struct.Struct("<Q8s")
 _MAGIC = b"arrpack1"
 _COUNTED = ("documents", "long_documents", "lost_tokens")
 
 
 class PackingPlan:
-    """A plan file, open. Row i is pieces[offsets[i]:offsets[i + 1]]."""
+    """An open plan file. A block of it is compared with its checksum when it is first read.
+
+    Plans of earlier versions have no checksums and are read without them.
+    """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         size = path.stat().st_size
         if size < _TAIL.size:
             raise ValueError("not a plan")
@@ -54,18 +60,66 @@ class PackingPlan:
                 raise ValueError("not a plan")
             file.seek(size - _TAIL.size - length)
             self.counts: dict[str, Any] = json.loads(file.read(length))
-        rows, pieces = self.counts["rows"], self.counts["pieces"]
-        if size != pieces * PIECE.itemsize + 8 * (rows + 1) + length + _TAIL.size:
-            raise ValueError("of another size than it says")
-        self.rows: int = rows
-        content = np.memmap(path, np.uint8, "r").view(np.ndarray)
-        end = pieces * PIECE.itemsize
-        self.pieces = content[:end].view(PIECE)
-        self.offsets = content[end : end + 8 * (rows + 1)].view("<i8")
+        checksum = self.counts.pop("crc32", None)
+        if checksum not in (None, zlib.crc32(_dumped(self.counts))) or (
+            checksum is None and "blocks_crc32" in self.counts
+        ):
+            raise ValueError("its counts differ from their checksum")
+        self.rows: int = self.counts["rows"]
+        end = self.counts["pieces"] * SEGMENT.itemsize
+        self._bytes = end + 8 * (self.rows + 1)
+        blocks = -(-self._bytes // BLOCK_BYTES) if checksum is not None else 0
+        if size != self._bytes + 4 * blocks + length + _TAIL.size:
+            raise ValueError("its size differs from its counts")
+        self._content = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        self._checksums = self._content[self._bytes : self._bytes + 4 * blocks].view("<u4")
+        if blocks and zlib.crc32(self._checksums.data) != self.counts["blocks_crc32"]:
+            raise ValueError("its checksums are damaged")
+        self._unread = set(range(blocks))
+        self._segments = self._content[:end].view(SEGMENT)
+        self._offsets = self._content[end : self._bytes].view("<i8")
+
+    def segments(self, row: int) -> np.ndarray:
+        """Return the segments of a row; raise UserError if they are damaged."""
+        if self._unread:
+            first = self._segments.nbytes + 8 * row
+            self._verify(first, first + 16)
+        begin, end = self._offsets[row : row + 2].tolist()
+        if self._unread:
+            self._verify(begin * SEGMENT.itemsize, end * SEGMENT.itemsize)
+        return self._segments[begin:end]
+
+    def problems(self) -> list[str]:
+        """Read the whole plan; return what differs from its checksums."""
+        return [
+            f"bytes {block * BLOCK_BYTES} to {min((block + 1) * BLOCK_BYTES, self._bytes)} differ from "
+            "their checksum: the file was changed"
+            for block in range(len(self._checksums))
+            if not self._is_valid(block)
+        ]
+
+    def _verify(self, begin: int, end: int) -> None:
+        for block in range(begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES + 1):
+            if block in self._unread:
+                if not self._is_valid(block):
+                    raise UserError(
+                        f"{self.path} is damaged (block {block} differs from its checksum)",
+                        "remove it and repeat the command, which makes it again",
+                    )
+                self._unread.discard(block)
+
+    def _is_valid(self, block: int) -> bool:
+        begin = block * BLOCK_BYTES
+        content = self._content[begin : min(begin + BLOCK_BYTES, self._bytes)]
+        return zlib.crc32(content.data) == self._checksums[block]
+
+
+def _dumped(counts: dict[str, Any]) -> bytes:
+    return json.dumps(counts).encode()
 
 
 class PackingRequest(NamedTuple):
-    """How to pack the tokens of a span: what a plan depends on, beside the dataset."""
+    """How to pack the tokens of a span: everything a plan depends on."""
 
     store: TokenStore
     span: range
@@ -88,7 +142,7 @@ class PackingRequest(NamedTuple):
         return sha256_of_json(identity)[:32] + ".plan"
 
     def command(self) -> str:
-        """What plans it ahead."""
+        """Return the command that makes the plan before a run."""
         words = [f"arriero data pack {self.store.directory} --seq-len {self.seq_len}"]
         if self.packing != "bestfit":
             words.append(f"--packing {self.packing}")
@@ -101,7 +155,7 @@ class PackingRequest(NamedTuple):
 
 
 def open_plan(cache: Path, request: PackingRequest, progress: ProgressCallback) -> PackingPlan:
-    """The plan beside the dataset or in the cache; made now, in the cache, where there is none."""
+    """Open the plan beside the dataset or in the cache; if there is none, make it in the cache."""
     return existing_plan(cache, request) or make_plan(cache / PLANS, request, 1, progress)
 
 
@@ -110,7 +164,7 @@ def existing_plan(cache: Path, request: PackingRequest) -> PackingPlan | None:
 
 
 def check_planning_size(cache: Path, requests: Sequence[PackingRequest]) -> None:
-    """A run plans a bounded number of documents itself: its other ranks wait for that."""
+    """Raise UserError if a run would have to plan too many documents while its other ranks wait."""
     missing = [request for request in requests if existing_plan(cache, request) is None]
     documents = sum(r.store.documents * len(r.span) // max(1, r.store.tokens) for r in missing)
     if documents > MOST_PLANNED:
@@ -123,11 +177,11 @@ def check_planning_size(cache: Path, requests: Sequence[PackingRequest]) -> None
 
 
 def find_plan(folder: Path, request: PackingRequest) -> PackingPlan | None:
-    """None where there is none, or a damaged one."""
+    """Open the plan of a request; return None if there is none or its structure is damaged."""
     path = folder / request.name
     try:
         return PackingPlan(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, struct.error):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, struct.error):
         return None
     except OSError as error:
         raise UserError(
@@ -135,26 +189,37 @@ def find_plan(folder: Path, request: PackingRequest) -> PackingPlan | None:
         ) from None
 
 
+def plan_problems(folder: Path) -> Iterator[tuple[str, str]]:
+    """Read every plan in a folder; yield (file name, what is wrong)."""
+    for path in sorted(folder.glob("*.plan")):
+        try:
+            yield from ((path.name, problem) for problem in PackingPlan(path).problems())
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            yield path.name, f"is not a packing plan ({error})"
+
+
 def make_plan(folder: Path, request: PackingRequest, workers: int, progress: ProgressCallback) -> PackingPlan:
-    """A plan in `folder`, made by so many processes. One that was interrupted is resumed."""
+    """Make a plan in `folder` with `workers` processes, or resume an interrupted one."""
     path = folder / request.name
     work = folder / f".{request.name}.work"
     todo = "make room, or set data.cache (or --cache) to a directory you may write"
-    # another process that makes the same plan waits and finds it made
     with locked(folder / f".{request.name}.lock", path, unwritable=todo, wait_s=None):
-        try:
-            if find_plan(folder, request) is None:
-                work.mkdir(exist_ok=True)
+        found = find_plan(folder, request)
+        if found is None or found.problems():
+            try:
+                work.mkdir(parents=True, exist_ok=True)
                 _build(path, work, request, workers, progress)
-        except OSError as error:
-            raise UserError(f"the packing plan cannot be kept in {folder} ({error.strerror})", todo) from None
+            except OSError as error:
+                raise UserError(
+                    f"the packing plan cannot be stored in {folder} ({error.strerror})", todo
+                ) from None
         shutil.rmtree(work, ignore_errors=True)
     return PackingPlan(path)
 
 
 def _build(path: Path, work: Path, request: PackingRequest, workers: int, progress: ProgressCallback) -> None:
-    """Count the pieces of every unit of documents: that fixes which pieces each group holds. Pack the groups,
-    a part of them at a time, then write where rows begin."""
+    """Count the segments of every unit of documents, which fixes the segments of each group; pack the groups;
+    then write where rows begin."""
     units = np.array(list(_units(request.store, request.span)), np.int64).reshape(-1, 3)
     np.save(work / "units.npy", units)
     counts = np.zeros((len(units), 1 + len(_COUNTED)), np.int64)
@@ -166,13 +231,13 @@ def _build(path: Path, work: Path, request: PackingRequest, workers: int, progre
     total, *others = counts.sum(axis=0).tolist()
     if not (work / "pieces").exists():
         for record in work.glob("[0-9]*.npy"):
-            record.unlink()  # of a plan that was published: its pieces went with it
+            record.unlink()  # of a plan that was published: its segments were moved with it
     with (work / "pieces").open("ab") as file:
-        file.truncate(total * PIECE.itemsize)
+        file.truncate(total * SEGMENT.itemsize)
     parts = range(0, total, GROUP * GROUPS_AT_ONCE)
     left = [first for first in parts if not (work / f"{first}.npy").exists()]
     done = len(parts) - len(left)
-    for _ in _by_processes(workers, _pack_part, request, work, left):
+    for _ in _by_processes(workers, pack_part, request, work, left):
         done += 1
         progress("packing", done, len(parts))
     _write_rows(work, parts, total, dict(zip(_COUNTED, others, strict=True)))
@@ -182,7 +247,7 @@ def _build(path: Path, work: Path, request: PackingRequest, workers: int, progre
 def _by_processes(
     workers: int, do: Callable[..., Any], request: PackingRequest, work: Path, numbers: Sequence[int]
 ) -> Iterator[tuple[int, Any]]:
-    """Each number with what `do` returns for it, as they are finished."""
+    """Yield each number with the result of `do` for it, in the order in which they are finished."""
     if workers == 1 or len(numbers) < 2:
         yield from ((number, do(request, work, number)) for number in numbers)
         return
@@ -205,50 +270,54 @@ def _opened(directory: Path, heldout: int) -> TokenStore:
 
 
 def _units(store: TokenStore, span: range) -> Iterator[tuple[int, int, int]]:
-    """(shard, first document, end) of at most so many documents each, that hold all tokens of the span."""
-    for shard, first, count in store.pieces(span.start, len(span)):
+    """Yield (shard, first document, end) of at most UNIT documents each that hold all tokens of the span."""
+    for shard, first, count in store.shard_ranges(span.start, len(span)):
         begin = max(0, store.documents_touching(shard, first, 1)[0])
         end = store.documents_touching(shard, first + count - 1, 1)[0] + 1
         yield from ((shard, lo, min(lo + UNIT, end)) for lo in range(begin, end, UNIT))
 
 
-def _unit_pieces(request: PackingRequest, unit: np.ndarray) -> tuple[np.ndarray, dict[str, int]]:
+def _unit_segments(request: PackingRequest, unit: np.ndarray) -> tuple[np.ndarray, dict[str, int]]:
     shard, lo, hi = unit.tolist()
     edges = request.store.document_edges(shard, lo, hi).clip(request.span.start, request.span.stop)
     starts, lengths = edges[:-1], np.diff(edges)
     real = lengths > 0
     counts = dict.fromkeys(_COUNTED, 0)
     return (
-        _pieces(starts[real], lengths[real], request.prompt, request.seq_len, request.long_docs, counts),
+        _segments(starts[real], lengths[real], request.prompt, request.seq_len, request.long_docs, counts),
         counts,
     )
 
 
 def _count_units(request: PackingRequest, work: Path, begin: int) -> np.ndarray:
     units = np.load(work / "units.npy", mmap_mode="r")[begin : begin + UNITS_AT_ONCE]
-    found = (_unit_pieces(request, unit) for unit in units)
-    return np.array([[len(pieces), *counts.values()] for pieces, counts in found])
+    found = (_unit_segments(request, unit) for unit in units)
+    return np.array([[len(segments), *counts.values()] for segments, counts in found])
 
 
-def _pack_part(request: PackingRequest, work: Path, first: int) -> None:
-    """Some groups of pieces, from piece number `first` on. A file with the pieces of each row says that the
-    part is done; its first number is the count of tokens."""
+def pack_part(request: PackingRequest, work: Path, first: int) -> None:
+    """Pack some groups of segments, from segment number `first` on.
+
+    A file with the number of segments of each row marks the part as done; its first number counts the tokens.
+    """
     ends = np.load(work / "ends.npy", mmap_mode="r")
     units = np.load(work / "units.npy", mmap_mode="r")
     last = min(first + GROUP * GROUPS_AT_ONCE, int(ends[-1]))
     at = int(np.searchsorted(ends, first, side="right"))
-    held, begin = np.empty(0, PIECE), first
+    held, begin = np.empty(0, SEGMENT), first
     per_row, tokens = [], 0
     with (work / "pieces").open("r+b") as out:
-        out.seek(first * PIECE.itemsize)
+        out.seek(first * SEGMENT.itemsize)
         while begin < last:
             size = min(GROUP, last - begin)
             while len(held) < size:
-                pieces, _ = _unit_pieces(request, units[at])
-                skipped = max(0, first - (int(ends[at]) - len(pieces)))
-                held, at = np.concatenate((held, pieces[skipped:])), at + 1
+                segments, _ = _unit_segments(request, units[at])
+                skipped = max(0, first - (int(ends[at]) - len(segments)))
+                held, at = np.concatenate((held, segments[skipped:])), at + 1
             group, held = held[:size], held[size:]
-            row = _rows(group["slots"], request.seq_len, request.packing)
+            row = np.arange(size)
+            if request.packing == "bestfit":
+                row = best_fit_decreasing(group["slots"], request.seq_len)
             out.write(group[np.argsort(row, kind="stable")].tobytes())
             per_row.append(np.bincount(row))
             tokens += int(group["slots"].sum())
@@ -261,30 +330,32 @@ def _pack_part(request: PackingRequest, work: Path, first: int) -> None:
 
 
 def _write_rows(work: Path, parts: Sequence[int], total: int, counted: dict[str, int]) -> None:
+    """Append the row offsets, the checksums and the counts to the segments."""
     rows = tokens = 0
     with (work / "pieces").open("r+b") as out:
-        out.seek(total * PIECE.itemsize)
+        out.seek(total * SEGMENT.itemsize)
         for first in parts:
             part = np.load(work / f"{first}.npy")
             per_row = part[1:]
             out.write((first + np.cumsum(per_row) - per_row).astype("<i8").tobytes())
             rows, tokens = rows + len(per_row), tokens + int(part[0])
         out.write(struct.pack("<q", total))
-        footer = json.dumps({"rows": rows, "pieces": total, "tokens": tokens, **counted}).encode()
-        out.write(footer + _TAIL.pack(len(footer), _MAGIC))
         out.truncate()
+        out.seek(0)
+        blocks = [zlib.crc32(block) for block in iter(lambda: out.read(BLOCK_BYTES), b"")]
+        checksums = np.array(blocks, "<u4").tobytes()
+        counts = {"rows": rows, "pieces": total, "tokens": tokens, **counted}
+        counts["blocks_crc32"] = zlib.crc32(checksums)
+        footer = _dumped({**counts, "crc32": zlib.crc32(_dumped(counts))})
+        out.write(checksums + footer + _TAIL.pack(len(footer), _MAGIC))
         out.flush()
         os.fsync(out.fileno())
 
 
-def _rows(slots: np.ndarray, seq_len: int, packing: str) -> np.ndarray:
-    return best_fit_decreasing(slots, seq_len) if packing == "bestfit" else np.arange(len(slots))
-
-
-def _pieces(
+def _segments(
     starts: np.ndarray, lengths: np.ndarray, prompt: int, seq_len: int, long_docs: str, counts: dict[str, Any]
 ) -> np.ndarray:
-    """A document with its prompt before it, cut where it is longer than a row."""
+    """Return the segments of documents with a prompt before each, cut where they are longer than a row."""
     whole = lengths + prompt
     long = whole > seq_len
     counts["documents"] += len(starts)
@@ -298,17 +369,17 @@ def _pieces(
     parts = -(-whole // seq_len)
     document = np.repeat(np.arange(len(starts)), parts)
     part = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
-    pieces = np.empty(len(document), PIECE)
-    pieces["start"] = starts[document] + np.where(part > 0, part * seq_len - prompt, 0)
-    pieces["slots"] = np.minimum(whole[document] - part * seq_len, seq_len)
-    pieces["flags"] = np.where(part == 0, BEGINS, 0) | np.where(part < parts[document] - 1, CONTINUES, 0)
-    return pieces
+    segments = np.empty(len(document), SEGMENT)
+    segments["start"] = starts[document] + np.where(part > 0, part * seq_len - prompt, 0)
+    segments["slots"] = np.minimum(whole[document] - part * seq_len, seq_len)
+    segments["flags"] = np.where(part == 0, BEGINS, 0) | np.where(part < parts[document] - 1, CONTINUES, 0)
+    return segments
 
 
 def best_fit_decreasing(slots: np.ndarray, capacity: int) -> np.ndarray:
-    """The row of each piece: longest first, each into the fullest row that still takes it.
+    """Return the row of each segment: longest first, each into the fullest row that still has room for it.
 
-    Pieces of one length, and rows with the same room, are dealt with together.
+    Segments of one length, and rows with the same room, are handled together.
     """
     row_of = np.empty(len(slots), dtype=np.int64)
     order = np.argsort(-slots, kind="stable")

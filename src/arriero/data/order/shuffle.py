@@ -1,4 +1,4 @@
-"""How many samples of each source a block of the mixture holds."""
+"""The pure functions behind the data order: keyed permutations, mixture shares and held-out documents."""
 
 import hashlib
 import heapq
@@ -24,12 +24,15 @@ def key_of(*parts: Any) -> int:
 
 
 def block_keys(key: int, numbers: np.ndarray) -> np.ndarray:
-    """One key per number (an epoch, a block), all derived from `key`."""
+    """Derive one key per number (an epoch or a block) from `key`."""
     return _mix(_mix(numbers.astype(np.uint64)) ^ np.uint64(key))
 
 
 def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
-    """Where the permutation of [0, n) sends each index. `keys` has one key, or one per index."""
+    """Apply a keyed permutation of [0, n): a Feistel network on a grid just above n, with cycle walking.
+
+    `keys` has one key, or one per index.
+    """
     rows = isqrt(n - 1) + 1
     columns = -(-n // rows)
     image = np.array(index, dtype=np.uint64, ndmin=1)
@@ -54,7 +57,7 @@ def _feistel(cell: np.ndarray, rows: int, columns: int, keys: np.ndarray) -> np.
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The splitmix64 step: every output bit depends on every input bit."""
+    """Apply the splitmix64 step, in which every output bit depends on every input bit."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -63,11 +66,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """An order of [0, n), keyed: chunks of neighbours in random order, and in groups of so many chunks every
-    index in random order. Where one group holds all, this is one permutation.
+    """A keyed order of [0, n): chunks in random order, and all indices of a group of chunks in random order.
 
-    Whole chunks stay unread until their group comes, so that a reader can change to longer samples, and only
-    the files of one group are read at a time.
+    Chunks stay unread until their group is reached, so the sequence length can change inside an epoch, and
+    only the files of one group are read at a time. A single group is a plain permutation.
     """
 
     n: int
@@ -79,7 +81,7 @@ class Shuffle:
         return max(1, self.n // self.chunk // self.group)
 
     def at(self, place: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """The index at each place of the order. `keys` has one key, or one per place."""
+        """Return the index at each place of the order. `keys` has one key, or one per place."""
         size, chunks = self.group * self.chunk, self.n // self.chunk
         if self._groups == 1:
             return permute(place, self.n, keys)
@@ -98,7 +100,7 @@ class Shuffle:
         return chunk * self.chunk + offset
 
     def rest(self, place: int, key: np.ndarray) -> np.ndarray:
-        """Intervals (first, end) of the indices at `place` and later, ascending."""
+        """Return the indices at `place` and later as ascending intervals (first, end)."""
         size, chunks = self.group * self.chunk, self.n // self.chunk
         number = min(place // size, self._groups - 1)
         end = self.n if number == self._groups - 1 else (number + 1) * size
@@ -110,11 +112,11 @@ class Shuffle:
                 np.stack((later, later + self.chunk), axis=1),
                 np.array([[chunks * self.chunk, self.n]]),
             ]
-        return joined(np.concatenate(found))
+        return merge_intervals(np.concatenate(found))
 
 
-def joined(intervals: np.ndarray) -> np.ndarray:
-    """Disjoint intervals in ascending order, neighbours joined and empty ones left out."""
+def merge_intervals(intervals: np.ndarray) -> np.ndarray:
+    """Sort disjoint intervals, merge neighbours and drop empty ones."""
     intervals = intervals[intervals[:, 1] > intervals[:, 0]]
     intervals = intervals[np.argsort(intervals[:, 0])]
     if not len(intervals):
@@ -128,15 +130,15 @@ BLOCK = 8192
 
 
 class Shares:
-    """Shares of sources in a mixture, exact at the end of every block to about one sample, for any weight.
+    """The samples of each source per block of a mixture, exact to about one sample at the end of every block.
 
-    Samples are divided along a binary tree. A node that gets n samples gives its left child
-    round(n * share) of them and its right child the rest. Both counts grow with n, so the quotas of a block,
-    the differences between its end and its beginning, are never negative and always fill the block. The tree
-    is Huffman's: large sources lie near the root, where rounding errors do not add up.
+    Samples are divided along a binary tree. A node with n samples gives round(n * share) to its left child
+    and the rest to its right child. Both counts grow with n, so the quotas of a block, the differences
+    between its end and its beginning, are never negative and fill the block. The tree is a Huffman tree:
+    large sources are near the root, where rounding errors do not add up.
 
-    `weights` are shares of tokens, 0 for a source that does not take part; `tokens` is the mean number of
-    tokens of each source's samples.
+    `weights` are shares of tokens, 0 for an unused source; `tokens` is the mean number of tokens of a sample
+    of each source.
     """
 
     def __init__(self, weights: Sequence[float], tokens: Sequence[Fraction], names: Sequence[str]) -> None:
@@ -152,11 +154,11 @@ class Shares:
 
     @property
     def only(self) -> int | None:
-        """The source, where there is only one."""
+        """The only source with a weight, if there is just one."""
         return None if len(self._root) == 3 else self._root[1]
 
     def _after(self, blocks: int) -> np.ndarray:
-        """Samples of each source in the first `blocks` blocks."""
+        """Return the samples of each source in the first `blocks` blocks."""
         drawn = np.zeros(self._sources, dtype=np.int64)
         waiting = [(self._root, blocks * BLOCK)]
         while waiting:
@@ -171,7 +173,7 @@ class Shares:
 
 
 class FixedQuotas:
-    """Version 1 of the order: the same quotas in every block, rounded to 1/8192 by largest remainder."""
+    """Order version 1: the same quotas in every block, rounded to 1/8192 by largest remainder."""
 
     def __init__(self, weights: Sequence[float], tokens: Sequence[Fraction], names: Sequence[str]) -> None:
         _check_weights(weights, names)
@@ -217,7 +219,7 @@ def _smallest_integers(ratios: Sequence[Fraction]) -> list[int]:
 
 
 def _tree(weights: Sequence[int]) -> tuple:
-    """Leaves are (weight, source), nodes (weight, left, right); ties go to the earlier source."""
+    """Build a Huffman tree of leaves (weight, source) and nodes (weight, left, right)."""
     heap: list[tuple[int, int, tuple]] = [
         (weight, i, (weight, i)) for i, weight in enumerate(weights) if weight
     ]
@@ -234,15 +236,20 @@ DRAWN_AT_ONCE = 1024
 
 
 def move_heldout_last(store: TokenStore, tokens: int) -> TokenStore:
-    """The dataset with at least `tokens` of chosen documents at its end, if its manifest asks for it."""
+    """Return a view of the dataset with at least `tokens` of randomly chosen documents at its end.
+
+    Datasets made by `data prepare` are shuffled, so their tail is a fair sample and they are returned as they
+    are. Imported files keep their order, and their manifest holds a seed: the documents are a pure function
+    of it. Datasets imported by earlier versions have no seed and keep their tail.
+    """
     seed = store.about.get(HELDOUT_SEED)
     if seed is None or not 0 < tokens < store.tokens:
         return store
-    return _Moved(store, _draw(store, tokens, int(seed)), tokens)
+    return _HeldoutLast(store, _draw(store, tokens, int(seed)), tokens)
 
 
 def _draw(store: TokenStore, tokens: int, seed: int) -> np.ndarray:
-    """(start, length) of the chosen documents, in order of position."""
+    """Choose documents; return their (start, length) in order of position."""
     keys = block_keys(key_of("heldout", seed), np.array([0]))
     chosen: list[tuple[int, int]] = []
     drawn = 0
@@ -258,12 +265,12 @@ def _draw(store: TokenStore, tokens: int, seed: int) -> np.ndarray:
     return np.array(sorted(chosen))
 
 
-class _Moved(TokenStore):
-    """A dataset whose documents `last` come after all others. Every read goes through `pieces`."""
+class _HeldoutLast(TokenStore):
+    """A view in which the documents `last` come after all others. Every read uses `shard_ranges`."""
 
     def __init__(self, store: TokenStore, last: np.ndarray, tokens: int) -> None:
         self.__dict__.update(store.__dict__)
-        self._store = store  # its files are closed with it
+        self._store = store  # keeps its files open
         self.heldout_tokens = tokens
         starts, lengths = last.T
         rest = np.append(0, starts + lengths)
@@ -273,18 +280,18 @@ class _Moved(TokenStore):
         self._stops = np.cumsum(np.concatenate((kept[kept > 0], lengths)))
         self.fingerprint = sha256_of(store.fingerprint.encode() + last.astype("<i8").tobytes())
 
-    def pieces(self, start: int, n: int) -> list[tuple[int, int, int]]:
-        pieces = []
+    def shard_ranges(self, start: int, n: int) -> list[tuple[int, int, int]]:
+        ranges = []
         part = int(self._stops.searchsorted(start, side="right"))
         while n > 0:
             before = int(self._stops[part - 1]) if part else 0
             count = min(n, int(self._stops[part]) - start)
-            pieces += super().pieces(int(self._begins[part]) + start - before, count)
+            ranges += super().shard_ranges(int(self._begins[part]) + start - before, count)
             start, n, part = start + count, n - count, part + 1
-        return pieces
+        return ranges
 
     def document_edges(self, shard: int, first: int, end: int) -> np.ndarray:
-        """Of documents that are neighbours here, too."""
+        """Return the edges of documents that are neighbours in this view too."""
         edges = super().document_edges(shard, first, end)
         order = np.argsort(self._begins)
         part = order[self._begins[order].searchsorted(edges[0], side="right") - 1]
@@ -293,12 +300,12 @@ class _Moved(TokenStore):
 
 
 def heldout_tokens_of(store: TokenStore) -> int:
-    """With which `move_heldout_last` makes this dataset again."""
-    return store.heldout_tokens if isinstance(store, _Moved) else 0
+    """Return the number of tokens with which `move_heldout_last` made this view; 0 for a plain dataset."""
+    return store.heldout_tokens if isinstance(store, _HeldoutLast) else 0
 
 
 def split_heldout(store: TokenStore, tokens: int) -> tuple[range, range]:
-    """Cut off at least `tokens` from the end, between two documents: (training range, held-out range)."""
+    """Split a dataset between two documents into the training range and at least `tokens` held-out tokens."""
     if tokens < 0:
         raise ValueError(f"{tokens} held-out tokens")
     total = store.tokens

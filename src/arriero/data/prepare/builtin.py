@@ -1,4 +1,4 @@
-"""Datasets that training prepares by itself from the text a run file names, once, into `data.cache`."""
+"""Prepare the text that a run file names, once, into `data.cache`, with the same `prepare` as the command."""
 
 import os
 import platform
@@ -12,15 +12,21 @@ from glob import has_magic
 from pathlib import Path
 
 from arriero.data.prepare.planning import Preparation, PrepareRequest, identity_of
-from arriero.data.prepare.prepare import PrepareWatcher, alone, prepare
+from arriero.data.prepare.prepare import PrepareWatcher, prepare, prepare_lock
 from arriero.data.store.manifest import MANIFEST
-from arriero.data.store.store import TokenStore
+from arriero.data.store.store import TokenStore, check_finished
+from arriero.data.text.builtin import DEFAULT_BYTES, markov_text, stdlib_documents
 from arriero.data.text.hub import local_model
-from arriero.data.text.sources import HUB, STDLIB, SYNTHETIC, stdlib_documents
-from arriero.data.text.synthetic import DEFAULT_BYTES, markov_text
+from arriero.data.text.sources import NAMED, STDLIB, SYNTHETIC, check_output_outside
 from arriero.data.tokens.tokenizer import train_tokenizer
 from arriero.data.workers import ProgressCallback, no_progress
 from arriero.errors import UserError
+
+VOCAB_SIZE = 4096
+TRAINING_CHARS = 4_000_000
+SHUFFLE_SEED = 1
+TEXT = "text"
+_CACHE = "set data.cache to a directory"
 
 
 def synthetic_texts() -> list[str]:
@@ -32,10 +38,6 @@ BUILTINS = {
     STDLIB: lambda: [document.text for document in stdlib_documents()],
     SYNTHETIC: synthetic_texts,
 }
-VOCAB_SIZE = 4096
-TRAINING_CHARS = 4_000_000
-SHUFFLE_SEED = 1
-TEXT = "text"
 
 
 def dataset_of(
@@ -45,17 +47,19 @@ def dataset_of(
     cache: Path,
     progress: ProgressCallback = no_progress,
 ) -> Path:
-    """The prepared dataset that a source of a run file names; text is prepared with `tokenizer`."""
+    """Return the prepared dataset of a source in a run file; prepare text with `tokenizer` first."""
     if path.startswith("builtin:") and tokenizer is None:
         return prepare_builtin(path, cache, progress)
-    text = path.startswith(("builtin:", HUB))
-    if not text and (Path(path) / MANIFEST).exists():
+    is_named = path.startswith(NAMED)
+    if not is_named and (Path(path) / MANIFEST).exists():
         if tokenizer is None and column is None:
             return Path(path)
         raise UserError(f"{path} is a prepared dataset", "remove tokenizer and column, which are for text")
+    if not is_named:
+        check_finished(Path(path))
     if tokenizer is None:
-        if not text and not Path(path).exists() and not has_magic(path):
-            return Path(path)  # opening it says what is missing
+        if not is_named and not Path(path).exists() and not has_magic(path):
+            return Path(path)  # the error of opening it names what is missing
         raise UserError(
             f"{path} is not a prepared dataset ({MANIFEST} does not exist); as text it needs a tokenizer",
             f'write {{ path = "{path}", tokenizer = "tokenizer.json" }}; '
@@ -73,19 +77,20 @@ def dataset_of(
 def _prepare_text(
     path: str, tokenizer: str, column: str | None, cache: Path, progress: ProgressCallback
 ) -> Path:
-    """Other text, or another tokenizer, goes into another directory, so that changed files are noticed."""
-    progress("looking at the text", 0, 1)
+    """Prepare text into a directory named by a hash of the text and the tokenizer, so changes are noticed."""
+    check_output_outside((path,), cache, "data.cache", f"{_CACHE} outside of the source")
+    progress("reading the inputs", 0, 1)
     request = PrepareRequest((path,), cache, local_model(tokenizer, weights=False), column)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", path.removeprefix("builtin:")).strip("-.")[-40:] or TEXT
     target = cache / TEXT / f"{name}-{identity_of(request)[:16]}"
-    progress("looking at the text", 1, 1)
+    progress("reading the inputs", 1, 1)
     _check_writable(target)
     workers = len(os.sched_getaffinity(0))
-    prepare(replace(request, directory=target), workers, _Told(progress), wait=True)
+    prepare(replace(request, directory=target), workers, _ReportingWatcher(progress), wait=True)
     return target
 
 
-class _Told(PrepareWatcher):
+class _ReportingWatcher(PrepareWatcher):
     def __init__(self, progress: ProgressCallback) -> None:
         self._progress = progress
         self._done, self._total = 0, 1
@@ -99,42 +104,40 @@ class _Told(PrepareWatcher):
         self._progress("tokenising", min(self._done, self._total), self._total)
 
 
-def prepare_builtin(name: str, cache_dir: Path, progress: ProgressCallback = no_progress) -> Path:
-    """The directory of the built-in dataset and its own tokenizer, made now unless it is there already."""
+def prepare_builtin(name: str, cache: Path, progress: ProgressCallback = no_progress) -> Path:
+    """Return the directory of a built-in dataset with its own tokenizer; prepare it if necessary."""
     if name not in BUILTINS:
         raise UserError(f"'{name}' is not a built-in dataset", f"choose one of {', '.join(BUILTINS)}")
     python = ".".join(platform.python_version_tuple()[:2])
-    target = Path(cache_dir) / f"{name.removeprefix('builtin:')}-py{python}-v{VOCAB_SIZE}"
-    if _usable(target):
+    target = Path(cache) / f"{name.removeprefix('builtin:')}-py{python}-v{VOCAB_SIZE}"
+    if _is_usable(target):
         return target
     _check_writable(target)
-    with alone(target.with_name(f"{target.name}-making"), wait=True):
-        if not _usable(target):
+    with (
+        prepare_lock(target.with_name(f"{target.name}-making"), wait=True),
+        tempfile.TemporaryDirectory(prefix="arriero-") as folder,
+    ):
+        if not _is_usable(target):
             shutil.rmtree(target, ignore_errors=True)  # damaged, or left by a process that was killed
-            _make_builtin(name, target, progress)
+            tokenizer = Path(folder) / "tokenizer.json"
+            progress("reading", 0, 1)
+            texts = _sample(BUILTINS[name]())
+            progress("reading", 1, 1)
+            progress("training the tokenizer", 0, 1)
+            train_tokenizer(texts, VOCAB_SIZE, tokenizer)
+            progress("training the tokenizer", 1, 1)
+            prepare(PrepareRequest((name,), target, tokenizer), 1, _ReportingWatcher(progress), wait=True)
     return target
 
 
-def _make_builtin(name: str, target: Path, progress: ProgressCallback) -> None:
-    progress("reading", 0, 1)
-    texts = BUILTINS[name]()
-    progress("reading", 1, 1)
-    with tempfile.TemporaryDirectory(prefix="arriero-") as folder:
-        progress("training the tokenizer", 0, 1)
-        tokenizer = Path(folder) / "tokenizer.json"
-        train_tokenizer(_some_of(texts), VOCAB_SIZE, tokenizer)
-        progress("training the tokenizer", 1, 1)
-        prepare(PrepareRequest((name,), target, tokenizer), 1, _Told(progress), wait=True)
-
-
-def _some_of(texts: Sequence[str]) -> list[str]:
-    some, chars = [], 0
+def _sample(texts: Sequence[str]) -> list[str]:
+    sample, chars = [], 0
     for text in random.Random(SHUFFLE_SEED).sample(texts, len(texts)):
         if chars >= TRAINING_CHARS:
             break
-        some.append(text)
+        sample.append(text)
         chars += len(text)
-    return some
+    return sample
 
 
 def _check_writable(target: Path) -> None:
@@ -143,16 +146,14 @@ def _check_writable(target: Path) -> None:
         with tempfile.TemporaryFile(dir=target.parent):
             return
     except OSError as error:
-        raise UserError(
-            f"cannot write {target} ({error.strerror})", "set data.cache to a directory you may write"
-        ) from None
+        raise UserError(f"cannot write {target} ({error.strerror})", f"{_CACHE} you may write") from None
 
 
-def _usable(directory: Path) -> bool:
+def _is_usable(directory: Path) -> bool:
     try:
         store = TokenStore.open(directory)
         store.document_starts(0, store.tokens)
-        whole = next(store.shard_size_problems(), None) is None
-        return whole and store.tokens > 0 and store.tokenizer_path.is_file()
+        is_whole = next(store.shard_size_problems(), None) is None
+        return is_whole and store.tokens > 0 and store.tokenizer_path.is_file()
     except UserError:
         return False

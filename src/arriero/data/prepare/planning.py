@@ -1,6 +1,10 @@
-"""A prepare on its way: what was decided, written down so that any process can go on from there.
+"""Plan a prepare: check the request, divide the inputs over shards, and store the plan for any process to
+use.
 
-`DIR/.prepare/plan.json` is written before any shard; `DIR/.prepare/NNNNN.json` says that a shard is finished.
+Big JSONL files are divided into byte ranges, Parquet into row groups; small text files are grouped. The
+ranges are shuffled and distributed over the shards, so each shard mixes the inputs and its bytes do not
+depend on the process that makes it. `DIR/.prepare/plan.json` is written before any shard;
+`DIR/.prepare/NNNNN.json` marks a finished shard.
 """
 
 import heapq
@@ -13,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from arriero.data.store.manifest import PLAN, WORK
+from arriero.data.text.builtin import markov_text
 from arriero.data.text.readers import MAX_BAD, NO_FILE, BadLimit, BadRecords, check_utf8, read_text_range
 from arriero.data.text.sources import (
     ALL_FILES,
@@ -23,11 +29,10 @@ from arriero.data.text.sources import (
     absolute,
     check_output_outside,
 )
-from arriero.data.text.synthetic import markov_text
 from arriero.data.tokens.encoders import AUTO, EncoderChoice, choose_encoder
 from arriero.data.tokens.tokenizer import (
-    Mark,
     Separators,
+    SpecialToken,
     check_spelled_out,
     choose_separators,
     mark_special,
@@ -38,112 +43,14 @@ from arriero.data.tokens.tokenizer import (
 from arriero.errors import UserError
 from arriero.files import publish_file, sha256_of, sha256_of_json
 
-PIECES_PER_SHARD = 8
-LARGEST_PIECE = 64_000_000
-ONE_DOCUMENT = ("text", DANGLING)
-UNPACKED = 4  # compressed text grows by about this much
-
-
-class TextRange(NamedTuple):
-    """`files` inputs from number `first` on; `begin` and `end` as `readers.read_text_range` takes them."""
-
-    first: int
-    files: int
-    begin: int
-    end: int
-    bytes: int
-
-
-def divide(inputs: Sequence[Input], shard_bytes: int, seed: int) -> list[list[TextRange]]:
-    """The pieces of each shard. `shard_bytes` is text, estimated where a file is compressed."""
-    pieces = _pieces(inputs, max(1, min(LARGEST_PIECE, shard_bytes // PIECES_PER_SHARD)))
-    if not pieces:
-        raise UserError("the sources hold no text", "check the paths; empty files have no documents")
-    total = sum(piece.bytes for piece in pieces)
-    count = min(len(pieces), max(1, round(total / shard_bytes)))
-    shards: list[list[TextRange]] = [[] for _ in range(count)]
-    filled = [(0, number) for number in range(count)]
-    for piece in random.Random(seed).sample(pieces, len(pieces)):
-        size, number = heapq.heappop(filled)
-        shards[number].append(piece)
-        heapq.heappush(filled, (size + piece.bytes, number))
-    return shards
-
-
-def _pieces(inputs: Sequence[Input], size: int) -> list[TextRange]:
-    pieces: list[TextRange] = []
-    for number, source in enumerate(inputs):
-        if source.kind in ONE_DOCUMENT:
-            _add_text(pieces, inputs, number, size)
-        elif source.kind == "parquet":
-            pieces += _row_groups(source, number, size)
-        elif source.kind == "synthetic":
-            pieces += _synthetic(source, number, size)
-        elif source.compression or source.kind == "arrow":
-            if source.size:
-                pieces.append(TextRange(number, 1, 0, NO_FILE, _text_bytes(source)))
-        else:
-            cuts = _cuts(source.size, size)
-            pieces += [TextRange(number, 1, a, b, b - a) for a, b in pairwise(cuts)]
-    return pieces
-
-
-def _text_bytes(source: Input) -> int:
-    return source.size * (UNPACKED if source.compression else 1)
-
-
-def _cuts(whole: int, size: int) -> list[int]:
-    count = max(1, -(-whole // size))
-    return [whole * i // count for i in range(count + 1)] if whole else []
-
-
-def _add_text(pieces: list[TextRange], inputs: Sequence[Input], number: int, size: int) -> None:
-    """Put the file to the piece before it while that stays small."""
-    amount = _text_bytes(inputs[number])
-    if pieces:
-        last = pieces[-1]
-        first = inputs[last.first]
-        one_source = first.source == inputs[number].source
-        adjoins = one_source and last.first + last.files == number and first.kind in ONE_DOCUMENT
-        if adjoins and last.bytes + amount <= size:
-            pieces[-1] = last._replace(files=last.files + 1, bytes=last.bytes + amount)
-            return
-    pieces.append(TextRange(number, 1, 0, NO_FILE, amount))
-
-
-def _row_groups(source: Input, number: int, size: int) -> list[TextRange]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(source.path) as file:
-            sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
-    except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"{source.path} is not a Parquet file ({reason})", "fetch or write it again"
-        ) from None
-    pieces: list[TextRange] = []
-    for group, amount in enumerate(sizes):
-        if pieces and pieces[-1].bytes + amount <= size:
-            pieces[-1] = pieces[-1]._replace(end=group + 1, bytes=pieces[-1].bytes + amount)
-        else:
-            pieces.append(TextRange(number, 1, group, group + 1, amount))
-    return pieces
-
-
-def _synthetic(source: Input, number: int, size: int) -> list[TextRange]:
-    each = markov_text().document_bytes
-    cuts = _cuts(max(1, round(source.size / each)), max(1, int(size / each)))
-    return [TextRange(number, 1, a, b, int((b - a) * each)) for a, b in pairwise(cuts)]
-
-
 TOKENIZER = "tokenizer.json"
-WORK = ".prepare"
-PLAN = "plan.json"
 SAMPLE_BYTES = 1_000_000
 SAMPLED_SOURCES = 16
 HOPELESS = 1000  # bad records from the beginning of a source on, and no usable one
+RANGES_PER_SHARD = 8
+LARGEST_RANGE = 64_000_000
+ONE_DOCUMENT = ("text", DANGLING)
+UNPACKED = 4  # compressed text grows by about this factor
 
 
 @dataclass(frozen=True)
@@ -174,9 +81,43 @@ class PrepareRequest:
         plain = self.text.plain_column
         return {"*": plain, **{absolute(a): b for a, b in self.columns}} if self.columns else plain
 
+    def command(self) -> list[str]:
+        """Return the arguments of `arriero` that make this request in any working directory."""
+        columns = [*([self.column] if self.column else []), *(f"{absolute(a)}={b}" for a, b in self.columns)]
+        repeated = {"--column": columns, "--include": self.select.include, "--exclude": self.select.exclude}
+        options = {
+            "-o": self.directory.absolute(),
+            "--tokenizer": self.tokenizer.absolute(),
+            "--as": self.select.read_as,
+            "--bos": self.bos,
+            "--eos": self.eos,
+            "--encoder": self.encoder,
+            "--seed": self.seed,
+            "--shard-size": f"{self.shard_bytes}B",
+        }
+        return [
+            *("data", "prepare", *map(absolute, self.sources)),
+            *(word for name, values in repeated.items() for value in values for word in (name, value)),
+            *(str(word) for option in options.items() for word in option),
+            *(("--skip-bad", "--max-bad", self.max_bad) if self.skip_bad else ()),
+            *(("--literal-eos",) if self.literal_eos else ()),
+        ]
+
+
+class TextRange(NamedTuple):
+    """`files` inputs from number `first` on; `begin` and `end` as `readers.read_text_range` takes them."""
+
+    first: int
+    files: int
+    begin: int
+    end: int
+    bytes: int
+
 
 @dataclass(frozen=True)
 class Preparation:
+    """The plan of a prepare: its inputs, the text ranges of each shard, and every derived setting."""
+
     directory: Path
     settings: dict[str, Any]
     inputs: list[Input]
@@ -199,7 +140,7 @@ class Preparation:
         return f"{number:0{max(5, len(str(len(self.shards) - 1)))}d}"
 
     def shard_bytes(self, number: int) -> int:
-        return sum(piece.bytes for piece in self.shards[number])
+        return sum(part.bytes for part in self.shards[number])
 
     def record_path(self, number: int) -> Path:
         return self.work / f"{self.shard_name(number)}.json"
@@ -210,7 +151,7 @@ class Preparation:
 
 
 def begin_or_resume(request: PrepareRequest, drafted: Preparation | None = None) -> Preparation:
-    """The plan of this prepare, made now unless an interrupted one left it; a different one is refused."""
+    """Store a new plan, or load the one of an interrupted prepare if it was made for the same request."""
     if not (request.directory / WORK / PLAN).is_file():
         return _begin(request, drafted or draft(request))
     preparation = load_preparation(request)
@@ -219,31 +160,27 @@ def begin_or_resume(request: PrepareRequest, drafted: Preparation | None = None)
 
 
 def load_preparation(request: PrepareRequest) -> Preparation:
-    """What an earlier process decided; the inputs are looked at when they are read."""
+    """Load the plan of an earlier process; inputs are compared with it when they are read."""
     path = request.directory / WORK / PLAN
     try:
         plan = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path} does not exist", "begin the prepare without --part first") from None
     check_same_settings(request, plan["settings"])
+    backend = EncoderChoice(*plan["backend"])
+    if request.encoder not in (AUTO, backend.used):  # all encoders give the same ids
+        backend = choose_encoder(_tokenizer_of(request)[0], [], request.encoder)
     return Preparation(
         directory=request.directory,
         settings=plan["settings"],
         inputs=[Input(*each) for each in plan["inputs"]],
-        shards=[[TextRange(*piece) for piece in shard] for shard in plan["shards"]],
-        separators=Separators(*(mark and Mark(*mark) for mark in plan["separators"])),
-        backend=_resumed_backend(request, EncoderChoice(*plan["backend"])),
+        shards=[[TextRange(*part) for part in shard] for shard in plan["shards"]],
+        separators=Separators(*(token and SpecialToken(*token) for token in plan["separators"])),
+        backend=backend,
         vocab_size=plan["vocab_size"],
         eos_id=plan["eos_id"],
         text=request.text,
     )
-
-
-def _resumed_backend(request: PrepareRequest, known: EncoderChoice) -> EncoderChoice:
-    """All encoders give the same ids, so a resumed prepare may be told to use another."""
-    if request.encoder in (AUTO, known.used):
-        return known
-    return choose_encoder(_tokenizer_of(request)[0], [], request.encoder)
 
 
 def check_same_settings(request: PrepareRequest, known: dict[str, Any]) -> None:
@@ -264,19 +201,17 @@ def check_same_inputs(request: PrepareRequest, known: str) -> None:
 
 
 def identity_of(request: PrepareRequest) -> str:
-    """A hash of the inputs and of all settings that decide the bytes of the dataset."""
-    settings = _settings(request, *_tokenizer_of(request))
-    about = [inputs_digest(request.text.find()), settings]
-    return sha256_of_json(about)
+    """Return a hash of the inputs and of all settings that decide the bytes of the dataset."""
+    return sha256_of_json([inputs_digest(request.text.find()), _settings(request, *_tokenizer_of(request))])
 
 
 def inputs_digest(inputs: Sequence[Input]) -> str:
-    """Of all but the number of the source, which earlier manifests do not have."""
+    """Return a hash of the inputs without the number of the source, which old manifests do not have."""
     return sha256_of_json([each[:5] for each in inputs])
 
 
 def draft(request: PrepareRequest) -> Preparation:
-    """Everything that can be decided or refused before a file is written."""
+    """Decide everything that can be decided, and raise every UserError, before a file is written."""
     directory = request.directory
     check_output_outside(request.sources, directory)
     try:
@@ -308,7 +243,7 @@ def draft(request: PrepareRequest) -> Preparation:
 
 def _begin(request: PrepareRequest, preparation: Preparation) -> Preparation:
     definition, _ = _tokenizer_of(request)
-    plan = {name: getattr(preparation, name) for name in _PLANNED}
+    plan = {name: getattr(preparation, name) for name in _PLANNED} | {"command": request.command()}
     try:
         preparation.work.mkdir(parents=True, exist_ok=True)
         publish_file(preparation.work / TOKENIZER, definition.encode())
@@ -326,7 +261,7 @@ _PLANNED = ("settings", "inputs", "shards", "separators", "backend", "vocab_size
 def _tokenizer_of(request: PrepareRequest) -> tuple[str, Separators]:
     definition = read_definition(request.tokenizer)
     separators = choose_separators(definition, request.bos, request.eos, request.tokenizer)
-    return mark_special(definition, [mark.token for mark in separators if mark]), separators
+    return mark_special(definition, [token.token for token in separators if token]), separators
 
 
 def _settings(request: PrepareRequest, definition: str, separators: Separators) -> dict[str, Any]:
@@ -340,27 +275,107 @@ def _settings(request: PrepareRequest, definition: str, separators: Separators) 
     }
 
 
+def divide(inputs: Sequence[Input], shard_bytes: int, seed: int) -> list[list[TextRange]]:
+    """Return the text ranges of each shard. `shard_bytes` is text, estimated where a file is compressed."""
+    ranges = _ranges(inputs, max(1, min(LARGEST_RANGE, shard_bytes // RANGES_PER_SHARD)))
+    if not ranges:
+        raise UserError("the sources hold no text", "check the paths; empty files have no documents")
+    total = sum(part.bytes for part in ranges)
+    count = min(len(ranges), max(1, round(total / shard_bytes)))
+    shards: list[list[TextRange]] = [[] for _ in range(count)]
+    filled = [(0, number) for number in range(count)]
+    for part in random.Random(seed).sample(ranges, len(ranges)):
+        size, number = heapq.heappop(filled)
+        shards[number].append(part)
+        heapq.heappush(filled, (size + part.bytes, number))
+    return shards
+
+
+def _ranges(inputs: Sequence[Input], size: int) -> list[TextRange]:
+    ranges: list[TextRange] = []
+    for number, source in enumerate(inputs):
+        if source.kind in ONE_DOCUMENT:
+            _add_text(ranges, inputs, number, size)
+        elif source.kind == "parquet":
+            ranges += _row_groups(source, number, size)
+        elif source.kind == "synthetic":
+            each = markov_text().document_bytes
+            cuts = _cuts(max(1, round(source.size / each)), max(1, int(size / each)))
+            ranges += [TextRange(number, 1, a, b, int((b - a) * each)) for a, b in pairwise(cuts)]
+        elif source.compression or source.kind == "arrow":
+            if source.size:
+                ranges.append(TextRange(number, 1, 0, NO_FILE, _text_bytes(source)))
+        else:
+            cuts = _cuts(source.size, size)
+            ranges += [TextRange(number, 1, a, b, b - a) for a, b in pairwise(cuts)]
+    return ranges
+
+
+def _text_bytes(source: Input) -> int:
+    return source.size * (UNPACKED if source.compression else 1)
+
+
+def _cuts(whole: int, size: int) -> list[int]:
+    count = max(1, -(-whole // size))
+    return [whole * i // count for i in range(count + 1)] if whole else []
+
+
+def _add_text(ranges: list[TextRange], inputs: Sequence[Input], number: int, size: int) -> None:
+    """Add a file to the range before it while that stays small, else as a range of its own."""
+    amount = _text_bytes(inputs[number])
+    if ranges:
+        last = ranges[-1]
+        first = inputs[last.first]
+        one_source = first.source == inputs[number].source
+        adjoins = one_source and last.first + last.files == number and first.kind in ONE_DOCUMENT
+        if adjoins and last.bytes + amount <= size:
+            ranges[-1] = last._replace(files=last.files + 1, bytes=last.bytes + amount)
+            return
+    ranges.append(TextRange(number, 1, 0, NO_FILE, amount))
+
+
+def _row_groups(source: Input, number: int, size: int) -> list[TextRange]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(source.path) as file:
+            sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{source.path} is not a Parquet file ({reason})", "fetch or write it again"
+        ) from None
+    ranges: list[TextRange] = []
+    for group, amount in enumerate(sizes):
+        if ranges and ranges[-1].bytes + amount <= size:
+            ranges[-1] = ranges[-1]._replace(end=group + 1, bytes=ranges[-1].bytes + amount)
+        else:
+            ranges.append(TextRange(number, 1, group, group + 1, amount))
+    return ranges
+
+
 def _first_texts(inputs: list[Input], shards: list[list[TextRange]], request: PrepareRequest) -> list[str]:
-    """About a megabyte of text, from the beginning of up to 16 sources, for the checks before the work."""
+    """Read about a megabyte of text from the beginning of up to 16 sources, to check it before the work."""
     by_source: dict[int, list[TextRange]] = {}
-    for piece in sorted(piece for shard in shards for piece in shard):
-        by_source.setdefault(inputs[piece.first].source, []).append(piece)
+    for part in sorted(part for shard in shards for part in shard):
+        by_source.setdefault(inputs[part.first].source, []).append(part)
     numbers = list(by_source)[:: -(-len(by_source) // SAMPLED_SOURCES)]
     texts: list[str] = []
     for number in numbers:
         bad = BadRecords(request.skip_bad)
         texts += _beginning(inputs, by_source[number], request, SAMPLE_BYTES // len(numbers), bad)
         if bad.count >= HOPELESS and not bad.kept:
-            BadLimit.parse(request.max_bad).refuse(request.sources[number], 0, bad.count, bad.examples[0])
+            BadLimit.parse(request.max_bad).check(request.sources[number], 0, bad.count, bad.examples[0])
     return texts
 
 
 def _beginning(
-    inputs: list[Input], pieces: Sequence[TextRange], request: PrepareRequest, left: int, bad: BadRecords
+    inputs: list[Input], ranges: Sequence[TextRange], request: PrepareRequest, left: int, bad: BadRecords
 ) -> Iterator[str]:
-    for piece in pieces:
-        files = inputs[piece.first : piece.first + piece.files]
-        for batch in read_text_range(files, piece.begin, piece.end, request.text.column_of(files[0]), bad):
+    for part in ranges:
+        files = inputs[part.first : part.first + part.files]
+        for batch in read_text_range(files, part.begin, part.end, request.text.column_of(files[0]), bad):
             bad.kept += len(batch.texts)
             for text in batch.texts:
                 if left <= 0:
@@ -379,19 +394,18 @@ def sample_texts(
     max_bad: BadLimit,
     seed: int = 1,
 ) -> Iterator[str]:
-    """Documents from all over the sources until `limit_bytes` of text; `bad` counts them by source."""
-    pieces = [piece for shard in divide(inputs, limit_bytes, seed) for piece in shard]
+    """Yield documents from all parts of the sources up to `limit_bytes`; `bad` counts them by source."""
     taken = 0
-    for piece in pieces:
-        files = inputs[piece.first : piece.first + piece.files]
+    for part in (part for shard in divide(inputs, limit_bytes, seed) for part in shard):
+        if taken >= limit_bytes:
+            break
+        files = inputs[part.first : part.first + part.files]
         each = bad.setdefault(files[0].source, BadRecords(text.skip_bad))
-        for batch in read_text_range(files, piece.begin, piece.end, text.column_of(files[0]), each):
+        for batch in read_text_range(files, part.begin, part.end, text.column_of(files[0]), each):
             each.kept += len(batch.texts)
             yield from batch.texts
             taken += batch.text_bytes
             if taken >= limit_bytes:
                 break
-        if taken >= limit_bytes:
-            break
     for number, each in bad.items():
-        max_bad.refuse(text.names[number], each.kept, each.count - each.links, "".join(each.examples[:1]))
+        max_bad.check(text.names[number], each.kept, each.count - each.links, "".join(each.examples[:1]))

@@ -86,7 +86,7 @@ class LossMask:
         """True for each token of [start, start + n) that is learnt."""
         learnt = np.ones(n, dtype=bool)
         filled = 0
-        for shard, first, count in self._store.pieces(start, n):
+        for shard, first, count in self._store.shard_ranges(start, n):
             part = learnt[filled : filled + count]
             (self._by_bits if self._store.labels == MASK else self._by_prompts)(shard, first, part)
             filled += count

@@ -19,6 +19,8 @@ from arriero.data.store.shards import DTYPES, Shard
 from arriero.files import publish_file, sha256_of, sha256_of_file
 
 MANIFEST = "manifest.json"
+WORK = ".prepare"  # in a directory whose prepare is not finished
+PLAN = "plan.json"
 CHECKSUMS = "checksums.sha256"
 VERSION = 1
 _TABLE = re.compile(

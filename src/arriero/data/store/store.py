@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import resource
+import shlex
 import struct
 import threading
 import weakref
@@ -25,7 +26,9 @@ from pydantic import ValidationError
 
 from arriero.data.store.manifest import (
     MANIFEST,
+    PLAN,
     VERSION,
+    WORK,
     Head,
     ShardColumns,
     fingerprint_of_manifest,
@@ -132,6 +135,18 @@ _LENGTH, _POINTER = struct.Struct("<i"), struct.Struct("<q")
 _REMAKE = "prepare the dataset again, or restore the file from a copy"
 
 
+def check_finished(directory: Path) -> None:
+    """Raise UserError if a prepare into this directory was interrupted."""
+    plan = directory / WORK / PLAN
+    if not plan.is_file():
+        return
+    try:
+        command = shlex.join(["arriero", *json.loads(plan.read_bytes())["command"]])
+    except (OSError, ValueError, KeyError, TypeError):  # written by an earlier version
+        command = "the `arriero data prepare` command that began it"
+    raise UserError(f"{directory} is not finished: its prepare was interrupted", f"resume it with {command}")
+
+
 class TokenStore:
     """All shards as one sequence of tokens. Opening reads the manifest alone; shards open when first read."""
 
@@ -163,6 +178,7 @@ class TokenStore:
         try:
             manifest, columns = parse_manifest(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
+            check_finished(Path(directory))
             raise UserError(f"{path} does not exist", "give the directory of a prepared dataset") from None
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror})", "make it readable") from None
@@ -205,7 +221,7 @@ class TokenStore:
         """Fill `out` (contiguous, of this store's dtype) with the tokens from `start` on."""
         self._check_range(start, len(out))
         filled = 0
-        for shard, first, count in self.pieces(start, len(out)):
+        for shard, first, count in self.shard_ranges(start, len(out)):
             self._shard(shard).read_into(first, out[filled : filled + count])
             filled += count
 
@@ -213,7 +229,7 @@ class TokenStore:
         """Positions in [start, start + n) at which a document begins, ascending."""
         self._check_range(start, n)
         found = []
-        for shard, first, count in self.pieces(start, n):
+        for shard, first, count in self.shard_ranges(start, n):
             starts = self._index(shard).document_starts(first, count)
             found.append(starts + (start - first))
             start += count
@@ -222,7 +238,7 @@ class TokenStore:
     def document_start_before(self, position: int) -> int:
         """Where the document that holds the token at `position` begins."""
         self._check_range(position, 1)
-        shard, first, _ = self.pieces(position, 1)[0]
+        shard, first, _ = self.shard_ranges(position, 1)[0]
         return position - first + self._index(shard).touching(first, 1)[1][0].item()
 
     def document_edges(self, shard: int, first: int, end: int) -> np.ndarray:
@@ -297,17 +313,17 @@ class TokenStore:
         if start < 0 or n < 0 or start + n > self.tokens:
             raise IndexError(f"tokens [{start}, {start + n}) of {self.directory}, which has {self.tokens}")
 
-    def pieces(self, start: int, n: int) -> list[tuple[int, int, int]]:
+    def shard_ranges(self, start: int, n: int) -> list[tuple[int, int, int]]:
         """(shard, first token in it, tokens) of a range."""
-        pieces = []
+        ranges = []
         shard = int(self._ends.searchsorted(start, side="right"))
         while n > 0:
             begin = int(self._ends[shard - 1]) if shard else 0
             count = min(n, int(self._ends[shard]) - start)
             if count:
-                pieces.append((shard, start - begin, count))
+                ranges.append((shard, start - begin, count))
             start, n, shard = start + count, n - count, shard + 1
-        return pieces
+        return ranges
 
 
 class _OpenShard:
@@ -362,7 +378,7 @@ class _Index:
         return self.starts(document, document + 1)[0].item(), length
 
     def _starts_from(self, document: int, end: int) -> np.ndarray:
-        """Where this document and those after it begin, before token `end`; read in growing pieces."""
+        """Where this document and those after it begin, before token `end`; read in growing ranges."""
         some = 32
         while True:
             some = min(some, self._documents - document)

@@ -1,4 +1,4 @@
-"""Datasets and models of the Hugging Face hub, only when the user writes `hf://NAME`."""
+"""Datasets and models of the Hugging Face hub, used only when the user writes `hf://NAME`."""
 
 import os
 import tomllib
@@ -11,11 +11,13 @@ from arriero.data.text.sources import HUB
 from arriero.errors import UserError
 
 TOKENIZER_FILES = ["*.json", "tokenizer.model", "*.txt", "*.jinja"]
-# pytorch_model.bin and other copies of the same weights are left out
+# without pytorch_model.bin and other copies of the same weights
 MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
 
 
 class HubCorpus(NamedTuple):
+    """A dataset of the hub and where its text is. `files` is read instead of the dataset's own loader."""
+
     dataset: str
     config: str | None
     split: str
@@ -31,7 +33,7 @@ def hub_corpora() -> dict[str, HubCorpus]:
 
 
 def hub_corpus(name: str) -> HubCorpus:
-    """A corpus's name, or `DATASET[:CONFIG][@SPLIT]` of the hub."""
+    """Return the corpus of a known name or of `DATASET[:CONFIG][@SPLIT]`."""
     if name in (known := hub_corpora()):
         return known[name]
     if "/" not in name:
@@ -44,18 +46,14 @@ def hub_corpus(name: str) -> HubCorpus:
     return HubCorpus(dataset, config or None, split or "train", "text")
 
 
-def column_of(name: str) -> str:
-    return hub_corpus(name).column
-
-
 def stay_offline() -> None:
-    """No library may contact the hub on its own."""
+    """Forbid all libraries to contact the hub."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         os.environ[name] = "1"
 
 
 def download(name: str) -> list[Path]:
-    """The Arrow files of the dataset in the Hugging Face cache, downloaded unless they are there."""
+    """Download a dataset unless it is cached; return its Arrow files in the Hugging Face cache."""
     corpus = hub_corpus(name)
     try:
         import datasets
@@ -82,9 +80,9 @@ def download(name: str) -> list[Path]:
 
 
 def local_model(path: str, weights: bool = True) -> Path:
-    """A path as it is; for `hf://OWNER/MODEL[@REVISION]` the directory of the download in the hub's cache.
+    """Return a path unchanged; download `hf://OWNER/MODEL[@REVISION]` and return its cache directory.
 
-    Without `weights` only its configuration and its tokenizer are downloaded.
+    Without `weights` only the configuration and the tokenizer are downloaded.
     """
     if not path.startswith(HUB):
         return Path(path)

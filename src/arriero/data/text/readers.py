@@ -1,4 +1,4 @@
-"""Documents out of a piece of an input: some bytes, row groups or whole files."""
+"""Read documents from part of an input: a range of bytes, of row groups, or whole files."""
 
 import io
 import json
@@ -10,8 +10,8 @@ from math import inf
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from arriero.data.text.builtin import markov_text
 from arriero.data.text.sources import DANGLING, Input, names_of
-from arriero.data.text.synthetic import markov_text
 from arriero.errors import UserError
 from arriero.units import counted
 
@@ -19,11 +19,11 @@ from arriero.units import counted
 def open_input(source: Input) -> IO[bytes]:
     if not source.compression:
         return Path(source.path).open("rb", buffering=2**20)
-    return io.BufferedReader(unbuffered(source), 2**20)
+    return io.BufferedReader(open_unbuffered(source), 2**20)
 
 
-def unbuffered(source: Input) -> Any:
-    """Reads no further than asked, so that nothing before a damaged place is out of reach."""
+def open_unbuffered(source: Input) -> Any:
+    """Open without a read-ahead buffer, so that everything before damage can be read."""
     if not source.compression:
         return Path(source.path).open("rb", buffering=0)
     if source.compression == "gzip":
@@ -34,7 +34,7 @@ def unbuffered(source: Input) -> Any:
 
 
 class _Gunzip(io.RawIOBase):
-    """Members one after another, zeros allowed after each. A call that fails loses only what it asked for."""
+    """Decompresses concatenated members, zeros allowed after each; an error loses only the current call."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=2**18)
@@ -75,19 +75,19 @@ class _Gunzip(io.RawIOBase):
 
 try:
     from orjson import loads as fast_loads
-except ImportError:  # it only saves time: json decides whenever it stumbles
+except ImportError:  # orjson only saves time: whatever it rejects is parsed again by json
     from json import loads as fast_loads
 
 BATCH_BYTES = 2**21
 EXAMPLES = 5
 SMALL_BLOCK = 8
 NO_FILE = 2**62
-SAMPLED_FILES = 16  # per suffix: binary files of a folder differ from text by suffix
+SAMPLED_FILES = 16  # of each suffix
 SAMPLED_BYTES = 2**16
-COUNTED_BYTES = 2**26  # a skipped record farther into its file is named by byte: counting lines costs a read
+COUNTED_BYTES = 2**26  # a skipped record beyond is named by byte, since counting lines costs a read
 
-_SKIP = "correct it, or pass --skip-bad to leave such records out and count them"
-_CHANGED = "a prepare reads inputs that stay as they are; restore the file, or prepare into another directory"
+_SKIP = "correct it, or pass --skip-bad to skip and count such records"
+_CHANGED = "inputs must not change during a prepare: restore the file, or prepare into another directory"
 
 
 class TextBatch(NamedTuple):
@@ -97,9 +97,9 @@ class TextBatch(NamedTuple):
 
 
 class BadRecords:
-    """What to do with a record that cannot be used: refuse, or leave out and count.
+    """Counts records that cannot be used; without `skip` the first one raises UserError.
 
-    `kept` counts the others. `links` of the bad ones are links to nothing, of which no record could be read.
+    `kept` counts usable records, `links` those of the bad ones that are broken links.
     """
 
     def __init__(self, skip: bool) -> None:
@@ -119,7 +119,7 @@ class BadRecords:
 
 
 class BadLimit(NamedTuple):
-    """The most bad records of a source that --skip-bad may leave out: a number or a percentage."""
+    """The most bad records of a source that --skip-bad may skip: a number or a percentage."""
 
     amount: float
     percent: bool
@@ -134,8 +134,8 @@ class BadLimit(NamedTuple):
             raise UserError(f"--max-bad {text} is not a limit", "write it like 1% or 500")
         return limit
 
-    def refuse(self, source: str, kept: int, bad: int, example: str) -> None:
-        """`kept` and `bad` count the records of one source."""
+    def check(self, source: str, kept: int, bad: int, example: str) -> None:
+        """Raise UserError if `bad` of the `kept + bad` records of a source are too many."""
         if bad > (self.amount * (kept + bad) / 100 if self.percent else self.amount):
             raise UserError(
                 f"{source}: {bad:,} of {counted(kept + bad, 'record')} cannot be used, and --max-bad allows "
@@ -150,7 +150,10 @@ MAX_BAD = "50%"
 def read_text_range(
     inputs: list[Input], begin: int, end: int, column: str, bad: BadRecords
 ) -> Iterator[TextBatch]:
-    """`begin` and `end` are bytes of a JSONL file, row groups of Parquet, numbers of synthetic documents."""
+    """Read the texts of a range, in batches.
+
+    `begin` and `end` are bytes of a JSONL file, row groups of Parquet, or numbers of synthetic documents.
+    """
     first = inputs[0]
     if first.kind == "synthetic":
         return _in_batches((text, len(text)) for text in markov_text().documents(begin, end))
@@ -176,7 +179,7 @@ def check_unchanged(source: Input) -> None:
 
 
 def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecords) -> Iterator[TextBatch]:
-    """A line belongs to the piece in which it begins."""
+    """Read the lines that begin in the range."""
     kept = 0
     with open_input(source) as file:
         at = begin
@@ -197,7 +200,7 @@ def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecord
                 kept += len(texts)
                 yield TextBatch(texts, text_bytes, read)
             if damage is not None:
-                what = f"{source.path} cannot be unpacked to its end ({damage})"
+                what = f"{source.path} cannot be decompressed to its end ({damage})"
                 lost = f": {counted(kept, 'document')} before the damage kept, the rest of the file is lost"
                 bad.add(what + (lost if bad.skip else ""))
             if damage is not None or not lines:
@@ -205,9 +208,9 @@ def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecord
 
 
 def _lines_before_damage(source: Input, at: int) -> list[bytes]:
-    """The whole lines from `at` on, read in blocks too small to lose one with the block that fails."""
+    """Read the complete lines from `at` to the damage, in blocks too small to lose a line with the last."""
     found = bytearray()
-    with unbuffered(source) as file:
+    with open_unbuffered(source) as file:
         try:
             while at > 0 and (skipped := file.read(min(at, 2**20))):
                 at -= len(skipped)
@@ -219,7 +222,7 @@ def _lines_before_damage(source: Input, at: int) -> list[bytes]:
 
 
 def _lines(file: IO[bytes], size: int) -> list[bytes]:
-    """The lines that begin within the next `size` bytes."""
+    """Read the lines that begin within the next `size` bytes."""
     if size == 1:
         return [line] if (line := file.readline()) else []
     return file.readlines(size - 1)
@@ -250,7 +253,7 @@ def _texts_of(
 def _line_problem(
     source: Input, at: int, lines: list[bytes], number: int, column: str, error: Exception, skip: bool
 ) -> str:
-    """What is wrong with line `number` of `lines`, the first of which begins at byte `at`."""
+    """Describe what is wrong with line `number` of `lines`, the first of which begins at byte `at`."""
     if _is_json_array(source):
         return f"{source.path}: a JSON array, not one object per line"
     line = lines[number]
@@ -260,7 +263,7 @@ def _line_problem(
     if isinstance(error, UnicodeDecodeError):
         return f"{where}: not UTF-8 text"
     if isinstance(error, UnicodeEncodeError):
-        return f"{where}: the text has half of a surrogate pair, which no encoding can write"
+        return f"{where}: the text has half of a surrogate pair, which UTF-8 cannot encode"
     if isinstance(error, RecursionError):
         return f"{where}: nested too deeply"
     if isinstance(error, ValueError):
@@ -277,13 +280,13 @@ def _line_problem(
 def _is_json_array(source: Input) -> bool:
     if ".json" not in Path(source.path).suffixes[-2:]:
         return False
-    with unbuffered(source) as file:
+    with open_unbuffered(source) as file:
         return file.read(1) == b"["
 
 
 def _line_number(source: Input, at: int) -> int:
     newlines = 0
-    with unbuffered(source) as file:
+    with open_unbuffered(source) as file:
         while at > 0 and (block := file.read(min(at, 2**20))):
             newlines += block.count(b"\n")
             at -= len(block)
@@ -296,7 +299,7 @@ def _json_type(value: Any) -> str:
 
 
 def _parquet_columns(source: Input, begin: int, end: int, column: str) -> Iterator[tuple[int, Any]]:
-    """Each with the row of the file at which it begins."""
+    """Yield slices of the column, each with the row of the file at which it begins."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(source.path) as file:
@@ -374,7 +377,7 @@ def _row_text(source: Input, row: int, value: Any, bad: BadRecords) -> str | Non
 def _text_files(inputs: list[Input], bad: BadRecords) -> Iterator[tuple[str, int]]:
     for source in inputs:
         if source.kind == DANGLING:
-            bad.add(f"{source.path} is a link to nothing")
+            bad.add(f"{source.path} is a broken link")
             bad.links += 1
             continue
         try:
@@ -392,7 +395,7 @@ def _text_files(inputs: list[Input], bad: BadRecords) -> Iterator[tuple[str, int
 
 
 def check_utf8(inputs: Sequence[Input]) -> None:
-    """Looks into some of the files that are to become one document each, of each suffix of each source."""
+    """Raise UserError if a sample of the files that become one document each is not UTF-8 text."""
     groups: dict[tuple[int, str], list[Input]] = {}
     for each in inputs:
         if each.kind == "text":
@@ -404,7 +407,7 @@ def check_utf8(inputs: Sequence[Input]) -> None:
             more = " (and perhaps more)" if step > 1 else ""
             raise UserError(
                 f"not UTF-8 text: {names_of(binary)}{more}, in {Path(binary[0]).parent}",
-                "leave such files out with --include or --exclude, or pass --skip-bad to skip and count them",
+                "exclude such files with --include or --exclude, or pass --skip-bad to skip and count them",
             )
 
 

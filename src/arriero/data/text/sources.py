@@ -1,10 +1,10 @@
-"""Where text comes from: what the user names becomes a list of input files, always in the same order."""
+"""Sources of text: what the user names becomes a list of input files, always in the same order."""
 
 import errno
 import json
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import has_magic, iglob
@@ -12,16 +12,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from arriero.data.text.synthetic import DEFAULT_BYTES
+from arriero.data.text.builtin import DEFAULT_BYTES, stdlib_documents
 from arriero.errors import UserError
 from arriero.units import parse_bytes
 
 STDLIB = "builtin:stdlib"
 SYNTHETIC = "builtin:synthetic"
 HUB = "hf://"
+NAMED = ("builtin:", HUB)
 DANGLING = "dangling"
 
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _KINDS = {
     ".jsonl": "jsonl",
@@ -35,14 +35,9 @@ _UNFINISHED = (".tmp", ".part", ".partial", ".incomplete", ".crdownload", ".bak"
 SHOWN_NAMES = 5
 
 
-class Document(NamedTuple):
-    name: str
-    text: str
-
-
 class Input(NamedTuple):
-    """One file. `kind`: jsonl, parquet, arrow, text (one document per file), synthetic (size in bytes) or
-    dangling (a link to nothing, left out by --skip-bad). `source`: which of the sources named it."""
+    """One file. `kind` is jsonl, parquet, arrow, text (one document per file), synthetic (`size` in bytes) or
+    dangling (a broken link, skipped by --skip-bad). `source` is the number of the source that names it."""
 
     kind: str
     compression: str
@@ -53,9 +48,9 @@ class Input(NamedTuple):
 
 
 class Select(NamedTuple):
-    """Which files are read (patterns of file names, or of paths below the folder), and as what.
+    """Which files are read, by patterns of file names or of paths below the folder, and as what.
 
-    `read_as`: auto (by suffix; a folder that mixes record files with others is refused), mixed (by suffix),
+    `read_as` is auto (by suffix; a folder that mixes record files with others is rejected), mixed (by suffix)
     or one kind for all files.
     """
 
@@ -81,7 +76,10 @@ ALL_FILES = Select()
 
 @dataclass(frozen=True)
 class TextSources:
-    """The sources a user named and how to read them. `columns`: (source, folder, file or pattern, column)."""
+    """The sources a user named and how to read them.
+
+    `columns` are pairs of a source, folder, file or pattern and the column of its text.
+    """
 
     names: tuple[str, ...]
     column: str | None = None
@@ -90,11 +88,11 @@ class TextSources:
     skip_bad: bool = False
 
     def find(self) -> list[Input]:
-        """The inputs, where the user's words leave no doubt how each file is to be read."""
+        """List the inputs; raise UserError where it is not clear how to read a file."""
         inputs = find_inputs(self.names, self.skip_bad, self.select)
         for number, group in groupby(inputs, key=lambda each: each.source):
             name, files = self.names[number], list(group)
-            if self.select.read_as == "auto" and not name.startswith(("builtin:", HUB)):
+            if self.select.read_as == "auto" and not name.startswith(NAMED):
                 _check_suffixes(name, files)
                 if not self.select.include:
                     _check_one_kind(name, files)
@@ -106,8 +104,13 @@ class TextSources:
                 )
         return inputs
 
+    def left_out(self) -> list[str]:
+        """List the files that the user named and that --include or --exclude leave out."""
+        files = [Path(name) for name in self.names if not name.startswith(NAMED) and Path(name).is_file()]
+        return [str(path) for path in files if not self.select.takes(path, path.parent)]
+
     def column_of(self, each: Input) -> str:
-        """The last matching SOURCE=COLUMN, else the plain column, else the recipe's or 'text'."""
+        """Return the last matching SOURCE=COLUMN, else the plain column, else the source's usual one."""
         for place, column in reversed(self.columns):
             if self._covers(place, each):
                 return column
@@ -125,7 +128,7 @@ class TextSources:
 
 
 class _Found(NamedTuple):
-    """`file` is the same for all names of one file."""
+    """An input and the identity of its file, which is the same for all its names."""
 
     input: Input
     file: tuple[int, int] | str
@@ -133,14 +136,14 @@ class _Found(NamedTuple):
 
 def _usual_column(source: str) -> str:
     if source.startswith(HUB):
-        from arriero.data.text.hub import column_of
+        from arriero.data.text.hub import hub_corpus
 
-        return column_of(source.removeprefix(HUB))
+        return hub_corpus(source.removeprefix(HUB)).column
     return "text"
 
 
 def find_inputs(sources: Sequence[str], skip_bad: bool = False, select: Select = ALL_FILES) -> list[Input]:
-    """Sources in the order given; the files of a folder or a pattern in the order of their paths.
+    """List inputs in the order of the sources; the files of a folder or pattern in the order of their paths.
 
     A file with several names in one folder or pattern is read once, by the first of them.
     """
@@ -152,11 +155,11 @@ def find_inputs(sources: Sequence[str], skip_bad: bool = False, select: Select =
             once.setdefault(found.file, found.input._replace(source=number))
         for file, found in once.items():
             if file in seen:
-                raise UserError(*_twice(seen[file], found))
+                raise UserError(*_named_twice(seen[file], found))
             if found.kind == DANGLING and not skip_bad:
                 raise UserError(
-                    f"{found.path} is a link to nothing",
-                    "restore the file it names, or pass --skip-bad to leave it out and count it",
+                    f"{found.path} is a broken link",
+                    "restore the file it names, or pass --skip-bad to skip and count it",
                 )
             seen[file] = found.path
         inputs += once.values()
@@ -165,7 +168,7 @@ def find_inputs(sources: Sequence[str], skip_bad: bool = False, select: Select =
     return inputs
 
 
-def _twice(first: str, second: Input) -> tuple[str, str]:
+def _named_twice(first: str, second: Input) -> tuple[str, str]:
     if second.kind == "synthetic":
         return (
             f"{first} and {second.path} begin with the same documents",
@@ -175,11 +178,16 @@ def _twice(first: str, second: Input) -> tuple[str, str]:
     return f"{names} is named twice", "its documents would be trained on twice; name it once"
 
 
-def check_output_outside(sources: Sequence[str], directory: Path) -> None:
-    """A dataset inside a source would be read as text by the next prepare of that source."""
+def check_output_outside(
+    sources: Sequence[str],
+    directory: Path,
+    what: str = "the output",
+    todo: str = "write it outside the folders it is made from",
+) -> None:
+    """Raise UserError for an output inside a source, which the next prepare would read as text."""
     target = _resolved(directory)
     for source in sources:
-        if source.startswith(("builtin:", HUB)) or (path := Path(source)).is_file():
+        if source.startswith(NAMED) or (path := Path(source)).is_file():
             continue
         if path.is_dir():
             inside = target.is_relative_to(_resolved(path))
@@ -189,19 +197,16 @@ def check_output_outside(sources: Sequence[str], directory: Path) -> None:
             pattern = _resolved_pattern(path.absolute())
             inside = any(_matches(place.parts, pattern) for place in places)
         if inside:
-            raise UserError(
-                f"the output {directory} lies in the source {source}",
-                "write it outside the folders it is made from",
-            )
+            raise UserError(f"{what} {directory} lies in the source {source}", todo)
 
 
 def _resolved(path: Path) -> Path:
-    """Path.resolve, except that a symlink loop is no RuntimeError (it is one before Python 3.13)."""
+    """Resolve links; unlike Path.resolve before Python 3.13, a link loop raises no RuntimeError."""
     return Path(os.path.realpath(path))
 
 
 def _resolved_pattern(pattern: Path) -> tuple[str, ...]:
-    """The parts of a pattern whose leading folders are without links, as those of a resolved path are."""
+    """Return the parts of a pattern with the links of its leading folders resolved."""
     parts = pattern.parts
     fixed = next((i for i, part in enumerate(parts) if has_magic(part)), len(parts))
     return (*_resolved(Path(*parts[:fixed])).parts, *parts[fixed:])
@@ -217,8 +222,8 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def absolute(source: str) -> str:
-    """The same source, whatever the working directory."""
-    return source if source.startswith(("builtin:", HUB)) else str(Path(source).absolute())
+    """Return the source in a form that does not depend on the working directory."""
+    return source if source.startswith(NAMED) else str(Path(source).absolute())
 
 
 def _inputs_of(source: str, select: Select) -> list[_Found]:
@@ -238,9 +243,8 @@ def _inputs_of(source: str, select: Select) -> list[_Found]:
         if not (found := _folder(path, select)):
             raise UserError(f"no file in {path} matches --include and --exclude", "check the patterns")
         return found
-    if path.is_file():
-        return [_input(path, select.kind)] if select.takes(path, path.parent) else []
-    matches = sorted(map(Path, iglob(source, recursive=True)))  # noqa: PTH207 (a pattern may be absolute)
+    # iglob drops a path that exists but looks like a pattern, such as "a[1].txt"
+    matches = [path] if path.is_file() else sorted(map(Path, iglob(source, recursive=True)))  # noqa: PTH207
     if not matches:
         raise UserError(
             f"source '{source}' does not exist",
@@ -263,7 +267,7 @@ def _folder(folder: Path, select: Select) -> list[_Found]:
             raise UserError(f"{folder} holds several splits", f"name the one to train on: {choices}")
         return _folder(folder / splits[0], select)
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return _saved_dataset(folder)
+        return _saved_dataset(folder / "state.json")
     paths: list[Path] = []
     visited: set[tuple[int, int]] = set()
     for parent, folders, files in os.walk(folder, followlinks=True):
@@ -280,11 +284,16 @@ def _folder(folder: Path, select: Select) -> list[_Found]:
     return [_input(path, select.kind) for path in paths if select.takes(path, folder)]
 
 
-def _splits(path: Path) -> list[str]:
+def _parse_saved(path: Path, parse: Callable[[dict], list]) -> list:
+    """Read a JSON file of a Hugging Face `save_to_disk` directory."""
     try:
-        splits = json.loads(path.read_bytes())["splits"]
+        return parse(json.loads(path.read_bytes()))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error!r})", "save the dataset again") from None
+
+
+def _splits(path: Path) -> list[str]:
+    splits = _parse_saved(path, lambda saved: saved["splits"])
     if not isinstance(splits, list) or not splits or not all(_is_name(split) for split in splits):
         raise UserError(f"{path} is damaged (splits: {splits!r})", "save the dataset again")
     return splits
@@ -294,8 +303,16 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and value not in ("", ".", "..") and not set(value) & {"/", "\0"}
 
 
+def _saved_dataset(state: Path) -> list[_Found]:
+    """List the Arrow files of a `save_to_disk` directory."""
+    names = _parse_saved(
+        state, lambda saved: [state.parent / file["filename"] for file in saved["_data_files"]]
+    )
+    return [_input(path, "arrow") for path in names]
+
+
 def _check_one_kind(source: str, inputs: Sequence[Input]) -> None:
-    """Record files beside other files: a README.md must not become a document unasked."""
+    """Reject record files beside other files: a README.md must not become a document by accident."""
     records = [each.path for each in inputs if each.kind in _KINDS.values()]
     others = [each.path for each in inputs if each.kind == "text"]
     if records and others:
@@ -309,7 +326,7 @@ def _check_one_kind(source: str, inputs: Sequence[Input]) -> None:
 
 
 def _check_suffixes(source: str, inputs: Sequence[Input]) -> None:
-    """Tables, and names that look like an unfinished or renamed record file."""
+    """Reject tables, and names that look like an unfinished or renamed record file."""
     unclear = [each.path for each in inputs if each.kind == "text" and _is_unclear(Path(each.path))]
     if unclear:
         raise UserError(
@@ -334,15 +351,6 @@ def names_of(paths: Sequence[str]) -> str:
     return shown + (f" and {len(paths) - SHOWN_NAMES:,} more" if len(paths) > SHOWN_NAMES else "")
 
 
-def _saved_dataset(folder: Path) -> list[_Found]:
-    """A Hugging Face `save_to_disk` directory: its state file says which Arrow files hold it."""
-    try:
-        state = json.loads((folder / "state.json").read_bytes())
-        return [_input(folder / file["filename"], "arrow") for file in state["_data_files"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{folder / 'state.json'} is damaged ({error!r})", "save the dataset again") from None
-
-
 def _input(path: Path, kind: str | None = None) -> _Found:
     suffixes, compression = _suffixes(path)
     kind = kind or (_KINDS.get(suffixes[-1], "text") if suffixes else "text")
@@ -361,7 +369,7 @@ def _input(path: Path, kind: str | None = None) -> _Found:
 
 
 def _suffixes(path: Path) -> tuple[list[str], str]:
-    """The suffixes in lower case without that of a compression, and the compression."""
+    """Return the suffixes in lower case without that of the compression, and the compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = _COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
     return (suffixes[:-1] if compression else suffixes), compression
@@ -372,34 +380,5 @@ def _synthetic(source: str) -> Input:
     try:
         amount = parse_bytes(size.removeprefix(":")) if size else DEFAULT_BYTES
     except ValueError:
-        raise UserError(
-            f"'{source}' has no size that can be read", f"write it like {SYNTHETIC}:50MB"
-        ) from None
+        raise UserError(f"'{source}' has no valid size", f"write it like {SYNTHETIC}:50MB") from None
     return Input("synthetic", "", source, amount, 0)
-
-
-def stdlib_documents(folder: Path | None = None) -> list[Document]:
-    """The Python standard library's own source without its tests, one file a document, in order of path."""
-    folder = folder or Path(sysconfig.get_path("stdlib"))
-    documents = []
-    for path in sorted(_python_files(folder), key=lambda path: path.relative_to(folder).as_posix()):
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue
-        if text:
-            documents.append(Document(path.relative_to(folder).as_posix(), text))
-    if not documents:
-        raise UserError(
-            f"the Python standard library at {folder} has no source files",
-            "use a Python that carries its sources, or name a prepared dataset",
-        )
-    return documents
-
-
-def _python_files(folder: Path) -> list[Path]:
-    found = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
-        found += [Path(parent, name) for name in files if name.endswith(".py")]
-    return found

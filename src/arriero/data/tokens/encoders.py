@@ -1,6 +1,7 @@
-"""Encoders of many texts at once: the fastest one that agrees with `tokenizers` on the user's own text.
+"""Batch encoders: the fastest installed one that gives the same ids as `tokenizers` on the user's text.
 
-Texts become one flat array of ids and the number of ids of each. Special strings in a text stay text.
+gigatoken and fastokens are optional (extra `fast`). Texts become one flat array of ids and the number of ids
+of each. Special tokens spelled out in a text stay plain text.
 """
 
 import importlib.metadata
@@ -17,19 +18,26 @@ from arriero.data.tokens.tokenizer import Encoded, parsed
 from arriero.errors import UserError
 
 REFERENCE = "tokenizers"
-CHECKED_CHARS = 150_000  # of the sample: `tokenizers` needs about a second for 3 MB
+CHECKED_CHARS = 150_000  # `tokenizers` needs about a second for 3 MB
 LONG_CHARS = 2048
 FEW_CHARS = 2**16
 
 
-class Backend(Protocol):
+class Encoder(Protocol):
     def encode(self, texts: Sequence[str]) -> Encoded: ...
 
 
 class EncoderChoice(NamedTuple):
+    """The encoder used, its version, and the outcome for each encoder that was tried."""
+
     used: str
     version: str
     tried: list[dict[str, str]]
+
+    @property
+    def lacks_fast(self) -> bool:
+        """Whether `tokenizers` is used only because no faster encoder is installed."""
+        return bool(self.tried) and all(each["outcome"] == NOT_INSTALLED for each in self.tried)
 
 
 class GigatokenEncoder:
@@ -41,7 +49,7 @@ class GigatokenEncoder:
     def encode(self, texts: Sequence[str]) -> Encoded:
         chars = sum(map(len, texts))
         if texts and (chars < FEW_CHARS or chars >= LONG_CHARS * len(texts)):
-            # one by one is as fast for long texts, and spares the import of awkward
+            # one call per text is as fast for long texts and avoids the import of awkward
             return _joined([self._inner.encode(text) for text in texts])
         layout: Any = self._inner.encode_batch(list(texts), parallel=False).layout
         offsets = np.asarray(layout.offsets.data)
@@ -73,53 +81,54 @@ def _joined(documents: list[np.ndarray]) -> Encoded:
     return Encoded(np.concatenate(documents) if documents else np.empty(0, np.uint32), lengths)
 
 
-CHAIN: dict[str, Callable[[str], Backend]] = {
+AUTO = "auto"
+NOT_INSTALLED = "not installed"
+CHAIN: dict[str, Callable[[str], Encoder]] = {
     "gigatoken": GigatokenEncoder,
     "fastokens": FastokensEncoder,
     REFERENCE: TokenizersEncoder,
 }
 
 
-AUTO = "auto"
-
-
-def load_encoder(name: str, definition: str) -> tuple[str, Backend]:
-    """The backend chosen earlier; on a machine that lacks it the reference, whose ids are the same."""
+def load_encoder(name: str, definition: str) -> tuple[str, Encoder]:
+    """Load an encoder; where it is not installed, the reference, whose ids are the same."""
     try:
-        return name, _loaded(name, definition)
+        return name, cached_encoder(name, definition)
     except Exception:  # a native library may fail to load in any way
-        return REFERENCE, _loaded(REFERENCE, definition)
+        return REFERENCE, cached_encoder(REFERENCE, definition)
 
 
 @lru_cache(maxsize=2)
-def _loaded(name: str, definition: str) -> Backend:
+def cached_encoder(name: str, definition: str) -> Encoder:
     return CHAIN[name](definition)
 
 
 def choose_encoder(definition: str, sample: Sequence[str], encoder: str = AUTO) -> EncoderChoice:
-    """The first backend whose ids equal the reference's on some of `sample`; why each before it was left.
+    """Choose the first encoder that gives the reference's ids on a part of `sample`.
 
-    One that `encoder` names is used, or refused where its ids are others.
+    An encoder named by the user is used, or rejected if its ids differ.
     """
     if encoder == REFERENCE:
         return EncoderChoice(REFERENCE, tokenizers.__version__, [])
     every = max(1, sum(map(len, sample)) // CHECKED_CHARS)
     checks = [sample[::every], _probes(definition)]
-    wanted = [_loaded(REFERENCE, definition).encode(texts) for texts in checks]
+    wanted = [cached_encoder(REFERENCE, definition).encode(texts) for texts in checks]
     tried = []
     for name in CHAIN if encoder == AUTO else (encoder,):
         if name == REFERENCE:
             break
         try:
-            backend = _loaded(name, definition)
-            found = [_difference(backend.encode(a), b) for a, b in zip(checks, wanted, strict=True)]
+            fast = cached_encoder(name, definition)
+            found = [_difference(fast.encode(a), b) for a, b in zip(checks, wanted, strict=True)]
             problem = "".join(found[:1]) or "".join(found)
-        except Exception as error:  # whatever a young library raises, the next one may work
+        except ModuleNotFoundError as error:
+            problem = NOT_INSTALLED if error.name == name else f"ModuleNotFoundError: {error}"
+        except Exception as error:  # whatever a native library raises, the next one may work
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
         if problem and encoder != AUTO:
             raise UserError(
                 f"--encoder {encoder} cannot be used ({problem})",
-                f"pip install {encoder} if it is missing, or pass --encoder auto",
+                "pip install 'arriero[fast]' if it is missing, or pass --encoder auto",
             )
         tried.append({"name": name, "outcome": problem or "equal to tokenizers"})
         if not problem:
@@ -130,7 +139,7 @@ def choose_encoder(definition: str, sample: Sequence[str], encoder: str = AUTO) 
 def _difference(found: Encoded, wanted: Encoded) -> str:
     for number, (got, want) in enumerate(zip(_documents(found), _documents(wanted), strict=True)):
         if not np.array_equal(got, want):
-            return f"document {number} of the check has other ids than tokenizers gives"
+            return f"its ids for document {number} of the check differ from those of tokenizers"
     return ""
 
 
@@ -139,13 +148,13 @@ def _documents(encoded: Encoded) -> list[np.ndarray]:
 
 
 class IdsDiffer(Exception):
-    """A backend gave other ids than the reference."""
+    """The ids of an encoder differ from those of `tokenizers`."""
 
 
 class SpotCheck:
-    """Compares some documents of a shard with the reference: the same ones in each repetition.
+    """Compares some documents of a shard with the reference, the same ones in each repetition.
 
-    In each chosen batch one document of any kind and one that is not ASCII, where encoders differ most.
+    In each sampled batch it takes one document of any kind and one that is not ASCII.
     """
 
     BUDGET = 2**19
@@ -157,7 +166,7 @@ class SpotCheck:
         self._batches = 0
         self._left = self.BUDGET
 
-    def look(self, texts: Sequence[str], encoded: Encoded) -> None:
+    def check(self, texts: Sequence[str], encoded: Encoded) -> None:
         number, self._batches = self._batches, self._batches + 1
         if number % 16 and number & (number - 1):
             return
@@ -165,18 +174,18 @@ class SpotCheck:
         short = [i for i, text in enumerate(texts) if len(text) <= most]
         if not short and (shortest := min(range(len(texts)), key=lambda i: len(texts[i]))) is not None:
             short = [shortest] if len(texts[shortest]) <= self._left else []
-        odd = [i for i in short if not texts[i].isascii()]
-        chosen = sorted({self._random.choice(some) for some in (short, odd) if some})
+        non_ascii = [i for i in short if not texts[i].isascii()]
+        chosen = sorted({self._random.choice(some) for some in (short, non_ascii) if some})
         self._left -= sum(len(texts[i]) for i in chosen)
         ends = np.cumsum(encoded.lengths)
-        wanted = _documents(_loaded(REFERENCE, self._definition).encode([texts[i] for i in chosen]))
+        wanted = _documents(cached_encoder(REFERENCE, self._definition).encode([texts[i] for i in chosen]))
         for i, ids in zip(chosen, wanted, strict=False):
             if not np.array_equal(encoded.ids[ends[i] - encoded.lengths[i] : ends[i]], ids):
-                raise IdsDiffer(f"other ids than tokenizers for the text that begins {texts[i][:40]!r}")
+                raise IdsDiffer(f"ids that differ from those of tokenizers for the text {texts[i][:40]!r}...")
 
 
 def _probes(definition: str) -> list[str]:
-    """Texts that show whether special strings stay text and odd characters survive."""
+    """Return texts that show whether special tokens stay text and unusual characters survive."""
     added = [token["content"] for token in json.loads(definition).get("added_tokens") or []][:16]
     spelled = [f"{name}a {name} {name}{name}" for name in added]
     return [

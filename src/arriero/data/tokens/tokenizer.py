@@ -26,7 +26,7 @@ _GIVE = "give a tokenizer.json, or the tokenizer.model of a Llama checkpoint"
 
 
 class Tokenizer:
-    """`inner` as `parsed` gives it."""
+    """Encodes and decodes text. `inner` is what `parsed` returns."""
 
     def __init__(self, inner: tokenizers.Tokenizer, path: Path, eos: str, eos_id: int, sha256: str) -> None:
         self._inner = inner
@@ -47,7 +47,7 @@ class Tokenizer:
 
 
 def tokenizer_of(store: TokenStore) -> Tokenizer:
-    """The tokenizer of a dataset. Its `eos_id` pads rows; `separators_of` says whether it ends documents."""
+    """Load the tokenizer of a dataset. Its `eos_id` pads rows; `separators_of` tells if it ends documents."""
     store.check_tokenizer()
     definition = read_definition(store.tokenizer_path)
     inner = parsed(definition)
@@ -56,7 +56,7 @@ def tokenizer_of(store: TokenStore) -> Tokenizer:
 
 
 def load_tokenizer(path: Path, eos: str | None = None) -> Tokenizer:
-    """`eos` names the token that ends a document; without it the usual names are tried."""
+    """Load a tokenizer. `eos` names the token that ends a document; by default common names are tried."""
     definition = read_definition(path)
     inner = parsed(definition)
     for name in (eos,) if eos else KNOWN_ENDS:
@@ -67,7 +67,7 @@ def load_tokenizer(path: Path, eos: str | None = None) -> Tokenizer:
 
 
 def read_definition(path: Path) -> str:
-    """The text of a `tokenizer.json`, converted where the file is a `tokenizer.model`."""
+    """Read a `tokenizer.json`, or convert a `tokenizer.model` to one; return its JSON text."""
     path = _file_of(Path(path))
     try:
         raw = path.read_bytes()
@@ -93,7 +93,7 @@ def _converted(raw: bytes) -> str:
 
 @lru_cache(maxsize=2)
 def parsed(definition: str) -> tokenizers.Tokenizer:
-    """Shared: not to be changed. Special strings are plain text; no document smuggles in a control token."""
+    """Parse a definition so that special tokens in a text stay text. The result is shared and read-only."""
     inner = tokenizers.Tokenizer.from_str(definition)
     inner.encode_special_tokens = True
     inner.no_truncation()
@@ -111,7 +111,7 @@ def _file_of(path: Path) -> Path:
 
 
 def declared_token(path: Path, name: str) -> str | None:
-    """What `tokenizer_config.json` beside the tokenizer calls its `eos_token` or `bos_token`."""
+    """Return the `eos_token` or `bos_token` that `tokenizer_config.json` beside the tokenizer declares."""
     config = _file_of(Path(path)).parent / "tokenizer_config.json"
     try:
         token = json.loads(config.read_bytes()).get(name)
@@ -121,7 +121,7 @@ def declared_token(path: Path, name: str) -> str | None:
     return token if isinstance(token, str) else None
 
 
-# words, numbers, code, white space and several scripts: where pre-tokenizers and merges differ
+# words, numbers, code, white space and several scripts, where pre-tokenizers and merges differ
 _PROBE = """The quick brown fox can't jump over 1234567 lazy dogs, WON'T it?  3.14e-7 != 22/7
 \tdef area(radius: float) -> float:\r\n        return 3.14159 * radius ** 2  # m\u00b2
 <p class="x">http://example.org/a_b?c=1&d=%20</p> {"key": [1, 20, 300, 4000]} C++ naïve façade Straße
@@ -129,9 +129,9 @@ _PROBE = """The quick brown fox can't jump over 1234567 lazy dogs, WON'T it?  3.
 
 
 def same_ids(one: str, other: str) -> bool:
-    """Whether two definitions give text the same ids: one vocabulary, and equal ids for a varied text.
+    """Test whether two definitions give the same ids: equal vocabularies, and equal ids for a varied text.
 
-    Special tokens may be there or not, but one of the same name has the same id.
+    Special tokens may differ, but those of the same name must have the same id.
     """
     if one == other:
         return True
@@ -149,14 +149,14 @@ def same_ids(one: str, other: str) -> bool:
 
 
 def added_by_template(definition: str) -> list[str]:
-    """The special tokens that the tokenizer's own post-processor would put around a text."""
+    """List the special tokens that the tokenizer's own post-processor would add to a text."""
     inner = parsed(definition)
     bare, wrapped = (inner.encode("a", add_special_tokens=add).ids for add in (False, True))
     return [inner.id_to_token(i) or str(i) for i in wrapped if i not in bare]
 
 
 def mark_special(definition: str, names: Sequence[str]) -> str:
-    """The same tokenizer in which `names`, if they are added tokens, are special, so that text stays text."""
+    """Mark those of `names` that are added tokens as special, so that texts that spell them stay text."""
     document = json.loads(definition)
     changed = False
     for token in document.get("added_tokens") or []:
@@ -174,20 +174,20 @@ MANY = 0.5
 _LOOKED_AT = 64
 
 
-class Mark(NamedTuple):
+class SpecialToken(NamedTuple):
     token: str
     id: int
 
 
 class Separators(NamedTuple):
-    bos: Mark | None
-    eos: Mark | None
+    bos: SpecialToken | None
+    eos: SpecialToken | None
 
     def about(self) -> dict[str, Any]:
         return {name: mark and mark._asdict() for name, mark in self._asdict().items()}
 
     def token_ids(self) -> dict[str, Any]:
-        """Token ids under Hugging Face's names. `add_bos_token`: whether documents begin with the BOS."""
+        """Return the ids under Hugging Face's names, and whether documents begin with the BOS."""
         named = {"bos_token_id": self.bos, "eos_token_id": self.eos}
         ids = {name: mark.id for name, mark in named.items() if mark is not None}
         return ids | {"add_bos_token": self.bos is not None}
@@ -196,11 +196,11 @@ class Separators(NamedTuple):
         return " and ".join(mark.token if mark else "nothing" for mark in self)
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
-        """A text as it stands at the beginning of a document."""
+        """Return the ids of a text as they are at the beginning of a document."""
         return [self.bos.id, *ids] if self.bos else list(ids)
 
     def around(self, encoded: Encoded) -> Encoded:
-        """The ids with the marks around each document."""
+        """Add the separators around each document."""
         extra = sum(mark is not None for mark in self)
         if not extra:
             return encoded
@@ -216,7 +216,7 @@ class Separators(NamedTuple):
         return Encoded(ids, lengths)
 
     def spelled_out(self, texts: Sequence[str]) -> dict[str, int]:
-        """How many texts begin and end with the marks' own spelling."""
+        """Count the texts that begin or end with the spelling of a separator."""
         bos, eos = self.bos, self.eos
         return {
             "bos": sum(text.lstrip().startswith(bos.token) for text in texts) if bos else 0,
@@ -224,7 +224,7 @@ class Separators(NamedTuple):
         }
 
     def check_not_doubled(self, encoded: Encoded) -> None:
-        """The ids of a document must not already carry the mark that is about to be added."""
+        """Raise UserError if documents already begin or end with the separator that would be added."""
         full = encoded.lengths > 0
         ends = np.cumsum(encoded.lengths)[full]
         starts = ends - encoded.lengths[full]
@@ -232,12 +232,12 @@ class Separators(NamedTuple):
             if mark is not None and (encoded.ids[places] == mark.id).any():
                 raise UserError(
                     f"documents already {word} with {mark.token} (id {mark.id}) after encoding",
-                    f"it would stand there twice; pass --{'bos' if word == 'begin' else 'eos'} none",
+                    f"the separator would be doubled; pass --{'bos' if word == 'begin' else 'eos'} none",
                 )
 
 
 def choose_separators(definition: str, bos: str, eos: str, path: Path | None = None) -> Separators:
-    """Each is 'none', 'auto' (the tokenizer's usual one) or the token itself. `path` is the tokenizer's."""
+    """Choose separators; `bos` and `eos` are 'none', 'auto' (the tokenizer's usual one) or a token."""
     inner = parsed(definition)
     return Separators(
         _mark(inner, bos, _beginnings(path), "--bos", "begins"),
@@ -246,31 +246,32 @@ def choose_separators(definition: str, bos: str, eos: str, path: Path | None = N
 
 
 def separators_of(store: TokenStore) -> Separators:
-    """What stands around each document of a dataset: as `prepare` recorded it, else as the tokens show."""
+    """Return the separators of a dataset as `prepare` recorded them, else as its tokens show."""
     recorded = store.about.get("separators")
     if recorded is not None:
-        return Separators(*(recorded[name] and Mark(**recorded[name]) for name in ("bos", "eos")))
+        return Separators(*(recorded[name] and SpecialToken(**recorded[name]) for name in ("bos", "eos")))
     inner = parsed(read_definition(store.tokenizer_path))
     unended = store.documents and store.about.get("documents_without_eos") == store.documents
-    eos = None if unended else Mark(inner.id_to_token(store.eos_id) or "", store.eos_id)
+    eos = None if unended else SpecialToken(inner.id_to_token(store.eos_id) or "", store.eos_id)
     return Separators(_common_beginning(store, inner), eos)
 
 
-def _common_beginning(store: TokenStore, inner: tokenizers.Tokenizer) -> Mark | None:
-    """The special token that the first documents begin with, if all of them do."""
+def _common_beginning(store: TokenStore, inner: tokenizers.Tokenizer) -> SpecialToken | None:
+    """Return the special token that all of the first documents begin with, if there is one."""
     starts = store.document_starts(0, min(store.tokens, 2**20))[:_LOOKED_AT]
     first = {int(store.read(int(start), 1)[0]) for start in starts}
     if len(first) != 1:
         return None
     number = first.pop()
     token = inner.get_added_tokens_decoder().get(number)
-    return Mark(token.content, number) if token is not None and token.special else None
+    return SpecialToken(token.content, number) if token is not None and token.special else None
 
 
-def usual_end(definition: str, path: Path | None = None) -> Mark | None:
+def usual_end(definition: str, path: Path | None = None) -> SpecialToken | None:
     inner = parsed(definition)
     return next(
-        (Mark(name, found) for name in _ends(path) if (found := inner.token_to_id(name)) is not None), None
+        (SpecialToken(name, found) for name in _ends(path) if (found := inner.token_to_id(name)) is not None),
+        None,
     )
 
 
@@ -280,7 +281,7 @@ def _beginnings(path: Path | None) -> tuple[str, ...]:
 
 
 def _ends(path: Path | None) -> tuple[str, ...]:
-    """Best first: the declared one, unless it ends turns of a chat and the tokenizer has an end of text."""
+    """List end tokens, best first. A declared one that ends chat turns comes after an end of text."""
     declared = declared_token(path, "eos_token") if path else None
     if not declared:
         return KNOWN_ENDS
@@ -289,13 +290,13 @@ def _ends(path: Path | None) -> tuple[str, ...]:
 
 def _mark(
     inner: tokenizers.Tokenizer, wanted: str, known: Sequence[str], option: str, does: str
-) -> Mark | None:
+) -> SpecialToken | None:
     if wanted == "none":
         return None
     names = known if wanted == "auto" else (wanted,)
     for name in names:
         if (found := inner.token_to_id(name)) is not None:
-            return Mark(name, found)
+            return SpecialToken(name, found)
     raise UserError(
         f"the tokenizer has no token {' or '.join(names)}",
         f"name the token that {does} a document with {option} TOKEN, or pass {option} none",
@@ -303,7 +304,7 @@ def _mark(
 
 
 def check_spelled_out(separators: Separators, texts: Sequence[str]) -> None:
-    """Texts that spell the end token at their own end: the sign of a corpus that was already separated."""
+    """Raise UserError if many texts end with the spelled-out end token: they were separated already."""
     if separators.eos is None or not texts:
         return
     spelled = separators.spelled_out(texts)["eos"]
@@ -322,9 +323,9 @@ LARGEST_VOCAB = 2**24
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, path: Path, *, split: str | None = None, end: str = END
 ) -> Tokenizer:
-    """A byte-level BPE, so that any text can be encoded, with `end` as the end of a document.
+    """Train a byte-level BPE with `end` as the end of a document and write it to `path`.
 
-    `split` is the pattern that cuts text into words before merging; without it GPT-2's.
+    `split` is the pattern that splits text into words before merging; by default GPT-2's.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise UserError(
@@ -361,14 +362,14 @@ def train_tokenizer(
 
     inner.train_from_iterator(seen(), trainer)
     if not some:
-        raise UserError("there is no text to learn a tokenizer from", "check the sources and --column")
+        raise UserError("there is no text to train a tokenizer on", "check the sources and --column")
     with space_for(path):
         publish_file(path, inner.to_str(pretty=True).encode())
     return load_tokenizer(path, end)
 
 
 def _check_writable(path: Path, size: int) -> None:
-    """Also where so many bytes do not fit, which a quota tells only when they are written."""
+    """Raise UserError if `size` bytes cannot be written; a quota shows only on writing."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a directory")

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from arriero.data.prepare import planning as preparation
 from arriero.data.prepare.planning import PrepareRequest
 from arriero.data.prepare.prepare import PrepareWatcher, prepare
-from arriero.data.tokens import encoders as backends
+from arriero.data.store.store import TokenStore
+from arriero.data.tokens import encoders
 from arriero.data.tokens.encoders import CHAIN, choose_encoder, load_encoder
 from arriero.data.tokens.llama_tokenizers import from_model_file
 from arriero.data.tokens.tokenizer import Encoded, choose_separators
@@ -90,14 +92,14 @@ def test_added_tokens_that_are_not_special_are_still_found(name, definition):
     assert inner.token_to_id("«tool»") in CHAIN[name](inner.to_str()).encode(["a «tool» b"]).ids
 
 
-def test_the_first_backend_that_agrees_is_used(definition, real_texts):
+def test_the_first_encoder_that_agrees_is_used(definition, real_texts):
     choice = choose_encoder(definition, real_texts[:3])
     assert choice.used == "gigatoken"
     assert choice.tried == [{"name": "gigatoken", "outcome": "equal to tokenizers"}]
 
 
-def test_a_backend_with_other_ids_or_none_is_left_and_the_reason_kept(definition, real_texts, monkeypatch):
-    class OneIdOff(backends.TokenizersEncoder):
+def test_an_encoder_with_other_ids_or_none_is_left_and_the_reason_kept(definition, real_texts, monkeypatch):
+    class OneIdOff(encoders.TokenizersEncoder):
         def encode(self, strings):
             ids, lengths = super().encode(strings)
             ids[-1] += 1
@@ -106,19 +108,39 @@ def test_a_backend_with_other_ids_or_none_is_left_and_the_reason_kept(definition
     def absent(_):
         raise ImportError("no wheel for this machine")
 
-    backends._loaded.cache_clear()
+    encoders.cached_encoder.cache_clear()
     monkeypatch.setitem(CHAIN, "gigatoken", absent)
     monkeypatch.setitem(CHAIN, "fastokens", OneIdOff)
     choice = choose_encoder(definition, real_texts[:3])
     assert choice.used == "tokenizers"
     outcomes = {each["name"]: each["outcome"] for each in choice.tried}
     assert outcomes["gigatoken"] == "ImportError: no wheel for this machine"
-    assert "other ids than tokenizers" in outcomes["fastokens"]
+    assert "differ from those of tokenizers" in outcomes["fastokens"]
     assert load_encoder("gigatoken", definition)[0] == "tokenizers"
-    backends._loaded.cache_clear()
+    encoders.cached_encoder.cache_clear()
 
 
-def test_a_tokenizer_no_fast_backend_can_read_falls_back():
+def test_without_the_fast_encoders_the_ids_are_the_same_and_a_hint_is_printed(
+    tmp_path, tokenizer_file, real_texts, command, monkeypatch
+):
+    source = write_texts(tmp_path / "a.jsonl", real_texts[:20])
+    arguments = ["data", "prepare", source, "--tokenizer", tokenizer_file, "-o"]
+    fast = command(*arguments, tmp_path / "fast")
+    encoders.cached_encoder.cache_clear()
+    for name in FAST:
+        monkeypatch.setitem(sys.modules, name, None)
+    slow = command(*arguments, tmp_path / "slow")
+    encoders.cached_encoder.cache_clear()
+    assert fast.returncode == slow.returncode == 0, slow.stderr
+    stores = [TokenStore.open(tmp_path / name) for name in ("fast", "slow")]
+    assert stores[0].fingerprint == stores[1].fingerprint
+    assert [store.about["backend"]["used"] for store in stores] == ["gigatoken", "tokenizers"]
+    assert "arriero[fast]" not in fast.stdout
+    assert slow.stdout.count("pip install 'arriero[fast]'") == 1
+    assert "gigatoken: not installed; fastokens: not installed" in slow.stdout
+
+
+def test_a_tokenizer_no_fast_encoder_can_read_falls_back():
     """Words by spaces: neither byte-level nor sentencepiece BPE."""
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1, "<eos>": 2}, unk_token="?"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -151,7 +173,7 @@ def test_a_sentencepiece_tokenizer_works_with_whatever_is_chosen(tmp_path, real_
     assert json.loads(definition)["model"]["byte_fallback"]
 
 
-class DiffersOn(backends.TokenizersEncoder):
+class DiffersOn(encoders.TokenizersEncoder):
     """An encoder that is right on the check before the work, and wrong on texts with a rare character."""
 
     def encode(self, strings):
@@ -165,10 +187,10 @@ class DiffersOn(backends.TokenizersEncoder):
 
 @pytest.fixture
 def faulty_encoder(monkeypatch):
-    backends._loaded.cache_clear()
+    encoders.cached_encoder.cache_clear()
     monkeypatch.setitem(CHAIN, "gigatoken", DiffersOn)
     yield
-    backends._loaded.cache_clear()
+    encoders.cached_encoder.cache_clear()
 
 
 def write_texts(path, strings):
@@ -195,7 +217,9 @@ def test_a_shard_on_which_the_encoders_differ_is_encoded_again(
     assert backend["used"] == "gigatoken"
     assert 1 <= backend["shards"]["tokenizers"] < store.shards
     assert len(backend["redone"]) == backend["shards"]["tokenizers"]
-    assert all("gigatoken gave other ids than tokenizers" in each for each in backend["redone"])
+    assert all(
+        "gigatoken gave ids that differ from those of tokenizers" in each for each in backend["redone"]
+    )
 
 
 @pytest.mark.parametrize("name", CHAIN)
@@ -210,7 +234,9 @@ def test_an_encoder_can_be_forced(tmp_path, tokenizer_file, name):
 @pytest.mark.usefixtures("faulty_encoder")
 def test_a_forced_encoder_with_other_ids_is_refused(tmp_path, tokenizer_file):
     source = write_texts(tmp_path / "a.jsonl", ["ŋ"])
-    with pytest.raises(UserError, match=r"--encoder gigatoken cannot be used .*other ids than tokenizers"):
+    with pytest.raises(
+        UserError, match=r"--encoder gigatoken cannot be used .*differ from those of tokenizers"
+    ):
         prepare(
             PrepareRequest((str(source),), tmp_path / "set", tokenizer_file, encoder="gigatoken"),
             1,

@@ -1,15 +1,22 @@
-"""Text drawn from a known Markov chain of words, so that the best reachable loss is known."""
+"""Built-in text: the Python standard library, and words from a Markov chain whose entropy is known."""
 
+import os
+import sysconfig
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+
+from arriero.errors import UserError
 
 WORDS = 64
 SUCCESSORS = 4
 MEAN_WORDS = 200
 CHAIN_SEED = 1
 DEFAULT_BYTES = 4_000_000
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 class MarkovText:
@@ -25,7 +32,7 @@ class MarkovText:
         self._first_bounds = self.first.cumsum()
 
     def document(self, number: int) -> str:
-        """Document `number`: the same on every machine and in any order."""
+        """Return document `number`, which is the same on every machine."""
         rng = np.random.default_rng([CHAIN_SEED, number])
         draws = rng.random(int(rng.geometric(1 / MEAN_WORDS)))
         word = int(np.searchsorted(self._first_bounds, draws[0] * self._first_bounds[-1], side="right"))
@@ -41,16 +48,16 @@ class MarkovText:
 
     @property
     def document_bytes(self) -> float:
-        """The mean length of a document."""
+        """Return the mean length of a document in bytes."""
         visits = self._expected_visits()
         lengths = np.array([len(word) + 1 for word in self.words])
         return float(visits @ lengths) - 1
 
     @property
     def document_nats(self) -> float:
-        """The mean information in a document and its end: no model can code it in less.
+        """Return the mean entropy of a document and its end in nats.
 
-        Divided by the mean tokens of a document, its end token included, it is the lowest reachable loss.
+        Divided by the mean tokens of a document, end token included, it is the lowest reachable loss.
         """
         visits = self._expected_visits()
         steps = _entropy(self.chances)
@@ -59,7 +66,7 @@ class MarkovText:
         return float(_entropy(self.first) + visits.sum() * ending + (1 - end) * (visits @ steps))
 
     def _expected_visits(self) -> np.ndarray:
-        """How often each word occurs in a document, on average."""
+        """Return how often each word occurs in a document, on average."""
         transition = np.zeros((WORDS, WORDS))
         np.put_along_axis(transition, self.successors, self.chances, axis=1)
         return np.linalg.solve(np.eye(WORDS) - (1 - 1 / MEAN_WORDS) * transition.T, self.first)
@@ -80,3 +87,35 @@ def _distinct_words(rng: np.random.Generator) -> list[str]:
 
 def _entropy(chances: np.ndarray) -> np.ndarray:
     return -(chances * np.log(chances)).sum(axis=-1)
+
+
+class StdlibFile(NamedTuple):
+    name: str
+    text: str
+
+
+def stdlib_documents(folder: Path | None = None) -> list[StdlibFile]:
+    """Read the source files of the Python standard library without its tests, in the order of their paths."""
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    documents = []
+    for path in sorted(_python_files(folder), key=lambda path: path.relative_to(folder).as_posix()):
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text:
+            documents.append(StdlibFile(path.relative_to(folder).as_posix(), text))
+    if not documents:
+        raise UserError(
+            f"the Python standard library at {folder} has no source files",
+            "use a Python that carries its sources, or name a prepared dataset",
+        )
+    return documents
+
+
+def _python_files(folder: Path) -> list[Path]:
+    found = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        found += [Path(parent, name) for name in files if name.endswith(".py")]
+    return found
