@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.planner import SavePlan as TorchPlan
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from arriero.checkpoint.manifest import File
-from arriero.checkpoint.pieces import Piece
-from arriero.checkpoint.plan import Table, World, pack
+from arriero.checkpoint.directory import File
+from arriero.checkpoint.save_plan import Table, World, pack
+from arriero.checkpoint.state import Piece
 from arriero.model.name_maps import own_tensors
 from arriero.model.presets import load_preset
 

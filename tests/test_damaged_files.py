@@ -10,7 +10,7 @@ import tomllib
 import pytest
 from typer.testing import CliRunner
 
-from arriero.checkpoint.formats.dcp import CarefulReader
+from arriero.checkpoint.formats.dcp_directory import CarefulReader
 from arriero.cli import app
 from arriero.config.toml import toml_value
 from arriero.data.order.ledger import read_ledger

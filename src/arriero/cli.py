@@ -14,7 +14,6 @@ import arriero.bench.parity_commands as parity_verbs
 import arriero.bench.result_commands as result_verbs
 import arriero.bench.step_commands as step_verbs
 import arriero.checkpoint.commands as checkpoint_verbs
-import arriero.checkpoint.convert_commands as convert_verbs
 import arriero.config.commands as config_verbs
 import arriero.data.commands.datasets as dataset_verbs
 import arriero.data.commands.exchange as exchange_verbs
@@ -56,8 +55,8 @@ bench.command()(matrix_verbs.matrix)
 bench.command()(result_verbs.compare)
 bench.command()(result_verbs.page)
 app.add_typer(ckpt, name="ckpt")
-ckpt.command()(convert_verbs.convert)
-ckpt.command(cls=convert_verbs.ManyNumbers)(convert_verbs.average)
+ckpt.command()(checkpoint_verbs.convert)
+ckpt.command(cls=checkpoint_verbs.ManyNumbers)(checkpoint_verbs.average)
 ckpt.command("list")(checkpoint_verbs.list_checkpoints)
 ckpt.command()(checkpoint_verbs.inspect)
 ckpt.command()(checkpoint_verbs.verify)

@@ -6,10 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from arriero.checkpoint.directory import Manifest
 from arriero.checkpoint.manager import Checkpoints, Unit
-from arriero.checkpoint.manifest import Manifest
-from arriero.checkpoint.pieces import pieces_of
-from arriero.checkpoint.state import described
+from arriero.checkpoint.state import described, pieces_of
 from arriero.cli import app
 
 

@@ -11,15 +11,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
-from arriero.checkpoint import plan as planning
-from arriero.checkpoint.directory import CHECKPOINTS
-from arriero.checkpoint.formats.dcp import CarefulReader, _Unpickler
+from arriero.checkpoint import save_plan as planning
+from arriero.checkpoint.directory import CHECKPOINTS, Manifest
+from arriero.checkpoint.formats.dcp_directory import CarefulReader, _Unpickler
 from arriero.checkpoint.manager import Checkpoints, Unit
-from arriero.checkpoint.manifest import Manifest
-from arriero.checkpoint.pieces import Piece, pieces_of, read_pieces
-from arriero.checkpoint.plan import Table, World
 from arriero.checkpoint.ranks import Ranks
-from arriero.checkpoint.state import described
+from arriero.checkpoint.save_plan import Table, World
+from arriero.checkpoint.state import Piece, described, pieces_of, read_pieces
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
 from checkpoint.test_saving import unit

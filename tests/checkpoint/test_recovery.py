@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from arriero.checkpoint import directory, manifest
-from arriero.checkpoint.directory import CHECKPOINTS
-from arriero.checkpoint.manifest import MANIFEST
+from arriero.checkpoint import directory
+from arriero.checkpoint.directory import CHECKPOINTS, MANIFEST
 from arriero.cli import app
 from arriero.data.order.ledger import Audit, read_ledger
 from arriero.data.order.streams import build_streams
@@ -91,7 +90,7 @@ def test_a_data_file_that_cannot_be_read_stops_the_run_and_changes_nothing(
     def stale(path, _):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
 
-    monkeypatch.setattr(manifest, "sha256_of_file", stale)
+    monkeypatch.setattr(directory, "sha256_of_file", stale)
     with pytest.raises(UserError, match=r"step-00000002/.* cannot be read \(Stale file handle\)"):
         checkpoints().newest()
     assert names(tmp_path) == ["step-00000001", "step-00000002"]

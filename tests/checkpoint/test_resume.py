@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from arriero.checkpoint import manifest, state
+from arriero.checkpoint import directory, state
 from arriero.checkpoint.convert import open_source
-from arriero.checkpoint.formats.hf import write_hf
-from arriero.checkpoint.formats.source import AS_IT_IS
-from arriero.checkpoint.manifest import sha256_of_file
+from arriero.checkpoint.formats.hf_directory import write_hf
+from arriero.checkpoint.formats.model_reader import AS_IT_IS
 from arriero.checkpoint.ranks import Ranks
 from arriero.errors import UserError
+from arriero.files import sha256_of_file
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
 from arriero.train.resume import open_checkpoint
@@ -136,7 +136,7 @@ def test_ranks_share_the_hashing_of_a_named_checkpoint(checkpoints, tmp_path):
 
     def work():
         with pytest.MonkeyPatch.context() as patch, joined(world_from(), torch.device("cpu")):
-            patch.setattr(manifest, "sha256_of_file", recorded)
+            patch.setattr(directory, "sha256_of_file", recorded)
             ranks = Ranks(world_from().rank, 2)
             open_checkpoint(tmp_path, "checkpoint.resume_from", ranks)
             return ranks.together(lambda: hashed)

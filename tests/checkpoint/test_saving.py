@@ -13,14 +13,20 @@ import pytest
 import torch
 
 from arriero.checkpoint import manager
-from arriero.checkpoint.directory import CHECKPOINTS, saved_in
-from arriero.checkpoint.formats.dcp import CarefulReader
+from arriero.checkpoint.directory import (
+    CHECKPOINTS,
+    MANIFEST,
+    Manifest,
+    Mark,
+    damaged_files,
+    read_manifest,
+    saved_in,
+    to_delete,
+)
+from arriero.checkpoint.formats.dcp_directory import CarefulReader
 from arriero.checkpoint.manager import Checkpoints, Unit
-from arriero.checkpoint.manifest import MANIFEST, Manifest, damaged_files, read_manifest
-from arriero.checkpoint.pieces import pieces_of, read_pieces
 from arriero.checkpoint.ranks import Ranks
-from arriero.checkpoint.retention import Mark, to_delete
-from arriero.checkpoint.state import described
+from arriero.checkpoint.state import described, pieces_of, read_pieces
 from arriero.errors import UserError
 from arriero.interrupt import Interrupted
 from arriero.parallel.world import World
@@ -156,7 +162,7 @@ def test_a_save_that_cannot_be_written_is_reported_and_leaves_the_others(checkpo
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
     huge = Checkpoints(tmp_path, Ranks(), 10**18)
     (report,) = save(huge, 1)
-    assert "needs 909494.7 TiB" in report.error
+    assert "needs at least 909494.7 TiB" in report.error
     assert list(tmp_path.iterdir()) == []
 
 

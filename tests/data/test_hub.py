@@ -13,7 +13,7 @@ import pytest
 from hub_server import hub_of
 
 from arriero.checkpoint.convert import convert
-from arriero.checkpoint.formats.source import Source
+from arriero.checkpoint.formats.model_reader import Source
 from arriero.data.store.store import TokenStore
 from arriero.model.family import build_model
 from arriero.model.name_maps import own_tensors

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from arriero.checkpoint import manager
-from arriero.checkpoint.directory import CHECKPOINTS
-from arriero.checkpoint.formats.dcp import CarefulReader
+from arriero.checkpoint.directory import CHECKPOINTS, Manifest
+from arriero.checkpoint.formats.dcp_directory import CarefulReader
 from arriero.checkpoint.manager import Checkpoints, Unit
-from arriero.checkpoint.manifest import Manifest
-from arriero.checkpoint.pieces import Staging, pieces_of, read_pieces
 from arriero.checkpoint.ranks import Ranks
-from arriero.checkpoint.state import described
+from arriero.checkpoint.state import Staging, described, pieces_of, read_pieces
 from arriero.errors import UserError
 from arriero.train.hooks import Hook
 from checkpoint.running import Runs

@@ -7,8 +7,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from arriero.checkpoint.formats.hf import load_hf, write_hf
-from arriero.checkpoint.formats.source import AS_IT_IS, Source
+from arriero.checkpoint.formats.hf_directory import load_hf, write_hf
+from arriero.checkpoint.formats.model_reader import AS_IT_IS, Source
 from arriero.errors import UserError
 from arriero.model.family import build_model
 from arriero.model.name_maps import hf_config, hf_names, own_from_hf, spec_from_hf, to_hf

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from arriero.checkpoint.convert import convert, open_source
 from arriero.checkpoint.export import Gather, export_hf
-from arriero.checkpoint.formats.hf import write_hf
-from arriero.checkpoint.formats.source import Source, Writing
+from arriero.checkpoint.formats.hf_directory import write_hf
+from arriero.checkpoint.formats.model_reader import Source, Writing
 from arriero.checkpoint.ranks import Ranks
 from arriero.data.order.streams import build_streams, forecast
 from arriero.data.prepare.planning import PrepareRequest

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from arriero.checkpoint.formats.hf import load_hf
+from arriero.checkpoint.formats.hf_directory import load_hf
 from arriero.config.load import load_run
 from arriero.data.workers import no_progress
 from arriero.model.presets import expand

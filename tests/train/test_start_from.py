@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from arriero.checkpoint.convert import convert
-from arriero.checkpoint.formats.source import Source
+from arriero.checkpoint.formats.model_reader import Source
 from arriero.config.load import load_run
 from arriero.data.prepare.planning import PrepareRequest
 from arriero.data.prepare.prepare import PrepareWatcher, prepare

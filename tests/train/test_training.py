@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from arriero.checkpoint.formats.hf import load_hf
+from arriero.checkpoint.formats.hf_directory import load_hf
 from arriero.config.load import load_run
 from arriero.data.order.ledger import read_ledger
 from arriero.data.order.loader import IGNORED, Batch

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from arriero.bench.cases import BASE, Case
-from arriero.checkpoint.formats.hf import load_hf
+from arriero.checkpoint.formats.hf_directory import load_hf
 from arriero.config.load import load_run
 from arriero.config.toml import toml_value
 from arriero.errors import UserError

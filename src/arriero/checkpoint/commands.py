@@ -1,20 +1,20 @@
-"""`arriero ckpt list | inspect | verify | prune`."""
+"""`arriero ckpt list | inspect | verify | prune | convert | average`."""
 
 import time
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
-from arriero.config.options import AsJson, read_progress
+from arriero.config.options import AsJson, read_progress, read_size
 from arriero.errors import UserError
 from arriero.ui import Console, Table, byte_progress, escape, facts, make_console, print_json, styled
-from arriero.units import human_bytes, human_count, human_time
+from arriero.units import counted, human_bytes, human_count, human_time
 
 if TYPE_CHECKING:
-    from arriero.checkpoint.directory import Saved
-    from arriero.checkpoint.manifest import Manifest
+    from arriero.checkpoint.directory import Manifest, Saved
 
 Run = Annotated[Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)]
 Checkpoint = Annotated[
@@ -125,7 +125,7 @@ def verify(path: Checkpoint, as_json: AsJson = False) -> None:
 
     Example: arriero ckpt verify runs/demo
     """
-    from arriero.checkpoint.manifest import damaged_files
+    from arriero.checkpoint.directory import damaged_files
     from arriero.checkpoint.state import non_finite_tensors
 
     console = make_console(as_json)
@@ -162,9 +162,7 @@ def prune(
 
     Example: arriero ckpt prune runs/demo --keep 1
     """
-    from arriero.checkpoint.directory import delete, saved_in
-    from arriero.checkpoint.manifest import damaged_files
-    from arriero.checkpoint.retention import Mark, to_delete
+    from arriero.checkpoint.directory import Mark, damaged_files, delete, saved_in, to_delete
     from arriero.config.load import config_from_toml
     from arriero.config.timeline import Timeline
 
@@ -215,8 +213,7 @@ def _run_toml(directory: Path) -> str:
 
 def _read(path: Path, damaged: int | None = None, as_json: bool = False) -> "tuple[Path, Manifest]":
     """`damaged` is the exit code for a directory whose manifest cannot be used."""
-    from arriero.checkpoint.directory import checkpoint_at
-    from arriero.checkpoint.manifest import MANIFEST, Invalid, read_manifest
+    from arriero.checkpoint.directory import MANIFEST, Invalid, checkpoint_at, read_manifest
 
     directory = checkpoint_at(path)
     try:
@@ -232,7 +229,7 @@ def _read(path: Path, damaged: int | None = None, as_json: bool = False) -> "tup
 
 
 def _judged(console: Console, found: "list[Saved]", quick: bool) -> list[str | None]:
-    from arriero.checkpoint.manifest import damaged_files, wrong_sizes
+    from arriero.checkpoint.directory import damaged_files, wrong_sizes
 
     total = sum(saved.manifest.size for saved in found if saved.manifest)
     verdicts: list[str | None] = []
@@ -254,3 +251,120 @@ def _tensor_table(made: "Manifest") -> Table:
     for name, (dtype, shape) in made.tensors.items():
         table.row(name, dtype, " x ".join(map(str, shape)) or "scalar")
     return table
+
+
+if TYPE_CHECKING:
+    from arriero.checkpoint.formats.model_reader import Source, Writing
+
+Format = Literal["hf", "meta", "dcp", "torch"]
+Rule = Literal["llama2", "llama3"]
+Dtype = Annotated[
+    Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Type of the weights; else as they are.")
+]
+ShardSize = Annotated[str, typer.Option(help="hf: the largest safetensors file.")]
+ModelParallel = Annotated[int, typer.Option(min=1, help="meta: how many consolidated.NN.pth.")]
+MetaRule = Annotated[
+    Rule | None,
+    typer.Option(help="meta: whose code will read the shards; llama2 cuts the embedding by columns."),
+]
+
+
+class ManyNumbers(TyperCommand):
+    """Lets `--weights 0.3 0.7` stand for `--weights 0.3 --weights 0.7`."""
+
+    def parse_args(self, ctx, args):
+        spread, within = [], False
+        for argument in args:
+            if within and not _is_number(argument):
+                within = False
+            if argument == "--weights":
+                within = True
+                continue
+            spread += ["--weights", argument] if within else [argument]
+        return super().parse_args(ctx, spread)
+
+
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC", help="A model or checkpoint in any format, or hf://OWNER/MODEL[@REVISION]."
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to make.")],
+    to: Annotated[Format, typer.Option(help="The format to write.")],
+    dtype: Dtype = None,
+    shard_size: ShardSize = "5GB",
+    model_parallel: ModelParallel = 1,
+    meta_rule: MetaRule = None,
+) -> None:
+    """Turn a model into another format, a tensor at a time; what SRC is, is seen from its files.
+
+    Tokenizer files and the generation config travel along. DST must not exist, and appears only when whole.
+
+    Example: arriero ckpt convert runs/demo/checkpoints/step-00001000 exported --to hf --dtype bf16
+    """
+    from arriero.checkpoint.convert import open_source
+    from arriero.data.text.hub import local_model
+
+    found = open_source(local_model(source))
+    _write(found, target, to, _writing(dtype, shard_size, model_parallel, meta_rule))
+
+
+def average(
+    models: Annotated[list[Path], typer.Argument(metavar="A B ...", help="Models of one shape, any format.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="DST", help="The directory to make.")],
+    weights: Annotated[
+        list[float] | None, typer.Option(help="One number per model, in proportion; else all alike.")
+    ] = None,
+    to: Annotated[Format | None, typer.Option(help="The format to write; else the first model's.")] = None,
+    dtype: Dtype = None,
+    shard_size: ShardSize = "5GB",
+    model_parallel: ModelParallel = 1,
+    meta_rule: MetaRule = None,
+) -> None:
+    """Write the weighted mean of models, summed in a wider type, a tensor at a time.
+
+    Example: arriero ckpt average site-a site-b -o merged --weights 0.3 0.7
+    """
+    from arriero.checkpoint.convert import average as mean_of
+    from arriero.checkpoint.convert import open_source
+
+    mean = mean_of([open_source(path) for path in models], weights or None)
+    chosen: Format = to or mean.format  # pyrefly: ignore[bad-assignment]
+    _write(mean, out, chosen, _writing(dtype, shard_size, model_parallel, meta_rule))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _writing(dtype: str | None, shard_size: str, model_parallel: int, meta_rule: Rule | None) -> "Writing":
+    from arriero.checkpoint.formats.model_reader import DTYPES, Writing
+
+    size = read_size("--shard-size", shard_size)
+    return Writing(DTYPES[dtype] if dtype else None, size, model_parallel, meta_rule)
+
+
+def _write(source: "Source", target: Path, to: Format, writing: "Writing") -> None:
+    from arriero.checkpoint.convert import convert as write
+
+    console = make_console()
+    spec, total = source.spec, source.nbytes(writing.dtype)
+    types = sorted({str(writing.dtype or t.dtype).removeprefix("torch.") for t in source.tensors.values()})
+    console.print(
+        f"[bold]from[/]  {escape(source.where)}: {source.format}, {spec.family} with "
+        f"{human_count(spec.parameters)} parameters",
+    )
+    for remark in source.remarks:
+        console.plain(remark, "yellow")
+    with byte_progress(console, f"writing {to}", total) as advance:
+        write(source, target, to, writing, advance)
+    files = len([path for path in target.iterdir() if path.is_file()])
+    size = sum(path.stat().st_size for path in target.iterdir())
+    held = f"{to}, {' and '.join(types)}, {human_bytes(size)} in {counted(files, 'file')}"
+    console.print(f"[bold]to[/]    {escape(str(target))}: {held}")

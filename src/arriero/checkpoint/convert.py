@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from arriero.checkpoint.directory import saved_in
-from arriero.checkpoint.formats.dcp import open_dcp, write_dcp
-from arriero.checkpoint.formats.hf import open_hf, write_hf
-from arriero.checkpoint.formats.meta import open_meta, write_meta
-from arriero.checkpoint.formats.single import NAME as TORCH_NAME
-from arriero.checkpoint.formats.single import open_torch, write_torch
-from arriero.checkpoint.formats.source import AS_IT_IS, Advance, Source, Writing, silent
+from arriero.checkpoint.formats.dcp_directory import NAME as TORCH_NAME
+from arriero.checkpoint.formats.dcp_directory import open_dcp, open_torch, write_dcp, write_torch
+from arriero.checkpoint.formats.hf_directory import open_hf, write_hf
+from arriero.checkpoint.formats.meta_directory import open_meta, write_meta
+from arriero.checkpoint.formats.model_reader import AS_IT_IS, Advance, Source, Writing, silent
 from arriero.data.text.hub import local_model
 from arriero.errors import UserError
 from arriero.files import check_free_space, staged_directory

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arriero.checkpoint.formats.hf import write_hf
-from arriero.checkpoint.formats.source import AS_IT_IS, Source, Writing
-from arriero.checkpoint.pieces import Piece, pieces_of
+from arriero.checkpoint.formats.hf_directory import write_hf
+from arriero.checkpoint.formats.model_reader import AS_IT_IS, Source, Writing
 from arriero.checkpoint.ranks import Ranks
+from arriero.checkpoint.state import Piece, pieces_of
 from arriero.errors import UserError
 from arriero.files import check_free_space, replaced_directory
 from arriero.model.name_maps import hf_from_own

@@ -12,25 +12,29 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from arriero.checkpoint.directory import (
     CHECKPOINTS,
+    MANIFEST,
     UNFINISHED,
+    File,
+    Manifest,
+    Mark,
     Saved,
     aside_in,
+    damaged_files,
     delete,
     free_name,
     name_of,
     publish,
+    refuse_no_room,
     remove,
+    room_at,
     saved_in,
     set_aside,
     tidy,
+    to_delete,
 )
-from arriero.checkpoint.manifest import MANIFEST, File, Manifest, damaged_files
-from arriero.checkpoint.pieces import METADATA, Piece, Staging, write_pieces
-from arriero.checkpoint.plan import SavePlan
 from arriero.checkpoint.ranks import Failed, Ranks, explain
-from arriero.checkpoint.retention import Mark, to_delete
-from arriero.checkpoint.space import refuse_no_room, room_at
-from arriero.checkpoint.state import listed
+from arriero.checkpoint.save_plan import SavePlan
+from arriero.checkpoint.state import METADATA, Piece, Staging, listed, write_pieces
 from arriero.errors import UserError
 from arriero.files import sha256_of_file, sync
 from arriero.units import counted

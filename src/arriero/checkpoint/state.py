@@ -1,22 +1,227 @@
-"""A run's tensors under the names they have in checkpoints, and back."""
+"""The tensors of a checkpoint: their names, the part of each on this rank, writing and reading."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar, cast
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from arriero.checkpoint.formats.dcp import CarefulReader
-from arriero.checkpoint.lazily import OneByOne
-from arriero.checkpoint.manifest import Manifest
-from arriero.checkpoint.pieces import Extremes, Piece, pieces_of, read_pieces
-from arriero.checkpoint.ranks import Ranks
+from arriero.checkpoint.directory import Manifest, unreadable
+from arriero.checkpoint.formats.dcp_directory import CarefulReader
+from arriero.checkpoint.ranks import Ranks, cause_of
+from arriero.checkpoint.save_plan import SavePlan, file_of
 from arriero.errors import UserError
+from arriero.parallel.dtensor import local_shard
+
+Value = TypeVar("Value")
+
+
+class OneByOne(Mapping[str, Value]):
+    """For tensors that are computed from others and would not fit beside them all at once."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Value]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Value:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank holds of a tensor; `local` is empty where that is nothing."""
+
+    local: Tensor
+    offset: tuple[int, ...]
+    shape: torch.Size
+
+    @property
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        if self.local.numel() == 0:
+            return []
+        return [ChunkStorageMetadata(torch.Size(self.offset), self.local.shape)]
+
+
+def pieces_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Piece]:
+    """They share memory with the tensors: what is read into a piece is in the tensor."""
+    return OneByOne({name: partial(_piece, tensors, name) for name in tensors})
+
+
+def _piece(tensors: Mapping[str, Tensor], name: str) -> Piece:
+    tensor = tensors[name]
+    return Piece(*local_shard(tensor), tensor.shape)
+
+
+class Extremes:
+    """The least and greatest value of each tensor added, left on its device until `non_finite` is asked for.
+
+    Both are finite exactly when the whole tensor is: aminmax propagates NaN.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[torch.device, torch.dtype], dict[str, tuple[Tensor, Tensor]]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            return
+        wide = tensor.detach() if tensor.dtype.itemsize > 1 else tensor.detach().float()
+        self._found.setdefault((wide.device, wide.dtype), {})[name] = tuple(torch.aminmax(wide))
+
+    def non_finite(self) -> list[str]:
+        """Names of the tensors with a NaN or an infinity; one copy from each device."""
+        names = []
+        for extremes in self._found.values():
+            bounds = torch.stack([bound for pair in extremes.values() for bound in pair])
+            good = bounds.isfinite().view(-1, 2).all(dim=1).tolist()
+            names += [name for name, finite in zip(extremes, good, strict=True) if not finite]
+        return sorted(names)
+
+
+class Staging:
+    """Host memory for one save, used again by the next. What is on its way there need not wait for the rest:
+    its memory is free for what the device does after the copy. `non_finite` are names of the last copy."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self.non_finite: list[str] = []
+
+    def copy(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+        staged, from_gpu, extremes = {}, False, Extremes()
+        for name, piece in pieces.items():
+            extremes.add(name, piece.local)
+            from_gpu |= piece.local.is_cuda
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != piece.local.shape or buffer.dtype != piece.local.dtype:
+                pinned = piece.local.is_cuda
+                buffer = torch.empty_like(piece.local, device="cpu", pin_memory=pinned)
+                self._buffers[name] = buffer
+            buffer.copy_(piece.local, non_blocking=True)
+            staged[name] = Piece(buffer, piece.offset, piece.shape)
+        if from_gpu:
+            torch.cuda.synchronize()
+        self.non_finite = extremes.non_finite()
+        return staged
+
+
+def write_pieces(
+    directory: Path, pieces: Mapping[str, Piece], ranks: Ranks, plan: SavePlan
+) -> dict[str, str]:
+    """Called by all ranks. The sha256 of each file this rank wrote, of the bytes on their way to it."""
+    names = plan.names(pieces, ranks)
+    path = directory / file_of(ranks.rank)
+    written: list[tuple[str, list[int]]] = []
+    ranks.to_leader(lambda: written.append(_write_file(path, [pieces[name].local for name in names])))
+    sha256, lengths = written[0]
+    index, of_index = plan.index(lengths, ranks)
+    ranks.by_leader(lambda: (directory / METADATA).write_bytes(index))
+    own = {path.name: sha256} if names else {}
+    return own | ({METADATA: of_index} if ranks.leads else {})
+
+
+def _write_file(path: Path, tensors: Sequence[Tensor]) -> tuple[str, list[int]]:
+    """One `torch.save` after the other, as DCP stores them; the hash of all, the length of each in bytes."""
+    digest, lengths = hashlib.sha256(), []
+    if not tensors:
+        return "", []
+    with path.open("wb") as file:
+        stream = _Hashed(file, digest)
+        for tensor in tensors:
+            begin = file.tell()
+            try:
+                torch.save(tensor, cast(IO[bytes], stream))
+            except Exception as error:
+                # torch's archive writer hides what the file system said
+                raise stream.problem or error from None
+            lengths.append(file.tell() - begin)
+    return digest.hexdigest(), lengths
+
+
+class _Hashed:
+    """What `torch.save` needs of a file, hashing what is written."""
+
+    def __init__(self, file: IO[bytes], digest: Any) -> None:
+        self._file, self._digest = file, digest
+        self.problem: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.problem = error
+            raise
+
+    def flush(self) -> None: ...
+
+
+def read_pieces(reader: CarefulReader, pieces: Mapping[str, Piece], ranks: Ranks) -> None:
+    """Called by all ranks, each with the pieces it needs. Each reads on its own; all fail together."""
+    _hush()
+    wanted = cast(dict[str, Any], dict(pieces))
+
+    def load() -> None:
+        try:
+            # with collectives, rank 0 would gather every rank's plan only to send it back unchanged
+            dcp.load(wanted, storage_reader=reader, planner=_Loading(), no_dist=True)
+        except CheckpointException as error:
+            if isinstance(cause := cause_of(error), OSError):
+                raise unreadable(Path(cause.filename or reader.path), cause) from None
+            raise
+
+    ranks.together(load)
+
+
+def _hush() -> None:
+    """One process may well save without others."""
+    warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable)")
+
+
+class _Loading(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for name, piece in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, saved, piece.chunks)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].local
+
 
 MODEL = "model."
 OPTIM = "optim."

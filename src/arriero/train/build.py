@@ -7,11 +7,9 @@ from pathlib import Path
 
 import torch
 
-from arriero.checkpoint.directory import checkpoint_at, saved_in
+from arriero.checkpoint.directory import checkpoint_at, refuse_no_room, saved_in
 from arriero.checkpoint.manager import Checkpoints
-from arriero.checkpoint.pieces import pieces_of
-from arriero.checkpoint.space import refuse_no_room
-from arriero.checkpoint.state import bytes_of, described, flat
+from arriero.checkpoint.state import bytes_of, described, flat, pieces_of
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline, total_steps
 from arriero.data.order.ledger import check_data_unchanged, order_version

@@ -6,9 +6,8 @@ import torch
 
 from arriero.checkpoint.directory import saved_in
 from arriero.checkpoint.export import Gather, StopRequested, export_hf, never
-from arriero.checkpoint.formats.hf import load_hf
-from arriero.checkpoint.formats.hf_tokenizer import with_template
-from arriero.checkpoint.formats.source import Source
+from arriero.checkpoint.formats.hf_directory import load_hf, with_template
+from arriero.checkpoint.formats.model_reader import Source
 from arriero.checkpoint.ranks import Ranks
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import total_steps

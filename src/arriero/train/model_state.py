@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from arriero.checkpoint.lazily import OneByOne
+from arriero.checkpoint.state import OneByOne
 from arriero.errors import UserError, nearest
 from arriero.model.init import plain_name
 from arriero.model.language_model import LanguageModel

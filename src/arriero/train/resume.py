@@ -9,13 +9,20 @@ import torch
 
 from arriero import events
 from arriero.checkpoint.convert import open_source
-from arriero.checkpoint.directory import CHECKPOINTS, Saved, checkpoint_at
-from arriero.checkpoint.formats.source import Source
+from arriero.checkpoint.directory import (
+    CHECKPOINTS,
+    MANIFEST,
+    Invalid,
+    Manifest,
+    Saved,
+    checkpoint_at,
+    read_manifest,
+    unreadable,
+)
+from arriero.checkpoint.formats.model_reader import Source
 from arriero.checkpoint.manager import START_OVER_ADVICE, Checkpoints, damage_of
-from arriero.checkpoint.manifest import MANIFEST, Invalid, Manifest, read_manifest, unreadable
-from arriero.checkpoint.pieces import pieces_of
 from arriero.checkpoint.ranks import Ranks
-from arriero.checkpoint.state import MODEL, OPTIM, Tolerated, flat, flat_weights, load_tensors
+from arriero.checkpoint.state import MODEL, OPTIM, Tolerated, flat, flat_weights, load_tensors, pieces_of
 from arriero.config.schema import CheckpointSection, LoadSection
 from arriero.data.order.ledger import LEDGER, check_same_order, read_ledger
 from arriero.data.order.order import Stream

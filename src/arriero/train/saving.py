@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from arriero.checkpoint.directory import File, Manifest
 from arriero.checkpoint.manager import Checkpoints, Report, Unit
-from arriero.checkpoint.manifest import File, Manifest
-from arriero.checkpoint.pieces import pieces_of
-from arriero.checkpoint.state import Described, flat
+from arriero.checkpoint.state import Described, flat, pieces_of
 from arriero.config.toml import to_toml
 from arriero.data.order.ledger import LEDGER
 from arriero.data.tokens.tokenizer import read_definition

@@ -3,7 +3,7 @@
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from arriero.checkpoint.formats.source import Source
+from arriero.checkpoint.formats.model_reader import Source
 from arriero.model.family import build_model
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec

@@ -10,7 +10,7 @@ from models import BASE, SPECS, equal, in_memory, model_of, spec_of, tokenizer_f
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from arriero.checkpoint.convert import convert, open_source
-from arriero.checkpoint.formats.source import Writing
+from arriero.checkpoint.formats.model_reader import Writing
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 

@@ -4,9 +4,9 @@ import json
 
 from models import BASE
 
-from arriero.checkpoint.formats.single import NAME
-from arriero.checkpoint.formats.source import Source
-from arriero.checkpoint.formats.torchfile import TorchFile
+from arriero.checkpoint.formats.dcp_directory import NAME
+from arriero.checkpoint.formats.model_reader import Source
+from arriero.checkpoint.formats.tensor_files import TorchFile
 from arriero.model.description import write_description
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
@@ -17,7 +17,7 @@ import json, shutil, sys
 from pathlib import Path
 import torch
 from arriero.checkpoint.convert import convert, open_source
-from arriero.checkpoint.formats.source import Writing
+from arriero.checkpoint.formats.model_reader import Writing
 from arriero.train.device import choose_device
 place, before = Path(sys.argv[1]), Path(sys.argv[1]) / "start"
 for kind in ("hf", "dcp", "meta", "torch"):

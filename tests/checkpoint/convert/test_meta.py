@@ -10,7 +10,7 @@ from models import BASE, LLAMA3, SCALED, equal, in_memory, model_of
 from transformers import AutoTokenizer
 
 from arriero.checkpoint.convert import convert, open_source
-from arriero.checkpoint.formats.source import Writing
+from arriero.checkpoint.formats.model_reader import Writing
 from arriero.errors import UserError
 from arriero.model.llama.meta_names import ffn_width, meta_params, rule_of, spec_from_params
 from arriero.model.presets import load_preset, preset_names

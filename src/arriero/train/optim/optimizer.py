@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.profiler import record_function
 
-from arriero.checkpoint.lazily import OneByOne
+from arriero.checkpoint.state import OneByOne
 from arriero.config.schema import OptimSection
 from arriero.errors import UserError
 from arriero.kernels import grouped, is_aligned, kernels, usable

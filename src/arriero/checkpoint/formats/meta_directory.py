@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arriero.checkpoint.formats.source import (
+from arriero.checkpoint.formats.model_reader import (
     Advance,
     Source,
     Writing,
@@ -21,7 +21,7 @@ from arriero.checkpoint.formats.source import (
     retyped,
     silent,
 )
-from arriero.checkpoint.formats.torchfile import TorchFile, TorchReader
+from arriero.checkpoint.formats.tensor_files import TorchFile, TorchReader
 from arriero.errors import UserError
 from arriero.model.description import read_description, write_description, write_json
 from arriero.model.family import meta_names

@@ -1,4 +1,4 @@
-"""A model at rest, whatever its format: our names, each tensor read when it is asked for."""
+"""A stored model, whatever its format: Arriero's tensor names, each tensor read when it is needed."""
 
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""torch's sharded checkpoint (DCP): the model's tensors as `model.<name>`, read and written one at a time."""
+"""Formats with Arriero's tensor names: torch's sharded checkpoint (DCP) and a single torch file."""
 
 import pickle
 import warnings
@@ -14,7 +14,8 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from arriero.checkpoint.formats.source import (
+from arriero.checkpoint.directory import unreadable
+from arriero.checkpoint.formats.model_reader import (
     Advance,
     Source,
     Writing,
@@ -25,7 +26,7 @@ from arriero.checkpoint.formats.source import (
     retyped,
     silent,
 )
-from arriero.checkpoint.manifest import unreadable
+from arriero.checkpoint.formats.tensor_files import TorchFile, TorchReader
 from arriero.errors import UserError
 from arriero.model.description import described, write_description
 from arriero.model.name_maps import check_tensors, own_tensors
@@ -142,3 +143,40 @@ class _Unpickler(pickle.Unpickler):
         if of_dcp or a_dtype or (module, name) in plain:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it is a pickle that asks for {module}.{name}, which no index needs")
+
+
+NAME = "model.pt"
+
+
+def open_torch(path: Path) -> Source:
+    """The file itself, or the directory that holds `model.pt`."""
+    directory, file = (path, path / NAME) if path.is_dir() else (path.parent, path)
+    reader = TorchReader(file)
+    found = dict(reader.tensors)
+    about = described(directory)
+    spec = about.spec
+    if spec.tied:
+        found.pop("head.weight", None)
+    check_tensors(found, own_tensors(spec), str(file))
+    refuse_other_dtypes(found, str(file))
+    return Source(
+        "torch",
+        str(path),
+        spec,
+        found,
+        reader.read,
+        companions_of(directory),
+        about.tokens,
+        about.remarks,
+    )
+
+
+def write_torch(source: Source, directory: Path, writing: Writing, advance: Advance = silent) -> None:
+    planned = retyped(source.tensors, writing.dtype)
+    with TorchFile(directory / NAME, planned) as file:
+        for name in planned:
+            tensor = cast(source.load(name), writing.dtype, name)
+            file.put(name, tensor)
+            advance(tensor.nbytes)
+    write_description(source.spec, source.tokens, directory)
+    copy_companions(source, directory)
