@@ -21,7 +21,7 @@ from arriero.model.family import build_model
 from arriero.model.init import plain_name
 from arriero.model.layers import Block
 from arriero.model.presets import expand, resolve
-from arriero.parallel import offload
+from arriero.parallel import activation_checkpointing
 from arriero.parallel.activation_checkpointing import apply_activation_checkpointing
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import joined, world_from
@@ -189,17 +189,17 @@ def kept_bytes(monkeypatch, offloads, backend=None):
     """What blocks keep: as the hooks of autograd see it, or as it goes to host memory."""
     sizes = []
 
-    class Weighed(offload._Away):
-        def __init__(self, tensor, luggage):
+    class Weighed(activation_checkpointing.OffloadedTensor):
+        def __init__(self, tensor, group):
             sizes.append(tensor.numel() * tensor.itemsize)
-            super().__init__(tensor, luggage)
+            super().__init__(tensor, group)
 
     def weigh(tensor):
         if not isinstance(tensor, torch.nn.Parameter) and tensor._base is None:
             sizes.append(tensor.numel() * tensor.itemsize)
         return tensor
 
-    monkeypatch.setattr(offload, "_Away", Weighed)
+    monkeypatch.setattr(activation_checkpointing, "OffloadedTensor", Weighed)
 
     def measure(kind):
         sizes.clear()
@@ -252,12 +252,12 @@ def test_selective_recomputes_every_second_matmul_and_no_attention(name, linear,
 def test_offloading_moves_each_activation_once_and_no_weight(monkeypatch):
     moved = []
 
-    class Seen(offload._Away):
-        def __init__(self, tensor, luggage):
+    class Seen(activation_checkpointing.OffloadedTensor):
+        def __init__(self, tensor, group):
             moved.append(tensor.detach())
-            super().__init__(tensor, luggage)
+            super().__init__(tensor, group)
 
-    monkeypatch.setattr(offload, "_Away", Seen)
+    monkeypatch.setattr(activation_checkpointing, "OffloadedTensor", Seen)
     model = model_of()
     apply_activation_checkpointing(model, ActivationCheckpointing.parse("none"), LAYERS, offload=True)
     gradients(model, masked=True)
@@ -271,41 +271,46 @@ def test_what_came_back_leaves_again_after_its_last_use(monkeypatch):
     """A graph that is kept for a second pass does not keep activations on the device meanwhile."""
     made = []
 
-    class Seen(offload._Away):
-        def __init__(self, tensor, luggage):
-            super().__init__(tensor, luggage)
+    class Seen(activation_checkpointing.OffloadedTensor):
+        def __init__(self, tensor, group):
+            super().__init__(tensor, group)
             made.append(self)
 
-    monkeypatch.setattr(offload, "_Away", Seen)
+    monkeypatch.setattr(activation_checkpointing, "OffloadedTensor", Seen)
     model = model_of()
     apply_activation_checkpointing(model, ActivationCheckpointing.parse("none"), LAYERS, offload=True)
     model(**batch(model)).square().mean().backward(retain_graph=True)
-    assert any(away.keepers > 1 for away in made)
-    assert [away for away in made if away._back is not None] == []
+    assert any(tensor.users > 1 for tensor in made)
+    assert [tensor for tensor in made if tensor.on_device is not None] == []
 
 
 def test_a_share_of_the_blocks_may_keep_its_activations_in_host_memory():
     model = model_of()
     apply_activation_checkpointing(model, ActivationCheckpointing.parse("none"), LAYERS, offload=0.5)
-    leaving = [int(name) for name, block in model.blocks.items() if isinstance(block, offload.Offloaded)]
-    assert len(leaving) == LAYERS // 2
+    kinds = [type(block) for block in model.blocks.values()]
+    assert kinds.count(activation_checkpointing.OffloadedActivations) == LAYERS // 2
     assert_equal(gradients(model), gradients(model_of()))
 
 
 def test_a_block_asks_for_its_own_and_for_what_the_block_before_will_need(monkeypatch):
     asked = []
 
-    class Seen(offload._Luggage):
-        def _send_back_all(self):
+    class Seen(activation_checkpointing.OffloadGroup):
+        def prefetch_all(self):
             asked.append(self)
-            super()._send_back_all()
+            super().prefetch_all()
 
     made = []
-    monkeypatch.setattr(offload, "_Luggage", lambda *args: made.append(Seen(*args)) or made[-1])
+
+    def make(*args):
+        made.append(Seen(*args))
+        return made[-1]
+
+    monkeypatch.setattr(activation_checkpointing, "OffloadGroup", make)
     model = model_of()
     apply_activation_checkpointing(model, ActivationCheckpointing.parse("full"), LAYERS, offload=True)
     gradients(model)
-    order = [made.index(luggage) for luggage in asked]
+    order = [made.index(group) for group in asked]
     assert order[:2] == [LAYERS - 1, LAYERS - 2] and order[-1] == 0
     assert [order.index(block) for block in range(LAYERS)] == sorted(
         (order.index(block) for block in range(LAYERS)), reverse=True

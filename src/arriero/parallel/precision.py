@@ -85,11 +85,7 @@ def apply_float8(
     """
     if settings.float8 == "off":
         return Float8Layers((), {})
-    if settings.float8_all_gather and not sharded:
-        raise UserError(
-            "precision.float8_all_gather is on, and no weights are gathered in this layout",
-            "turn it off, or shard: parallel.dp_shard",
-        )
+    assert sharded or not settings.float8_all_gather, "no weights are gathered in this layout"
     found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("blocks.")}
     _check_patterns(settings.float8_exclude, list(found), model.spec.layers)
     reasons = {name: _reason_to_leave(name, linear, settings, tp) for name, linear in found.items()}
