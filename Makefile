@@ -1,12 +1,13 @@
-# make demo   from a fresh clone to a trained Llama        make test   checks and the whole suite
+# make demo   from a fresh clone to a trained Llama
+# make quick  lint, types and fast tests of every package   make test   lint, types and the whole suite
 VENV ?= .venv
 PYTHON ?= python3
 OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check test docs gpu parity bench-small bench-costs bench-data reliability test-oldest test-peers clean
+.PHONY: demo check quick test docs gpu parity bench-small bench-costs bench-data reliability test-oldest test-peers clean
 
-# Anew each time: a finished run would only be shown again.
+# Removes the run first: a finished run would only print its result.
 demo: $(VENV)/.installed
 	rm -rf runs/demo
 	$(VENV)/bin/arriero train
@@ -16,7 +17,15 @@ check: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format --check src tests recipes
 	$(VENV)/bin/pyrefly check
 
-# A file's tests stay together: they share what its fixtures make.
+# Fast tests of every package, without those marked slow: under two minutes on two cores.
+QUICK = tests/test_*.py tests/config tests/model tests/plan \
+	tests/data/test_order.py tests/data/test_store.py tests/data/test_loader.py tests/data/test_ledger.py \
+	tests/data/test_sources.py tests/data/test_dataset.py tests/parallel/test_loss.py tests/train/test_schedule.py \
+	tests/train/test_metrics.py tests/checkpoint/test_plan.py tests/bench/test_parity.py
+quick: check
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m 'not slow' $(QUICK)
+
+# Tests of one file run in one process, because they share fixtures.
 test: check
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 

@@ -49,6 +49,7 @@ def test_training_prints_its_settings_and_its_result(trained):
     assert exported["architectures"] == ["LlamaForCausalLM"]
 
 
+@pytest.mark.slow
 def test_transformers_computes_the_reported_loss_from_the_exported_model(trained, corpus_cache):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -190,6 +191,7 @@ def test_quiet_prints_nothing_but_errors_and_json(command):
     assert "--quiet" in command("train", "--", "--quiet").stderr
 
 
+@pytest.mark.slow
 def test_quiet_training_prints_nothing(arriero, corpus_cache, tmp_path):
     where = ["--set", f"data.cache='{corpus_cache}'", "--set", "checkpoint.export=false"]
     result = arriero("train", *TINY, *where, "--quiet")

@@ -20,6 +20,7 @@ from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 from checkpoint.running import Runs
 
+pytestmark = pytest.mark.slow
 ABSURD = (None, -1, 10**30, "x", [], {}, 1.5, True)
 TRIED = 8
 

@@ -22,6 +22,7 @@ RUN_FILE = re.search(r"```toml\n(.*?)```", README, flags=re.DOTALL).group(1)
 SMALL = ["--set", "train.horizon=2 steps", "--set", "train.batch=1024 tok", "--set", "eval.heldout=2k tok"]
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_table_run_one_after_the_other(arriero, corpus_cache, tmp_path):
     """Run them as a reader would: from the first row to the last, in one folder."""
     (tmp_path / "run.toml").write_text(RUN_FILE)

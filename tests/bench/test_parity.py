@@ -21,7 +21,15 @@ def proofs(synthetic_cache):
     return {model: Parity(model, synthetic_cache) for model in MODELS}
 
 
-@pytest.mark.parametrize(("model", "title"), [(model, title) for model in MODELS for title in QUICK[model]])
+MAKE_QUICK = {("llama", "one axis: dp_shard 2"), ("llama", "one axis: tp 2")}
+QUICK_CASES = [
+    pytest.param(model, title, marks=() if (model, title) in MAKE_QUICK else pytest.mark.slow)
+    for model in MODELS
+    for title in QUICK[model]
+]
+
+
+@pytest.mark.parametrize(("model", "title"), QUICK_CASES)
 def test_a_layout_has_the_losses_gradient_and_weights_of_one_process(proofs, model, title):
     case = next(case for case in cases(model) if case.title == title)
     assert case.tolerance == FP32

@@ -10,6 +10,7 @@ from arriero.model.family import build_model
 from arriero.model.presets import expand, load_preset
 from memory_gauge import LiveTensors, measured_bytes, predicted_bytes
 
+pytestmark = pytest.mark.slow
 PRECISIONS = {
     "fp32": ["precision.compute=fp32"],
     "bf16 with fp32 master weights": ["precision.compute=bf16"],
