@@ -136,13 +136,13 @@ def replicated_tensors_count_once_a_rank_in_the_norm(patch):
 
 @mutation("one axis: cp 2")
 def positions_begin_at_zero_on_every_rank(patch):
-    original = train.build.cut_to
+    original = train.build.shard_batch
 
     def from_zero(batch, held_t):
         cut = original(batch, held_t)
         return replace(cut, positions_BT=torch.arange(len(held_t)).expand_as(cut.tokens_BT))
 
-    patch.setattr(train.build, "cut_to", from_zero)
+    patch.setattr(train.build, "shard_batch", from_zero)
 
 
 @mutation("one axis: cp 2")
@@ -166,7 +166,7 @@ def a_ring_holds_consecutive_chunks(patch):
     def consecutive(seq_len, rank, _, ring):
         return torch.arange(seq_len).chunk(ring)[rank]
 
-    patch.setattr(train.build, "positions_held", consecutive)
+    patch.setattr(train.build, "local_positions", consecutive)
 
 
 @mutation("one axis: cp 2, ring")
@@ -206,7 +206,7 @@ def a_stage_knows_only_its_own_norm(patch):
 
 @mutation("one axis: pp 2", "gpt2")
 def gradients_of_a_tied_table_are_not_joined(patch):
-    patch.setattr(train.build, "join_tied_table", lambda _, ends: ends)
+    patch.setattr(train.build, "sum_tied_gradients", lambda _, ends: ends)
 
 
 @mutation("one axis: pp 2", "gpt2")

@@ -9,7 +9,7 @@ from arriero.config.load import load_run
 from arriero.data.workers import no_progress
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import joined, world_from
+from arriero.parallel.world import process_group, world_from
 from arriero.train.arrange import arrange
 from arriero.train.build import build
 from arriero.train.loop import train
@@ -51,7 +51,7 @@ class Runs:
             torch.set_num_threads(1)
             world = world_from()
             plan = arrange(config, world)
-            with joined(world, plan.device.torch_device):
+            with process_group(world, plan.device.torch_device):
                 session = build(plan, no_progress, hooks)
                 return train(session).to_state() | {
                     "decisions": [(d.name, d.value) for d in session.record.decisions]

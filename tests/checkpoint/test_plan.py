@@ -19,7 +19,7 @@ from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.save_plan import Table, World
 from arriero.checkpoint.state import Piece, described, pieces_of, read_pieces
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import joined, world_from
+from arriero.parallel.world import process_group, world_from
 from checkpoint.test_saving import unit
 
 
@@ -104,7 +104,7 @@ class OnTwoRanks:
         self.tensors["optim.c"] = torch.arange(8).view(2, 2, 2)
 
     def __call__(self):
-        with joined(world_from(), torch.device("cpu")), pytest.MonkeyPatch.context() as patch:
+        with process_group(world_from(), torch.device("cpu")), pytest.MonkeyPatch.context() as patch:
             rank = world_from().rank
             many = Checkpoints(self.folder, Ranks(rank, 2), 1000)
             self.save(many, 1, rank)

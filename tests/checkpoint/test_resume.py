@@ -14,7 +14,7 @@ from arriero.checkpoint.ranks import Ranks
 from arriero.errors import UserError
 from arriero.files import sha256_of_file
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import joined, world_from
+from arriero.parallel.world import process_group, world_from
 from arriero.train.resume import open_checkpoint
 from checkpoint.convert.models import in_memory, spec_of
 from checkpoint.test_saving import save
@@ -135,7 +135,7 @@ def test_ranks_share_the_hashing_of_a_named_checkpoint(checkpoints, tmp_path):
         return sha256_of_file(path, progress)
 
     def work():
-        with pytest.MonkeyPatch.context() as patch, joined(world_from(), torch.device("cpu")):
+        with pytest.MonkeyPatch.context() as patch, process_group(world_from(), torch.device("cpu")):
             patch.setattr(directory, "sha256_of_file", recorded)
             ranks = Ranks(world_from().rank, 2)
             open_checkpoint(tmp_path, "checkpoint.resume_from", ranks)

@@ -24,7 +24,7 @@ from arriero.model.presets import expand, resolve
 from arriero.parallel import activation_checkpointing
 from arriero.parallel.activation_checkpointing import apply_activation_checkpointing
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import joined, world_from
+from arriero.parallel.world import process_group, world_from
 
 FAMILIES = ["llama-test", "gpt2-test"]
 KINDS = ["none", "full", "selective", "attention", "every:2", "fraction:1/3"]
@@ -376,7 +376,7 @@ def sharded(model, mesh):
 @pytest.mark.parametrize(("kind", "offloads"), [("none", True), ("full", True), ("selective", False)])
 def test_split_over_ranks_it_changes_no_gradient_either(kind, offloads):
     def work():
-        with joined(world_from(), torch.device("cpu")):
+        with process_group(world_from(), torch.device("cpu")):
             mesh = init_device_mesh("cpu", (2,))
             for split in (over_heads, sharded):
                 found = []

@@ -18,7 +18,7 @@ from arriero.parallel.fsdp import Sharding
 from arriero.parallel.loss import LossOptions
 from arriero.parallel.mesh import make_mesh
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import World, joined, world_from
+from arriero.parallel.world import World, process_group, world_from
 from arriero.plan.layout import Layout
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def in_ranks(layout, work):
     def as_rank():
         torch.set_num_threads(1)
         world = world_from()
-        with joined(world, CPU):
+        with process_group(world, CPU):
             return work(make_mesh(layout, world, 1, CPU))
 
     return run_ranks(as_rank, layout.ranks, leader_prints=False)

@@ -14,7 +14,7 @@ from arriero.model.attention import AttentionCore, Documents
 from arriero.model.family import build_model
 from arriero.model.layers import Attention
 from arriero.model.presets import load_preset
-from arriero.parallel.context import apply_context_parallel, cut_to, positions_held
+from arriero.parallel.context import apply_context_parallel, local_positions, shard_batch
 from arriero.parallel.ring import (
     attention_tiles,
     merge,
@@ -22,7 +22,7 @@ from arriero.parallel.ring import (
     partial_attention_backward,
 )
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import joined, world_from
+from arriero.parallel.world import process_group, world_from
 from arriero.plan.layout import divide_context, tokens_divisor
 
 TOKENS = 48
@@ -78,8 +78,8 @@ def part_of_a_rank(case, batch, change):
     model = case.model()
     apply_context_parallel(model, mesh.get_group("ring"), mesh.get_group("ulysses"))
     change(model)
-    held = positions_held(TOKENS, dist.get_rank(), case.ulysses, case.ring)
-    loss, grads = gradients(model, cut_to(batch, held), batch)
+    held = local_positions(TOKENS, dist.get_rank(), case.ulysses, case.ring)
+    loss, grads = gradients(model, shard_batch(batch, held), batch)
     for each in (loss, *grads.values()):
         dist.all_reduce(each)
     return loss, grads
@@ -90,7 +90,7 @@ def unlike_one_process(case, change=lambda _: None):
 
     def work():
         torch.set_num_threads(1)
-        with joined(world_from(), torch.device("cpu")):
+        with process_group(world_from(), torch.device("cpu")):
             batch = case.batch()
             loss, grads = part_of_a_rank(case, batch, change)
             whole_loss, whole = gradients(case.model(), batch, batch)
@@ -181,11 +181,11 @@ DEGREES = [(1, 1), (2, 1), (4, 1), (3, 1), (1, 2), (1, 3), (1, 4), (2, 2), (3, 2
 @pytest.mark.parametrize(("ulysses", "ring"), DEGREES)
 def test_every_position_is_held_exactly_once_and_all_ranks_hold_equally_many(ulysses, ring):
     length = 5 * tokens_divisor(ulysses, ring)
-    held = [positions_held(length, rank, ulysses, ring) for rank in range(ulysses * ring)]
+    held = [local_positions(length, rank, ulysses, ring) for rank in range(ulysses * ring)]
     assert {len(each) for each in held} == {length // (ulysses * ring)}
     assert torch.cat(held).sort().values.equal(torch.arange(length))
     with pytest.raises(ValueError, match="cannot be divided"):
-        positions_held(length + 1, 0, ulysses, ring) if ulysses * ring > 1 else positions_held(1, 0, 2, 1)
+        local_positions(length + 1, 0, ulysses, ring) if ulysses * ring > 1 else local_positions(1, 0, 2, 1)
 
 
 def pairs_met(ring, length, documents):
@@ -197,8 +197,8 @@ def pairs_met(ring, length, documents):
             source = (rank - step) % ring
             before = met.sum().item()
             for rows, queries, keys, causal in attention_tiles(rank, source, ring, length // ring, documents):
-                at = positions_held(length, rank, 1, ring)[queries]
-                to = positions_held(length, source, 1, ring)[keys]
+                at = local_positions(length, rank, 1, ring)[queries]
+                to = local_positions(length, source, 1, ring)[keys]
                 pairs = torch.ones(len(at), len(to), dtype=torch.long)
                 for row in range(2)[rows]:
                     met[row][at[:, None], to] += pairs.tril() if causal else pairs
@@ -222,18 +222,18 @@ def test_a_ring_meets_each_pair_of_a_document_once_and_no_other(ring):
 
 def test_a_cut_batch_says_where_its_tokens_stood():
     batch = Case(1, 2).batch()
-    held = positions_held(TOKENS, 1, 1, 2)
-    part = cut_to(batch, held)
+    held = local_positions(TOKENS, 1, 1, 2)
+    part = shard_batch(batch, held)
     assert part.tokens_BT.equal(batch.tokens_BT[:, held])
     assert part.labels_BT.equal(batch.labels_BT[:, held])
     assert part.positions_BT.equal(held.expand(2, -1)) and part.documents_BT is None
-    packed = cut_to(Case(1, 2, documents=True).batch(), held)
+    packed = shard_batch(Case(1, 2, documents=True).batch(), held)
     assert packed.positions_BT.max() == 29 and packed.documents_BT.shape == (2, TOKENS)
 
 
 def attention_by_blocks(q, k, v, grad, documents, ring):
     """What the ranks of a ring compute, on one device and one after the other."""
-    held = [positions_held(q.shape[1], rank, 1, ring).to(q.device) for rank in range(ring)]
+    held = [local_positions(q.shape[1], rank, 1, ring).to(q.device) for rank in range(ring)]
     out, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, q, k, v))
     for rank, at in enumerate(held):
         mine, grad_here = q[:, at], grad[:, at]

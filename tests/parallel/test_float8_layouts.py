@@ -29,7 +29,7 @@ from arriero.parallel import precision
 from arriero.parallel.dtensor import from_local, local_part
 from arriero.parallel.precision import apply_float8, renew_scales
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import joined, world_from
+from arriero.parallel.world import process_group, world_from
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_gw_hp"]
 STEPS = 20
@@ -45,7 +45,7 @@ def in_ranks(ranks, work):
     def joined_work():
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        with joined(world_from(), torch.device("cpu")):
+        with process_group(world_from(), torch.device("cpu")):
             return work()
 
     return run_ranks(joined_work, ranks, leader_prints=False)

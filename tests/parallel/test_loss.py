@@ -18,7 +18,7 @@ from arriero.model.layers import logits_loss
 from arriero.model.presets import resolve
 from arriero.parallel.loss import ChunkedLossHead, LossOptions, chunked_loss
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import joined, world_from
+from arriero.parallel.world import process_group, world_from
 
 VOCAB, DIM = 37, 8
 
@@ -243,7 +243,7 @@ def test_a_sharded_model_gets_the_same_gradients(tied):
         return [p.grad.full_tensor() if shards else p.grad for p in model.parameters()]
 
     def work():
-        with joined(world_from(), torch.device("cpu")):
+        with process_group(world_from(), torch.device("cpu")):
             assert_same(gradients(True, True), gradients(False, False), rtol=1e-4)
         return True
 
@@ -254,7 +254,7 @@ def over_slices(ranks, vocab, make_loss, ignored=3):
     """Every rank's loss and gradients put together, beside those of one process."""
 
     def work():
-        with joined(world_from(), torch.device("cpu")):
+        with process_group(world_from(), torch.device("cpu")):
             x, weight, labels = states(vocab=vocab, ignored=ignored)
             value, partial, rows = make_loss(x.detach(), weight.detach(), labels)
             values, row_sizes = [None] * ranks, [None] * ranks
@@ -288,7 +288,7 @@ def test_slices_of_the_vocabulary_give_the_loss_of_the_whole(ranks, vocab):
 
 def test_a_rank_without_a_row_is_refused_on_every_rank():
     def work():
-        with joined(world_from(), torch.device("cpu")):
+        with process_group(world_from(), torch.device("cpu")):
             mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
             x, weight, labels = states(vocab=4)
             with pytest.raises(ValueError, match="without any"):

@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from arriero.errors import UserError
 from arriero.parallel.spawn import RankFailed, run_ranks
-from arriero.parallel.world import World, first_host, joined, world_from
+from arriero.parallel.world import World, first_host, process_group, world_from
 
 
 def test_ranks_find_each_other_and_the_first_ones_result_comes_back():
     def work():
         world = world_from()
-        with joined(world, torch.device("cpu")):
+        with process_group(world, torch.device("cpu")):
             total = torch.tensor(float(world.rank))
             dist.all_reduce(total)
             return total.item(), world.size
@@ -26,7 +26,7 @@ def test_ranks_find_each_other_and_the_first_ones_result_comes_back():
 def test_the_first_failing_ranks_error_is_shown_and_not_the_others():
     def work():
         world = world_from()
-        with joined(world, torch.device("cpu")):
+        with process_group(world, torch.device("cpu")):
             if world.rank == 1:
                 raise ZeroDivisionError("the first")
             dist.barrier()
@@ -47,7 +47,7 @@ def test_a_users_mistake_stays_one_sentence():
 def test_a_killed_rank_is_named():
     def work():
         world = world_from()
-        with joined(world, torch.device("cpu")):
+        with process_group(world, torch.device("cpu")):
             if world.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.barrier()

@@ -28,7 +28,7 @@ from arriero.model.family import build_model
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import joined, world_from
+from arriero.parallel.world import process_group, world_from
 from arriero.train.arrange import arrange
 from arriero.train.build import build
 from arriero.train.finish import export_model
@@ -231,7 +231,7 @@ def test_every_layout_exports_the_bytes_of_one_process(corpus_cache, tmp_path):
         def work():
             world = world_from()
             plan = arrange(config, world)
-            with joined(world, plan.device.torch_device):
+            with process_group(world, plan.device.torch_device):
                 session = build(plan, no_progress)
                 assert export_model(session) == tmp_path / name / "model"
                 session.data.loader.close()
@@ -268,7 +268,7 @@ def test_export_is_streamed_stoppable_and_replaces_the_old_model_only_when_compl
     def work():
         torch.set_num_threads(1)
         world = world_from()
-        with joined(world, torch.device("cpu")):
+        with process_group(world, torch.device("cpu")):
             mesh = init_device_mesh("cpu", (2,))
             held = {
                 name: distribute_tensor(torch.zeros(t.shape), mesh, [Shard(0)]) for name, t in tensors.items()

@@ -16,7 +16,7 @@ from arriero.errors import UserError
 from arriero.interrupt import Interrupted, Requests
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import World, joined, world_from
+from arriero.parallel.world import World, process_group, world_from
 from arriero.train import lock
 from arriero.train.arrange import arrange
 from arriero.train.build import build
@@ -141,7 +141,7 @@ def test_an_evaluation_ends_early_is_not_logged_and_the_run_is_saved(config):
 def test_ranks_end_an_evaluation_together_when_one_is_told_to_stop(config):
     def work():
         world = world_from()
-        with joined(world, arrange(config, world).device.torch_device):
+        with process_group(world, arrange(config, world).device.torch_device):
             session, calls = evaluation_that_is_told_to_stop(config, rank=1)
             with pytest.raises(Interrupted):
                 train(session)

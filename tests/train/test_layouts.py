@@ -18,7 +18,7 @@ from arriero.config.load import load_run
 from arriero.data.workers import no_progress
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import joined, world_from
+from arriero.parallel.world import process_group, world_from
 from arriero.train.arrange import arrange
 from arriero.train.build import build
 from arriero.train.loop import train
@@ -148,7 +148,7 @@ def test_ranks_with_different_memory_agree_on_the_micro_batch(tmp_path, corpus_c
         need = plan.resolved.needs[0]
         free = (2**40, need.bytes(1) * 10 // 9 + 1)[world.rank]
         plan = replace(plan, resolved=plan.resolved.with_least_memory(free, free))
-        with joined(world, plan.device.torch_device):
+        with process_group(world, plan.device.torch_device):
             session = build(plan, no_progress)
             train(session)
             return [decision.value for decision in session.record.decisions if decision.name == "micro-batch"]

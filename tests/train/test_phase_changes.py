@@ -14,7 +14,7 @@ from arriero.data.workers import no_progress
 from arriero.errors import UserError
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import World, joined, world_from
+from arriero.parallel.world import World, process_group, world_from
 from arriero.train.arrange import arrange
 from arriero.train.build import build
 from arriero.train.loop import train
@@ -171,10 +171,10 @@ def test_uneven_batches_and_phases_keep_the_loss_of_one_process(
     def work():
         world = world_from()
         plan = arrange(config, world)
-        with joined(world, plan.device.torch_device):
+        with process_group(world, plan.device.torch_device):
             run = build(plan, no_progress)
             train(run)
-            return audited(run) if world.leads else None
+            return audited(run) if world.is_leader else None
 
     assert run_ranks(work, max(degrees.values()), leader_prints=False) == []
     lines = [json.loads(line) for line in (tmp_path / "ranks/metrics.jsonl").read_text().splitlines()]

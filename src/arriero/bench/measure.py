@@ -104,11 +104,11 @@ class Facts(Hook):
         self.reserved: int | None = None
 
     def on_end(self, session: Session, outcome: object) -> None:
-        device, largest = session.device, session.mesh.largest
+        device, largest = session.device, session.mesh.max_over_all
         self.allocated = int(largest(device.peak_memory()))
         if device.is_gpu:
             self.reserved = int(largest(torch.cuda.max_memory_reserved(device.torch_device)))
-        if session.mesh.world.leads:
+        if session.mesh.world.is_leader:
             self.session = session
 
 

@@ -18,7 +18,7 @@ from arriero.parallel.ring import ring_attention
 from arriero.plan.layout import tokens_divisor
 
 
-def positions_held(seq_len: int, cp_rank: int, ulysses: int, ring: int) -> Tensor:
+def local_positions(seq_len: int, cp_rank: int, ulysses: int, ring: int) -> Tensor:
     """Return the positions of this rank's tokens in a sequence. Ranks of a Ulysses group are consecutive."""
     divisor = tokens_divisor(ulysses, ring)
     if seq_len % divisor:
@@ -31,7 +31,7 @@ def positions_held(seq_len: int, cp_rank: int, ulysses: int, ring: int) -> Tenso
     return positions.chunk(ulysses)[part]
 
 
-def cut_to(batch: Batch, held_t: Tensor) -> Batch:
+def shard_batch(batch: Batch, held_t: Tensor) -> Batch:
     """Select this rank's tokens of each sequence; document numbers stay those of the whole sequences."""
 
     def cut(whole_BT: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sharded and replicated data parallelism, by FSDP2 block by block."""
+"""FSDP: weights sharded over dp_shard x cp ranks; with dp_replicate, HSDP (hybrid sharding), by FSDP2."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,8 +19,9 @@ from arriero.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Sharding:
-    """`reshard`: True frees gathered weights after forward (ZeRO-3), False keeps them (ZeRO-2), a number
-    keeps them sharded over groups of so many ranks."""
+    """`reshard` (reshard after forward): True frees gathered weights after forward (ZeRO-3), False keeps them
+    (ZeRO-2), a number keeps them sharded over groups of that many ranks. `prefetch` is the number of blocks
+    whose weights are gathered ahead."""
 
     compute: torch.dtype
     reduce: torch.dtype
@@ -30,10 +31,13 @@ class Sharding:
 
 
 def shard_weights(model: LanguageModel, mesh: Mesh, sharding: Sharding, on_gpu: bool) -> None:
-    """Embedding, each block, and norm with head are gathered apart; a tied table belongs to the whole."""
+    """Shard the model. The embedding, each block, and norm with head are gathered separately.
+
+    A tied embedding is gathered with the whole model.
+    """
     common = {
         "mesh": mesh.fsdp,
-        # inputs stay as they are: rotary angles are fp32 for a reason
+        # inputs are not cast: rotary angles need fp32
         "mp_policy": MixedPrecisionPolicy(sharding.compute, sharding.reduce, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if sharding.offload else OffloadPolicy(),
     }
@@ -43,12 +47,12 @@ def shard_weights(model: LanguageModel, mesh: Mesh, sharding: Sharding, on_gpu: 
     for block in model.blocks.values():
         fully_shard(block, reshard_after_forward=sharding.reshard, **common)
     if model.norm is not None and model.head is not None and not tied:
-        # backward begins with them: freeing them first would be for nothing
+        # backward starts with them, so they stay gathered
         fully_shard([model.norm, model.head], reshard_after_forward=False, **common)
     fully_shard(model, reshard_after_forward=False, **common)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # each rank's loss is already divided by the labels of all
+            # gradients are summed: each rank's loss is divided by the labels of the global batch
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _prefetch(model.blocks.values(), sharding.prefetch)
@@ -62,8 +66,10 @@ def _prefetch(modules: Iterable[nn.Module], ahead: int) -> None:
 
 
 def synchronize_gradients(model: nn.Module, wanted: bool, each: bool) -> None:
-    """Whether the next backward reduces gradients over ranks. With `each`, shards are reduced at every
-    micro-batch, which saves memory, and only copies wait for the last."""
+    """Set whether the next backward reduces gradients over ranks.
+
+    With `each`, every micro-batch reduces over shards, which saves memory; only replicas wait for the last.
+    """
     if not isinstance(model, FSDPModule):
         return
     model.set_is_last_backward(wanted)
@@ -73,8 +79,8 @@ def synchronize_gradients(model: nn.Module, wanted: bool, each: bool) -> None:
         model.set_requires_gradient_sync(wanted)
 
 
-def release(model: nn.Module) -> None:
-    """Give gathered weights back after a forward without backward: kept, they would go stale."""
+def reshard_weights(model: nn.Module) -> None:
+    """Free gathered weights after a forward pass without backward; the next update would outdate them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

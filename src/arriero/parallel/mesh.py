@@ -1,4 +1,4 @@
-"""The ranks of a run as one object with named axes; nothing else makes process groups."""
+"""The device mesh: the ranks of a run with named axes. Only this module creates process groups."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,9 +13,9 @@ from arriero.plan.layout import Layout
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes pp, dp_replicate, dp_shard, cp (a ring of Ulysses groups), tp; and views over several of them.
+    """The mesh of a layout: axes pp, dp_replicate, dp_shard, cp (a ring of Ulysses groups) and tp.
 
-    A group is None where it would hold this process alone.
+    `groups` are process groups over several axes (views); a group of this process alone is None.
     """
 
     layout: Layout
@@ -32,17 +32,17 @@ class Mesh:
 
     @property
     def batch_rank(self) -> int:
-        """Which of the batch's parts this rank reads."""
+        """The number of the part of the global batch that this rank reads."""
         return self.coordinate("dp_replicate") * self.layout.dp_shard + self.coordinate("dp_shard")
 
     @property
-    def speaks_for_sequences(self) -> bool:
-        """True for one of the ranks in each loss view that share their sequences."""
+    def is_cp_leader(self) -> bool:
+        """True for one of the context-parallel ranks that share their sequences."""
         return self.coordinate("cp") == 0
 
     @property
-    def counts_batch(self) -> bool:
-        """True for one of the ranks of the whole run that read the same sequences."""
+    def is_batch_leader(self) -> bool:
+        """True for one of all ranks that read the same sequences."""
         return all(self.coordinate(axis) == 0 for axis in ("cp", "tp", "pp"))
 
     @property
@@ -51,7 +51,7 @@ class Mesh:
 
     @property
     def shards(self) -> bool:
-        """Whether weights are sharded or replicated by FSDP."""
+        """Whether FSDP shards or replicates the weights."""
         return self.layout.dp_replicate * self.layout.fsdp > 1
 
     @property
@@ -65,37 +65,38 @@ class Mesh:
         assert self.root is not None
         return self.root["tp"]
 
-    def total(self, value: torch.Tensor, *views: str) -> torch.Tensor:
-        """The sum over the ranks of these views, in place."""
+    def sum_over(self, value: torch.Tensor, *views: str) -> torch.Tensor:
+        """Sum a tensor in place over the ranks of these views."""
         for view in views:
             if (group := self.group(view)) is not None:
                 dist.all_reduce(value, group=group)
         return value
 
-    def total_of_run(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
+    def sum_over_all(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor in place over all ranks."""
         if self.world.size > 1:
             dist.all_reduce(value)
         return value
 
-    def gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """The vectors of all ranks as rows, by one collective on the tensor's device."""
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of all ranks as rows."""
         if self.world.size == 1:
             return values[None]
-        # gloo takes no output with a dimension more than the input
+        # gloo does not accept an output with more dimensions than the input
         rows = torch.empty(self.world.size * len(values), dtype=values.dtype, device=values.device)
         dist.all_gather_into_tensor(rows, values)
         return rows.view(self.world.size, len(values))
 
-    def least(self, value: int) -> int:
-        """The smallest over all ranks."""
-        return int(self.gathered(torch.tensor([value])).min())
+    def min_over_all(self, value: int) -> int:
+        """Return the smallest value of all ranks."""
+        return int(self.all_gather(torch.tensor([value])).min())
 
-    def largest(self, value: float) -> float:
-        return self.gathered(torch.tensor([value], dtype=torch.float64)).max().item()
+    def max_over_all(self, value: float) -> float:
+        """Return the largest value of all ranks."""
+        return self.all_gather(torch.tensor([value], dtype=torch.float64)).max().item()
 
-    def agreed(self, value: float) -> float:
-        """What rank 0 measured: clocks differ, and ranks must decide alike."""
+    def from_rank_0(self, value: float) -> float:
+        """Return the value of rank 0, because clocks differ and all ranks must decide alike."""
         if self.world.size == 1:
             return value
         shared = torch.tensor(value, dtype=torch.float64)
@@ -115,7 +116,7 @@ def make_mesh(layout: Layout, world: World, ulysses: int, device: torch.device) 
         "ends": [[g[0], g[-1]] if len(g) > 1 else g for g in layout.groups("pp")],
     }
     groups = {view: _own_group(lists) for view, lists in views.items() if len(lists[0]) > 1}
-    # used by a thread of its own, while the others carry training
+    # checkpoints are saved by a thread while other groups are used for training
     own = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
     groups["checkpoint"] = own if isinstance(own, dist.ProcessGroup) else None
     if layout.pp > 1:
@@ -124,6 +125,6 @@ def make_mesh(layout: Layout, world: World, ulysses: int, device: torch.device) 
 
 
 def _own_group(lists: list[list[int]]) -> dist.ProcessGroup | None:
-    """None for a rank that is in none of them."""
+    """Return this rank's group of `lists`, or None if it is in none."""
     group = dist.new_subgroups_by_enumeration(lists)[0]
     return group if isinstance(group, dist.ProcessGroup) else None

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the model's stages on different ranks, micro-batches passing through them."""
+"""Pipeline parallelism: stages of the model on different ranks, driven by torch's schedules."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from arriero.plan.layout import SCHEDULES, stages_of
 
 
 class Pipeline:
-    """One rank's stages and the order in which they work; `rows` and `tokens` are a micro-batch's shape."""
+    """One rank's stages and their schedule; `rows` and `tokens` are the shape of a micro-batch."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Pipeline:
     ) -> None:
         self._ranks, self._rank = mesh.layout.pp, mesh.coordinate("pp")
         self._name, self._group = name, mesh.group("pp")
-        # between stages travel the states of a rank's own tokens
+        # stages exchange the hidden states of the rank's own tokens
         self._between = (tokens // mesh.layout.tp, parts[0].spec.dim)
         self._compute, self._device = compute, device
         numbers = stages_of(name, self._rank, self._ranks, len(parts))
@@ -46,7 +46,7 @@ class Pipeline:
         )
 
     def _stage(self, number: int, part: LanguageModel, rows: int, tokens: int) -> PipelineStage:
-        """Told its shapes, so that no stage need run to find them out."""
+        """Create a stage with known shapes, so that torch need not run it to find them."""
         states = torch.empty((rows, *self._between), dtype=self._compute, device="meta", requires_grad=True)
         first = torch.empty((rows, tokens), dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
@@ -63,7 +63,7 @@ class Pipeline:
     def gradients(
         self, tokens: Tensor, labels: Tensor, label_count: Tensor, scale: float, **extra: Tensor
     ) -> Tensor:
-        """Accumulate gradients; returns this rank's share of the mean loss: zero without a head."""
+        """Accumulate gradients and return this rank's part of the mean loss, zero without a head."""
         self._divisor = label_count / scale
         ends = any(part.head is not None for part in self._parts.values())
         losses: list[Tensor] | None = [] if ends else None
@@ -79,7 +79,7 @@ class Pipeline:
 
     @torch.no_grad()
     def summed_loss(self, tokens: Tensor, labels: Tensor, rows: int, **extra: Tensor) -> Tensor:
-        """Forward only, so many rows at a time; torch's schedules cannot do this for V shapes."""
+        """Run forward only, `rows` rows at a time; torch's V schedules cannot."""
         total = torch.zeros((), device=self._device)
         for begin in range(0, len(tokens), rows):
             part = slice(begin, begin + rows)
@@ -112,10 +112,10 @@ class Pipeline:
         return next(rank for rank, stages in enumerate(held) if stage in stages)
 
 
-def join_tied_table(gradients: dict[str, Tensor], ends: dist.ProcessGroup | None) -> None:
-    """The embedding on the first stage and the head on the last are one table: each gets both gradients.
+def sum_tied_gradients(gradients: dict[str, Tensor], ends: dist.ProcessGroup | None) -> None:
+    """Sum the gradients of a tied embedding, which is on the first stage and, as head, on the last.
 
-    `ends` are the ranks of those stages; None where one rank holds both.
+    `ends` are the ranks of these stages, None if one rank holds both.
     """
     copies = [gradients[name] for name in ("embedding.weight", "head.weight") if name in gradients]
     local = [local_part(g) for g in copies]

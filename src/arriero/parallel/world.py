@@ -1,4 +1,4 @@
-"""Who this process is among the processes of a run: the one place that reads a launcher's variables."""
+"""The rank of this process, from the variables of its launcher, and the default process group."""
 
 import os
 import re
@@ -30,7 +30,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True)
 class World:
-    """`meeting` is where the processes find each other; None for a process on its own."""
+    """The ranks of a run; `meeting` is the address of their rendezvous, None for a single process."""
 
     rank: int = 0
     size: int = 1
@@ -39,18 +39,18 @@ class World:
     meeting: str | None = None
 
     @property
-    def leads(self) -> bool:
-        """Whether this process writes what is written once: metrics, ledger, terminal."""
+    def is_leader(self) -> bool:
+        """Whether this process is rank 0, which writes metrics, ledger and terminal output."""
         return self.rank == 0
 
 
 def world_from(environment: Mapping[str, str] = os.environ) -> World:
-    """As `arriero train --nproc`, torchrun, srun or mpirun set it; a single process where none did."""
+    """Read what `arriero train --nproc`, torchrun, srun or mpirun has set; otherwise a single process."""
     complete = False
     for names in _LAUNCHERS:
-        # a batch script's own process has Slurm's variables too, but no step
-        told = names[0] != "SLURM_PROCID" or "SLURM_STEP_ID" in environment
-        if not told or not all(name in environment for name in names[:2]):
+        # the process of a batch script has Slurm's variables too, but no step
+        is_step = names[0] != "SLURM_PROCID" or "SLURM_STEP_ID" in environment
+        if not is_step or not all(name in environment for name in names[:2]):
             continue
         complete = True
         rank, size = (_number(environment, name) for name in names[:2])
@@ -64,11 +64,11 @@ def world_from(environment: Mapping[str, str] = os.environ) -> World:
             local_rank = local_rank if names[2] in environment else rank
             return World(rank, size, local_rank, local_size, _meeting(environment))
     if not complete:
-        _refuse_half_told(environment)
+        _check_complete(environment)
     return World()
 
 
-def _refuse_half_told(environment: Mapping[str, str]) -> None:
+def _check_complete(environment: Mapping[str, str]) -> None:
     names = _LAUNCHERS[0]
     found = [name for name in names if name in environment]
     missing = [name for name in names[:2] if name not in environment]
@@ -80,7 +80,7 @@ def _refuse_half_told(environment: Mapping[str, str]) -> None:
 
 
 def _number(environment: Mapping[str, str], name: str, absent: int | None = None) -> int:
-    """Slurm counts like '4(x2),3'; the first is of the first node."""
+    """Read a count; of Slurm's list such as '4(x2),3', the first number."""
     if absent is not None and name not in environment:
         return absent
     found = re.match(r"\d+", environment[name])
@@ -102,14 +102,14 @@ def _meeting(environment: Mapping[str, str]) -> str:
         port = str(20000 + (7 * job + step) % 20000)
     if address is None or port is None or not port.isdigit():
         raise UserError(
-            "this is one of several processes, and nothing says where they meet",
+            "this is one of several processes, and their rendezvous address is not set",
             "set MASTER_ADDR and MASTER_PORT, the same for all of them",
         )
     return f"tcp://{address}:{port}"
 
 
 def first_host(nodes: str) -> str:
-    """Of Slurm's list, like 'frontier[00017-00020,00031],login3'."""
+    """Return the first host of Slurm's list, such as 'frontier[00017-00020,00031],login3'."""
     prefix, bracket, rest = nodes.partition("[")
     if not bracket or "," in prefix:
         return nodes.partition(",")[0]
@@ -119,7 +119,7 @@ def first_host(nodes: str) -> str:
 
 @contextmanager
 def leader_first(world: World) -> Iterator[None]:
-    """Rank 0 runs the block first, however long it takes; the others run it after that."""
+    """Let rank 0 run the block first, however long it takes, and then the other ranks."""
     if world.size == 1:
         yield
         return
@@ -127,24 +127,24 @@ def leader_first(world: World) -> Iterator[None]:
 
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     assert isinstance(group, dist.ProcessGroup)
-    if not world.leads:
+    if not world.is_leader:
         dist.barrier(group)
     yield
-    if world.leads:
+    if world.is_leader:
         dist.barrier(group)
 
 
 @contextmanager
-def joined(
+def process_group(
     world: World,
     device: "torch.device",
     timeout: timedelta = timedelta(minutes=30),
     refusal: UserError | None = None,
     share_gpu: bool = False,
 ) -> Iterator[None]:
-    """Inside, the processes of the run can communicate: by the GPUs' own library where there are GPUs.
+    """Create the default process group (gloo on CPUs, NCCL or RCCL on GPUs) and destroy it at the end.
 
-    `refusal` is why rank 0 cannot take part. It joins to say so, because the others would wait for it.
+    `refusal` is an error of rank 0. It is sent to all ranks, which raise it instead of waiting.
     """
     if world.size == 1:
         if refusal is not None:
@@ -167,11 +167,11 @@ def joined(
         timeout=timeout,
         device_id=device if device.type == "cuda" and not share_gpu else None,
     )
-    told = [refusal]
-    dist.broadcast_object_list(told, src=0)
-    if told[0] is not None:
-        raise told[0]
+    errors = [refusal]
+    dist.broadcast_object_list(errors, src=0)
+    if errors[0] is not None:
+        raise errors[0]
     yield
-    # not after an error: the others are not there to say goodbye to
+    # not after an error, when other ranks may be gone
     dist.barrier()
     dist.destroy_process_group()

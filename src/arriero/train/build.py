@@ -29,11 +29,11 @@ from arriero.kernels import enable_kernels
 from arriero.kernels.float8 import computes_float8
 from arriero.model.spec import ModelSpec
 from arriero.parallel.apply import ModelOptions, parallelize
-from arriero.parallel.context import cut_to, positions_held
+from arriero.parallel.context import local_positions, shard_batch
 from arriero.parallel.fsdp import Sharding
 from arriero.parallel.loss import LossOptions
 from arriero.parallel.mesh import Mesh, make_mesh
-from arriero.parallel.pipeline import Pipeline, join_tied_table
+from arriero.parallel.pipeline import Pipeline, sum_tied_gradients
 from arriero.parallel.precision import renew_scales
 from arriero.parallel.world import leader_first
 from arriero.plan.layout import SCHEDULES
@@ -109,7 +109,7 @@ def build_mesh(plan: Arrangement) -> tuple[Mesh, Arrangement]:
         make_deterministic()
     mesh = make_mesh(plan.resolved.layout, plan.world, plan.resolved.ulysses, plan.device.torch_device)
     machine = plan.resolved.machine
-    free, total = mesh.least(machine.memory_free), mesh.least(machine.memory_total)
+    free, total = mesh.min_over_all(machine.memory_free), mesh.min_over_all(machine.memory_total)
     return mesh, replace(plan, resolved=plan.resolved.with_least_memory(free, total))
 
 
@@ -165,7 +165,7 @@ def build_optimizer(plan: Arrangement, model: ModelState, mesh: Mesh) -> Optimiz
         scaled_loss=plan.dtype == torch.float16,
         seed=plan.config.run.seed,
         stage_groups=[stages] if stages is not None else [],
-        join_tied=partial(join_tied_table, ends=ends) if model.tied else None,
+        join_tied=partial(sum_tied_gradients, ends=ends) if model.tied else None,
     )
 
 
@@ -246,7 +246,9 @@ def build_passes(
         )
     cut = None
     if plan.resolved.layout.cp > 1:
-        cut = partial(cut_to, held_t=positions_held(seq_len, mesh.coordinate("cp"), mesh.ulysses, mesh.ring))
+        cut = partial(
+            shard_batch, held_t=local_positions(seq_len, mesh.coordinate("cp"), mesh.ulysses, mesh.ring)
+        )
     return ForwardBackward(
         model.parts,
         mesh,
@@ -319,7 +321,7 @@ def _space_decisions(plan: Arrangement, mesh: Mesh, checkpoints: Checkpoints) ->
 
 def _hooks(plan: Arrangement, ledger: LedgerFile, extra: Sequence[Hook]) -> Hooks:
     """All ranks keep the ledger, because each knows only what it read; rank 0 writes everything else."""
-    if not plan.world.leads:
+    if not plan.world.is_leader:
         return Hooks([ledger, *(hook for hook in extra if hook.on_all_ranks)])
     run_dir = run_directory(plan.config)
     boards = [TensorBoard(run_dir)] if plan.config.observe.tensorboard else []

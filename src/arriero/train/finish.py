@@ -113,7 +113,7 @@ def sample(session: Session, directory: Path | None) -> str | None:
     A single process uses its own model; with several ranks the exported model is read if it fits into RAM.
     """
     config = session.config
-    if config.observe.sample is False or not session.mesh.world.leads:
+    if config.observe.sample is False or not session.mesh.world.is_leader:
         return None
     model = session.model.parts[0]
     if session.mesh.world.size > 1:

@@ -9,7 +9,7 @@ from arriero.data.order.loader import IGNORED, Batch, Loader
 from arriero.data.order.order import EvalStream
 from arriero.interrupt import STOPPING, Requests
 from arriero.model.language_model import LanguageModel
-from arriero.parallel.fsdp import release, synchronize_gradients
+from arriero.parallel.fsdp import reshard_weights, synchronize_gradients
 from arriero.parallel.mesh import Mesh
 from arriero.parallel.pipeline import Pipeline
 
@@ -47,7 +47,7 @@ class ForwardBackward:
             mean = self._pipeline.gradients(*given, label_count, scale, **_stage_inputs(batch))
         else:
             mean = self._accumulate(batch, label_count, scale)
-        return self._mesh.total(mean, "loss", "pp")
+        return self._mesh.sum_over(mean, "loss", "pp")
 
     def _accumulate(self, batch: Batch, label_count: Tensor, scale: float) -> Tensor:
         """Gradient accumulation over micro-batches."""
@@ -70,13 +70,13 @@ class ForwardBackward:
         else:
             total = self._loss(batch)
         for part in self._parts:
-            release(part)
+            reshard_weights(part)
         first_tp, first_pp = self._mesh.coordinate("tp") == 0, self._mesh.coordinate("pp") == 0
         labels = (batch.labels_BT != IGNORED).sum()
         asked = [torch.tensor(float(stop == each), device=self._device) for each in STOPPING]
         # tp ranks hold the same loss and labels, pp ranks the same labels
         mine = torch.stack([total.double() * first_tp, labels.double() * (first_tp and first_pp), *asked])
-        summed, count, *stops = self._mesh.total_of_run(mine).tolist()
+        summed, count, *stops = self._mesh.sum_over_all(mine).tolist()
         return summed, int(count), next((each for each, n in zip(STOPPING, stops, strict=True) if n), 0)
 
     def _prepare(self, batch: Batch) -> Batch:
@@ -88,7 +88,7 @@ class ForwardBackward:
 
     def _label_count(self, batch: Batch) -> Tensor:
         count = (batch.labels_BT != IGNORED).sum().double()
-        return self._mesh.total(count, "loss")
+        return self._mesh.sum_over(count, "loss")
 
     def _loss(self, batch: Batch) -> Tensor:
         return self._parts[0](batch.tokens_BT, batch.positions_BT, batch.documents_BT, batch.labels_BT)

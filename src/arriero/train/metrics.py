@@ -108,11 +108,11 @@ class Stopwatch:
 
         `global_values` are scalars on the device, alike on all ranks; they come back as numbers.
         """
-        counts = (self._tokens, self._flops) if self._mesh.counts_batch else (0, 0)
+        counts = (self._tokens, self._flops) if self._mesh.is_batch_leader else (0, 0)
         device = self._device.torch_device
         own = torch.tensor([*counts, self._device.peak_memory()], dtype=torch.float64, device=device)
         given = [value.detach().to(device, torch.float64).reshape(1) for value in global_values]
-        ranks = self._mesh.gathered(torch.cat([own, *given])).cpu()
+        ranks = self._mesh.all_gather(torch.cat([own, *given])).cpu()
         tokens, flops = ranks[:, :2].sum(dim=0).tolist()
         seconds = time.perf_counter() - self._start - self._paused
         lap = {
@@ -155,7 +155,7 @@ class LedgerFile(Hook):
         self._unwritten = b""
 
     def on_start(self, session: "Session") -> None:
-        if session.mesh.world.leads:
+        if session.mesh.world.is_leader:
             sequences = session.timeline.phases[0].sequences
             self._begun = begin_ledger(session.run_dir, session.data.stream, sequences, self._checkpoint)
         self._write(self._content(session))
@@ -180,7 +180,7 @@ class LedgerFile(Hook):
 
     def _content(self, session: "Session") -> bytes:
         stretch = _read_by_all(session)
-        if not session.mesh.world.leads:
+        if not session.mesh.world.is_leader:
             return b""
         return ledger_bytes(session.data.stream, self._begun.with_stretch(stretch))
 
@@ -197,9 +197,9 @@ def _read_by_all(session: "Session") -> Stretch:
     own = session.data.loader.read()
     wrapped = own.checksum - (1 << 64) if own.checksum >= 1 << 63 else own.checksum
     sums = torch.tensor([wrapped, own.real_tokens, own.slots])
-    if not session.mesh.speaks_for_sequences:
+    if not session.mesh.is_cp_leader:
         sums.zero_()
-    checksum, real_tokens, slots = session.mesh.total(sums, "loss").tolist()
+    checksum, real_tokens, slots = session.mesh.sum_over(sums, "loss").tolist()
     return Stretch(own.first, own.end, checksum % (1 << 64), real_tokens, slots)
 
 

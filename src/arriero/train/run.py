@@ -11,7 +11,7 @@ from arriero.config.schema import RunConfig
 from arriero.errors import UserError
 from arriero.interrupt import Requests
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import World, joined, world_from
+from arriero.parallel.world import World, process_group, world_from
 from arriero.train.lock import held
 from arriero.train.rundir import run_directory
 
@@ -64,9 +64,9 @@ def run(config: RunConfig, hooks: "Sequence[Hook]" = (), nproc: int | None = Non
 def _run_rank(config: RunConfig, hooks: "Sequence[Hook]", is_child: bool) -> RunResult:
     """Run one rank. A forked rank is a process of its own, whose parent has locked the run directory."""
     world = world_from()
-    with Requests(speaks=world.leads, final=is_child), ExitStack() as stack:
+    with Requests(speaks=world.is_leader, final=is_child), ExitStack() as stack:
         refusal = None
-        if world.leads and not is_child:
+        if world.is_leader and not is_child:
             try:
                 # locked before torch is imported, so that a second run is rejected quickly
                 stack.enter_context(held(run_directory(config)))
@@ -114,7 +114,7 @@ def _session(
     from arriero.train.hooks import Hooks
 
     share_gpu = plan.config.run.share_gpu
-    with joined(plan.world, plan.device.torch_device, refusal=refusal, share_gpu=share_gpu):
+    with process_group(plan.world, plan.device.torch_device, refusal=refusal, share_gpu=share_gpu):
         yield build(plan, Hooks(hooks).on_prepare, hooks)
 
 

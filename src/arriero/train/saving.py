@@ -129,7 +129,7 @@ class Saver:
         unit = Unit(
             outcome.steps,
             pieces_of(flat(session.model.tensors(), session.optimizer.state())),
-            _files(session, outcome, ledger) if session.mesh.world.leads else {},
+            _files(session, outcome, ledger) if session.mesh.world.is_leader else {},
             partial(_manifest, session, outcome.steps, outcome.tokens, self._tensors),
         )
         self._checkpoints.save(unit)
@@ -187,7 +187,7 @@ class Saver:
     def _asked_to_save(self, session: "Session") -> bool:
         asked, self.requests.save = self.requests.save, False
         # Path.exists would raise a transient error of the file system
-        if session.mesh.world.leads and os.path.lexists(session.run_dir / SAVE_NOW):
+        if session.mesh.world.is_leader and os.path.lexists(session.run_dir / SAVE_NOW):
             (session.run_dir / SAVE_NOW).unlink(missing_ok=True)
             asked = True
         return asked

@@ -117,7 +117,7 @@ class Session:
     def seconds_since(self, start: float) -> float:
         """Return elapsed seconds: by rank 0's clock if an interval is a time, so that all ranks agree."""
         seconds = time.monotonic() - start
-        return self.mesh.agreed(seconds) if self.is_timed else seconds
+        return self.mesh.from_rank_0(seconds) if self.is_timed else seconds
 
     def is_finished(self, tokens: int, seconds: float) -> bool:
         """Return whether the horizon is reached; a run by wall time also ends with its data."""

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from arriero.parallel.dtensor import from_local, shard_of
 from arriero.parallel.spawn import run_ranks
-from arriero.parallel.world import joined, world_from
+from arriero.parallel.world import process_group, world_from
 
 # rows that four ranks do not share evenly, or not at all
 SHAPES = {
@@ -27,7 +27,7 @@ def on_ranks(layout, work, ranks=None):
 
     def rank():
         torch.set_num_threads(1)
-        with joined(world_from(), torch.device("cpu")):
+        with process_group(world_from(), torch.device("cpu")):
             return work()
 
     return run_ranks(rank, ranks or RANKS.get(layout, 4), leader_prints=False)
