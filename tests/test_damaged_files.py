@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from arriero.checkpoint.formats.dcp_directory import CarefulReader
 from arriero.cli import app
-from arriero.config.toml import toml_value
+from arriero.config.fields import toml_value
 from arriero.data.order.ledger import read_ledger
 from arriero.data.store.manifest import manifest_text
 from arriero.data.store.store import TokenStore

@@ -9,8 +9,8 @@ import pytest
 
 from arriero.bench.cases import MODELS, cases
 from arriero.config.load import load_run
-from arriero.config.reference import page
 from arriero.model.presets import expand, preset_names
+from arriero.plan.commands import page
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()

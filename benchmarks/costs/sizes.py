@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from arriero.bench.step import benchmark_run
+from arriero.config.fields import toml_value
 from arriero.config.load import load_run
 from arriero.config.schema import RunConfig
-from arriero.config.toml import toml_value
 from arriero.model.presets import expand
 
 Sets = dict[str, Any]

@@ -52,8 +52,8 @@ def load_config(
 
     `overrides` are like --set: {"train.horizon": "20 steps"} or ["train.horizon=20 steps"].
     """
+    from arriero.config.fields import toml_value
     from arriero.config.load import load_run
-    from arriero.config.toml import toml_value
     from arriero.model.presets import expand
 
     if isinstance(overrides, Mapping):

@@ -14,11 +14,11 @@ import arriero.bench.parity_commands as parity_verbs
 import arriero.bench.result_commands as result_verbs
 import arriero.bench.step_commands as step_verbs
 import arriero.checkpoint.commands as checkpoint_verbs
-import arriero.config.commands as config_verbs
 import arriero.data.commands.datasets as dataset_verbs
 import arriero.data.commands.exchange as exchange_verbs
 import arriero.data.commands.prepare as prepare_verbs
 import arriero.model.commands as model_verbs
+import arriero.plan.commands as config_verbs
 import arriero.train.commands as train_verbs
 from arriero import __version__
 from arriero.config.options import WithRunFile
@@ -63,6 +63,7 @@ ckpt.command()(checkpoint_verbs.verify)
 ckpt.command()(checkpoint_verbs.prune)
 app.add_typer(config, name="config")
 config.command(cls=WithRunFile)(model_verbs.show)
+config.command(cls=WithRunFile)(config_verbs.check)
 config.command()(config_verbs.schema)
 config.command()(config_verbs.explain)
 config.command()(config_verbs.reference)

@@ -4,12 +4,10 @@ from importlib.resources import files
 
 import pytest
 
+from arriero.config.fields import to_toml
+from arriero.config.keys import ConfigError, all_keys, facts_of, field_at, nearest_key
 from arriero.config.load import config_from_toml, load_run
-from arriero.config.problems import ConfigError
-from arriero.config.reference import facts_of, nearest_key
 from arriero.config.schema import RunConfig
-from arriero.config.toml import to_toml
-from arriero.config.walk import all_keys, field_at
 from arriero.errors import UserError
 from arriero.model.presets import expand
 from arriero.units import Span

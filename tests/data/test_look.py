@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
+from arriero.config.fields import toml_value
 from arriero.config.load import load_run
-from arriero.config.toml import toml_value
 from arriero.data.commands.datasets import show
 from arriero.data.order.ledger import Audit, read_ledger
 from arriero.data.order.streams import build_streams, forecast

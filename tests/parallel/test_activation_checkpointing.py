@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arriero.config.fields import ActivationCheckpointing
+from arriero.config.fields import ActivationCheckpointing, to_toml
 from arriero.config.load import config_from_toml, load_run
-from arriero.config.toml import to_toml
 from arriero.errors import UserError
 from arriero.model.family import build_model
 from arriero.model.init import plain_name

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from arriero.config.keys import ConfigError
 from arriero.config.load import load_run
-from arriero.config.problems import ConfigError
 from arriero.model.presets import expand
 from arriero.plan.hardware import Machine, machine_named
 from arriero.plan.layout import AXES, Layout

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from arriero.bench.result import Part, Result, Stored
-from arriero.config.toml import toml_value
+from arriero.config.fields import toml_value
 from arriero.model.presets import resolve
 from arriero.units import counted
 

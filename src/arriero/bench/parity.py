@@ -17,8 +17,8 @@ from torch import Tensor
 
 from arriero.bench.cases import BASE, Case
 from arriero.checkpoint.formats.hf_directory import load_hf
+from arriero.config.fields import toml_value
 from arriero.config.load import load_run
-from arriero.config.toml import toml_value
 from arriero.errors import UserError
 from arriero.model.presets import expand
 from arriero.parallel.spawn import RankFailed, run_ranks

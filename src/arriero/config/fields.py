@@ -1,11 +1,14 @@
-"""Value types of the run file: quantities of training and activation checkpointing, as people write them."""
+"""Value types of the run file, such as quantities of training, and how values are written as TOML."""
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+import tomlkit
+from pydantic import BaseModel, BeforeValidator, PlainSerializer, WithJsonSchema
+from tomlkit.items import Item
 
 from arriero.units import Span, parse_span
 
@@ -145,3 +148,36 @@ CheckpointingField = Annotated[
     PlainSerializer(_write),
     WithJsonSchema({"type": "string", "examples": list(_EXAMPLES)}),
 ]
+
+
+def to_toml(config: BaseModel, comment: Callable[[str], str | None] = lambda _: None) -> str:
+    """Write a config as TOML without the keys that have no value; `comment` may add a remark to a key."""
+    document = tomlkit.document()
+    for section, values in config.model_dump(mode="json", exclude_none=True).items():
+        table = tomlkit.table()
+        for name, value in values.items():
+            item = _toml_item(value)
+            if remark := comment(f"{section}.{name}"):
+                # remarks begin in the same column
+                item.comment(remark).trivia.comment_ws = " " * max(1, 37 - len(f"{name}{item.as_string()}"))
+            table.add(name, item)
+        document.add(section, table)
+    return tomlkit.dumps(document)
+
+
+def toml_value(value: Any) -> str:
+    """Write one value as TOML; "nothing" for None."""
+    return "nothing" if value is None else _toml_item(value).as_string()
+
+
+def _toml_item(value: Any) -> Item:
+    """Return a TOML item in which tables and lists are inline."""
+    if isinstance(value, Mapping):
+        table = tomlkit.inline_table()
+        table.update({name: _toml_item(each) for name, each in value.items() if each is not None})
+        return table
+    if isinstance(value, list | tuple):
+        array = tomlkit.array()
+        array.extend([_toml_item(each) for each in value])
+        return array
+    return tomlkit.item(value)

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -10,12 +10,20 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from arriero.config.check import cross_check
-from arriero.config.problems import ConfigError, Problem, from_validation, unknown_section
-from arriero.config.reference import renamed_keys
+from arriero.config.keys import (
+    ConfigError,
+    Problem,
+    field_at,
+    from_validation,
+    renamed_keys,
+    section_of,
+    unknown_section,
+    without_unset,
+)
 from arriero.config.schema import ModelSection, RunConfig
-from arriero.config.walk import field_at, section_of, without_unset
+from arriero.config.timeline import Timeline
 from arriero.errors import UserError
+from arriero.units import Span
 
 Table = dict[str, Any]
 # Completes the [model] table, given the other sections and the names that only the embedded default gives;
@@ -36,6 +44,16 @@ class LoadedRun:
 
 def load_run(path: Path | None, sets: Iterable[str], expand_model: ExpandModel) -> LoadedRun:
     """Layers, lowest first: schema defaults, preset or model to start from, `extends`, the file, --set."""
+    loaded, problems = read_run(path, sets, expand_model)
+    if problems or loaded is None:
+        raise ConfigError(problems)
+    return loaded
+
+
+def read_run(
+    path: Path | None, sets: Iterable[str], expand_model: ExpandModel
+) -> tuple[LoadedRun | None, list[Problem]]:
+    """Return the run and all its problems; no run where a section cannot be read."""
     tree: Table = {}
     origins: dict[str, str] = {}
     if path is None:
@@ -49,7 +67,10 @@ def load_run(path: Path | None, sets: Iterable[str], expand_model: ExpandModel) 
 
 def config_from_toml(path: Path) -> RunConfig:
     """Read a stored run.toml, which holds every value itself; keys of earlier versions are renamed."""
-    return _validate(_upgraded(_read_toml(path)), {}, lambda table, *_: table, str(path)).config
+    loaded, problems = _validate(_upgraded(_read_toml(path)), {}, lambda table, *_: table, str(path))
+    if problems or loaded is None:
+        raise ConfigError(problems)
+    return loaded.config
 
 
 def _upgraded(table: Table) -> Table:
@@ -141,18 +162,21 @@ def _overlay(
         origins[key] = origin
 
 
-def _validate(tree: Table, origins: dict[str, str], expand_model: ExpandModel, where: str) -> LoadedRun:
+def _validate(
+    tree: Table, origins: dict[str, str], expand_model: ExpandModel, where: str
+) -> tuple[LoadedRun | None, list[Problem]]:
     sections, problems = _validate_sections(tree)
     try:
-        sections |= _expanded_model(tree, sections, expand_model, origins)
+        model = _expanded_model(tree, sections, expand_model, origins)
     except UserError as error:
+        model = {}
         preset = _preset_of(tree)
         key = "model.preset" if preset and preset in error.what else "model"
         problems.append(Problem(key, error.what, error.todo))
-    problems += cross_check(sections)
-    if problems:
-        raise ConfigError(replace(p, origin=_origin_of(p.key, origins, where)) for p in problems)
-    return LoadedRun(RunConfig(**sections), origins)
+    problems += cross_check(sections | model)
+    complete = model and sections.keys() == RunConfig.model_fields.keys()
+    loaded = LoadedRun(RunConfig(**(sections | model)), origins) if complete else None
+    return loaded, [replace(p, origin=_origin_of(p.key, origins, where)) for p in problems]
 
 
 def _preset_of(tree: Table) -> str | None:
@@ -163,7 +187,7 @@ def _preset_of(tree: Table) -> str | None:
 
 def _expanded_model(
     tree: Table, sections: Table, expand_model: ExpandModel, origins: dict[str, str]
-) -> Mapping[str, ModelSection]:
+) -> dict[str, Any]:
     """The model section with every dimension; of a faulty section only the preset's name is checked."""
     preset = _preset_of(tree)
     base = expand_model({"preset": preset}, {}, ()) if preset else {}
@@ -230,3 +254,185 @@ def _origin_of(key: str, origins: Mapping[str, str], otherwise: str) -> str:
         around = around[: max(around.rfind("."), around.rfind("["), 0)]
     inside = [origin for name, origin in origins.items() if name.startswith((f"{key}.", f"{key}["))]
     return "--set" if "--set" in inside else next(iter(inside), otherwise)
+
+
+_MOST_SEQUENCES = 2**22  # all divisors are tried as micro-batches
+
+
+def cross_check(sections: Mapping[str, Any]) -> list[Problem]:
+    """Every broken rule whose sections are valid in themselves."""
+    problems = []
+    for names, rule in _RULES:
+        if all(name in sections for name in names):
+            problems += rule(*(sections[name] for name in names))
+    return problems
+
+
+def _lengths(data) -> Iterator[tuple[str, int]]:
+    """Every sequence length of a run, with its key."""
+    yield "data.seq_len", data.seq_len
+    for i, phase in enumerate(data.phases):
+        if phase.seq_len is not None:
+            yield f"data.phases[{i}].seq_len", phase.seq_len
+
+
+def _sequence_fits_model(data, model) -> list[Problem]:
+    return [
+        Problem(
+            key,
+            f"{length} is longer than the model allows ({model.max_seq_len})",
+            "shorten it, or raise model.max_seq_len",
+        )
+        for key, length in _lengths(data)
+        if model.max_seq_len is not None and length > model.max_seq_len
+    ]
+
+
+def _batch_is_whole_sequences(data, train) -> list[Problem]:
+    problems, batch, length = [], train.batch.amount, data.seq_len
+    keys = ("train.batch", "data.seq_len")
+    for i, phase in enumerate([None, *data.phases]):
+        if phase is not None:
+            if phase.batch is None and phase.seq_len is None:
+                continue
+            batch = phase.batch.amount if phase.batch else batch
+            length = phase.seq_len or length
+            at = f"data.phases[{i - 1}]"
+            keys = (f"{at}.batch" if phase.batch else f"{at}.seq_len", f"{at}.seq_len")
+        if batch % length:
+            lower = batch // length * length
+            near = " or ".join(f"'{Span(n, 'tok')}'" for n in (lower, lower + length) if n)
+            what = f"a batch of '{Span(batch, 'tok')}' is not a multiple of {keys[1]} ({length})"
+            problems.append(Problem(keys[0], what, f"let the batch be {near}"))
+        elif batch // length > _MOST_SEQUENCES:
+            what = f"'{Span(batch, 'tok')}' is {batch // length:,} sequences of {length} tokens in one step"
+            problems.append(Problem(keys[0], what, f"take at most {_MOST_SEQUENCES:,} sequences"))
+    return problems
+
+
+def _phases_change_something(data) -> list[Problem]:
+    problems = []
+    for i, phase in enumerate(data.phases):
+        if not (phase.sources or phase.batch or phase.seq_len or phase.lr):
+            todo = "give its sources, batch, seq_len or lr, or remove it"
+            problems.append(Problem(f"data.phases[{i}]", "changes nothing", todo))
+        if phase.seq_len is not None and data.packing != "concat":
+            what = f"rows of packing '{data.packing}' are planned for one sequence length"
+            todo = "set data.packing to 'concat', or start another run from the weights of this one"
+            problems.append(Problem(f"data.phases[{i}].seq_len", what, todo))
+    return problems
+
+
+def _prompts_meet_whole_documents(data) -> list[Problem]:
+    if data.packing != "concat":
+        return []
+    later = [(f"data.phases[{i}]", phase.sources or ()) for i, phase in enumerate(data.phases)]
+    return [
+        Problem(
+            f"{where}.sources[{i}].prompt",
+            "a prompt stands before a document, and packing 'concat' cuts documents anywhere",
+            "set data.packing to 'bestfit' or 'none'",
+        )
+        for where, sources in [("data", data.sources), *later]
+        for i, source in enumerate(sources)
+        if source.prompt is not None
+    ]
+
+
+def _shares_sum_to_one(data) -> list[Problem]:
+    """Weights that are all below 1 read as shares; a mistyped one would quietly change the others."""
+    later = [(f"data.phases[{i}].sources", p.sources) for i, p in enumerate(data.phases) if p.sources]
+    problems = []
+    for key, sources in [("data.sources", data.sources), *later]:
+        weights = [source.weight for source in sources]
+        if max(weights) < 1 and abs(sum(weights) - 1) > 1e-6:
+            what = f"the weights are shares and sum to {sum(weights):g}"
+            problems.append(Problem(key, what, "let them sum to 1, or give proportions like 9 and 1"))
+    return problems
+
+
+def _phases_begin_within_the_run(data, train) -> list[Problem]:
+    if train.horizon.unit == "s":
+        return []
+    timeline = Timeline(data, train)
+    end = timeline.steps_of(train.horizon)
+    return [
+        Problem(
+            f"data.phases[{i}].at",
+            f"'{phase.at}' is not before train.horizon ('{train.horizon}')",
+            "bring it forward",
+        )
+        for i, phase in enumerate(data.phases)
+        if timeline.phases[i + 1].step >= end
+    ]
+
+
+def _phases_follow_each_other(data, train) -> list[Problem]:
+    problems, before = [], 0
+    timeline = Timeline(data, train)
+    for i, phase in enumerate(data.phases):
+        step = timeline.phases[i + 1].step
+        if step <= before:
+            what = f"'{phase.at}' is step {step}, not after step {before}, where the phase before begins"
+            problems.append(
+                Problem(f"data.phases[{i}].at", what, "let each phase begin after the one before")
+            )
+        before = step
+    return problems
+
+
+def _schedule_has_an_end(train, schedule) -> list[Problem]:
+    if train.horizon.unit != "s" or schedule.kind == "constant" or schedule.horizon is not None:
+        return []
+    what = f"is missing: '{schedule.kind}' must end at some token or step, and train.horizon is wall time"
+    return [Problem("schedule.horizon", what, "give it, or set schedule.kind = 'constant'")]
+
+
+def _decay_is_wsd(schedule) -> list[Problem]:
+    if schedule.decay is None or schedule.kind == "wsd":
+        return []
+    return [
+        Problem(
+            "schedule.decay",
+            f"has no meaning for '{schedule.kind}'",
+            "remove it, or set schedule.kind = 'wsd'",
+        )
+    ]
+
+
+def _eval_has_data(evaluation) -> list[Problem]:
+    if not evaluation.every or evaluation.heldout:
+        return []
+    return [
+        Problem("eval.every", "there is nothing held out to evaluate on", "give eval.heldout, like '1M tok'")
+    ]
+
+
+def _momentum_has_a_use(optim) -> list[Problem]:
+    if optim.momentum is None or optim.name != "adamw":
+        return []
+    what = "has no meaning for 'adamw', whose first moment decays by optim.betas[0]"
+    return [Problem("optim.momentum", what, "remove it, or set optim.name to 'muon' or 'sgd'")]
+
+
+def _a_run_has_one_beginning(checkpoint) -> list[Problem]:
+    if checkpoint.start_from is None or checkpoint.resume_from is None:
+        return []
+    what = "a run starts from weights alone, or continues another (checkpoint.resume_from): not both"
+    return [Problem("checkpoint.start_from", what, "remove one of them")]
+
+
+_RULES = [
+    (("data", "model"), _sequence_fits_model),
+    (("data", "train"), _batch_is_whole_sequences),
+    (("data",), _phases_change_something),
+    (("data",), _prompts_meet_whole_documents),
+    (("data",), _shares_sum_to_one),
+    (("data", "train"), _phases_follow_each_other),
+    (("data", "train"), _phases_begin_within_the_run),
+    (("train", "schedule"), _schedule_has_an_end),
+    (("schedule",), _decay_is_wsd),
+    (("eval",), _eval_has_data),
+    (("optim",), _momentum_has_a_use),
+    (("checkpoint",), _a_run_has_one_beginning),
+]

@@ -44,7 +44,7 @@ class WithRunFile(TyperCommand):
 
 
 def _as_set(option: str, value: str) -> str | None:
-    from arriero.config.reference import alias_of, answer_to, facts_of
+    from arriero.config.keys import alias_of, answer_to, facts_of
 
     name = option.removeprefix("--")
     key = name if facts_of(name) else alias_of(name)
@@ -82,8 +82,8 @@ def refuse_unwritable(option: str, path: Path | None) -> None:
 
 def _completed(incomplete: str, after: str) -> list[str]:
     """Keys of the run file for the shell's completion."""
+    from arriero.config.keys import all_keys
     from arriero.config.schema import RunConfig
-    from arriero.config.walk import all_keys
 
     keys = [key for key in all_keys(RunConfig) if not key.startswith("data.phases.")]
     return [f"{key}{after}" for key in keys if key.startswith(incomplete)]

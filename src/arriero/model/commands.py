@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from arriero.config.fields import to_toml
 from arriero.config.load import load_run
 from arriero.config.options import AsJson, RunFile, Sets
-from arriero.config.toml import to_toml
 from arriero.model.presets import about, expand, load_preset, preset_names
 from arriero.model.spec import flops_per_token
 from arriero.ui import Table, make_console, print_json, print_toml

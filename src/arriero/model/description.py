@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from arriero.config.toml import toml_value
+from arriero.config.fields import toml_value
 from arriero.data.text.hub import local_model
 from arriero.errors import UserError
 from arriero.model.family import meta_names

@@ -9,7 +9,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from arriero.config.fields import ActivationCheckpointing
-from arriero.config.problems import ConfigError, Problem
+from arriero.config.keys import ConfigError, Problem
 from arriero.config.schema import MemorySection, ParallelSection, PrecisionSection, RunConfig
 from arriero.config.timeline import Phase, Timeline, config_of
 from arriero.model.family import family_of

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from arriero.config.fields import to_toml, toml_value
 from arriero.config.load import config_from_toml
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
-from arriero.config.toml import to_toml, toml_value
 from arriero.data.order.ledger import LEDGER, read_ledger
 from arriero.errors import UserError
 from arriero.files import publish_file

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from arriero.checkpoint.directory import File, Manifest
 from arriero.checkpoint.manager import Checkpoints, Report, Unit
 from arriero.checkpoint.state import Described, flat, pieces_of
-from arriero.config.toml import to_toml
+from arriero.config.fields import to_toml
 from arriero.data.order.ledger import LEDGER
 from arriero.data.tokens.tokenizer import read_definition
 from arriero.errors import UserError

@@ -128,8 +128,8 @@ def test_large_models_come_in_shards_with_an_index(originals, folder):
 def test_a_checkpoint_of_training_is_read_without_its_optimizer(folder):
     import torch.distributed.checkpoint as dcp
 
+    from arriero.config.fields import to_toml
     from arriero.config.load import load_run
-    from arriero.config.toml import to_toml
     from arriero.model.presets import expand
 
     sets = ["model.rope_theta=20000.0", "model.rope_scaling=false"]

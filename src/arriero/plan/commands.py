@@ -1,0 +1,192 @@
+"""The verbs of `arriero config` about the run file."""
+
+import json
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+import typer
+
+from arriero.config.keys import ConfigError, alias_of, answer_to, facts_of, keys_of, suggestion
+from arriero.config.load import read_run
+from arriero.config.options import AsJson, Key, RunFile, Sets
+from arriero.config.schema import RunConfig
+from arriero.errors import UserError
+from arriero.model.presets import expand
+from arriero.plan.hardware import MACHINES, machine_named
+from arriero.plan.resolve import Decision, resolve
+from arriero.ui import Table, escape, facts, make_console, print_json
+
+
+def schema() -> None:
+    """Print the JSON Schema of the run file, for editors.
+
+    Example: arriero config schema > run.schema.json
+    """
+    document = _for_editors(RunConfig.model_json_schema())
+    document["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    document["properties"]["extends"] = _EXTENDS
+    typer.echo(json.dumps(document, indent=2))
+
+
+_EXTENDS = {"type": "string", "description": "A run file this one builds on."}
+
+
+def _for_editors(node: Any) -> Any:
+    """TOML has no null but "auto" or false, and what a file lacks may stand in the one it extends."""
+    if isinstance(node, list):
+        return [_for_editors(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {key: value for key, value in node.items() if key != "required"}
+    if "anyOf" in kept:
+        unset = {"const": False if {"type": "string"} in kept["anyOf"] else "auto"}
+        kept["anyOf"] = [unset if branch == {"type": "null"} else branch for branch in kept["anyOf"]]
+    if kept.get("default", "") is None:
+        del kept["default"]
+    return {key: _for_editors(value) for key, value in kept.items()}
+
+
+def check(
+    run_file: RunFile = None,
+    sets: Sets = [],
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Number of ranks of the run.")] = 1,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help=f"Device of each rank: {', '.join(MACHINES)}.")
+    ] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Resolve a run for a machine without starting it, and print every derived setting or every problem.
+
+    Needs neither torch nor a GPU, so it runs on a login node. Without --device the run is resolved for the
+    CPU and the free memory of this machine. The data is not opened. Exit code 2 if there are problems.
+
+    Example: arriero config check run.toml --nproc 64 --device h200
+    """
+    machine = machine_named(device, nproc)
+    loaded, problems = read_run(run_file, sets, expand)
+    decisions: tuple[Decision, ...] = ()
+    if loaded is not None:
+        try:
+            decisions = resolve(loaded.config, machine, nproc).decisions
+        except ConfigError as error:
+            problems += [replace(each, origin=loaded.origin(each.key)) for each in error.problems]
+    if as_json:
+        print_json(
+            {
+                "ranks": nproc,
+                "device": machine.name,
+                "decisions": [] if problems else [asdict(each) for each in decisions],
+                "problems": [
+                    {"key": each.key, "problem": each.what, "todo": each.todo, "origin": each.origin}
+                    for each in problems
+                ],
+            }
+        )
+    elif problems:
+        raise ConfigError(problems)
+    else:
+        rows = [(each.name, each.value, each.reason) for each in decisions]
+        make_console(wide=True).print(facts([("ranks", str(nproc), "--nproc"), *rows]))
+    if problems:
+        raise typer.Exit(2)
+
+
+def explain(key: Key) -> None:
+    """Say what a key of the run file means: type, default, names in other trainers. A section lists its keys.
+
+    Another trainer's name is answered with the key that does the same here.
+
+    Example: arriero config explain train.batch
+    """
+    console = make_console(wide=True)
+    if key == "extends":
+        console.print(f"[bold]extends[/]  {_EXTENDS['description']}")
+        return
+    facts = facts_of(key)
+    if facts is None and (answer := answer_to(key)):
+        console.print(f"[bold]{escape(key)}[/]  not a key here: {answer}")
+        return
+    if facts is None and (ours := alias_of(key)):
+        console.print(f"[bold]{escape(key)}[/]  here this is {ours}")
+        key, facts = ours, facts_of(ours)
+    if facts is None:
+        todo = suggestion(key) or f"the sections are {', '.join(RunConfig.model_fields)}"
+        raise UserError(f"'{key}' is not a key of the run file", todo)
+    console.print(f"[bold]{escape(key)}[/]  {escape(facts.meaning)}")
+    if facts.type:
+        console.plain(f"  type     {facts.type}")
+        console.plain(f"  default  {facts.default}")
+    for who, names in facts.elsewhere.items():
+        console.plain(f"  {who:<12}  {', '.join(names)}")
+    if inner := keys_of(facts.key):
+        console.print(_listing(inner))
+
+
+def reference() -> None:
+    """Print the reference of all keys as Markdown: type, default, meaning, names in other trainers.
+
+    Example: arriero config reference > docs/config.md
+    """
+    typer.echo(page(), nl=False)
+
+
+def _listing(keys: list[str]) -> Table:
+    table = Table("key", "type", "default", "meaning", no_wrap=("key",))
+    for key in keys:
+        facts = facts_of(key)
+        assert facts is not None
+        table.row(key, facts.type or "table", facts.default, facts.meaning)
+    return table
+
+
+def page() -> str:
+    """The Markdown reference of all keys."""
+    lines = [_HEAD]
+    for section in RunConfig.model_fields:
+        field = RunConfig.model_fields[section]
+        lines += [f"\n## [{section}]", f"{field.description}\n", *_table(section)]
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = """# Run file reference
+<!-- Generated from src/arriero/config/schema.py and aliases.toml by `make docs`; do not edit. -->
+
+Every key of the run file. `arriero config explain KEY` prints one entry, `arriero config show RUN.toml` the
+values of a run with their origin.
+
+- `--set KEY=VALUE` overrides a key. VALUE is TOML; the quotes around plain text may be left out.
+- `--set KEY=default` restores the default of any key or section, whatever the run file and the files it
+  extends set. To give a text key the value "default", quote it: `--set run.name='"default"'`.
+- A key whose default is `"auto"` is derived, or not used, unless it is set; `"auto"` leaves it unset. A text
+  key whose default is `false` is left unset by `false`. So a file can undo what the file it extends sets.
+- Quantities carry a unit: `"4M tok"`, `"500 steps"`, `"2h"`. The suffixes k, M, B (or G) and T are decimal;
+  `1e9` and `1E+9` are accepted.
+- The last column has the names of other trainers. An unknown key with such a name is answered with the key
+  here."""
+
+
+def _table(section: str) -> list[str]:
+    lines = ["| key | type | default | meaning | elsewhere |", "|---|---|---|---|---|"]
+    for key in keys_of(section):
+        facts = facts_of(key)
+        assert facts is not None
+        inner = keys_of(key)
+        names = "; ".join(
+            f"{who}: {_code(names)}" for who, names in facts.elsewhere.items() if who != "others"
+        )
+        others = _code(facts.elsewhere.get("others", []))
+        default = facts.default if facts.default in ("", "required") else f"`{facts.default}`"
+        cells = [
+            f"`{key}`",
+            facts.type or "table",
+            default,
+            facts.meaning,
+            "; ".join(filter(None, (names, others))),
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines += _table(key)[2:] if inner else []
+    return lines
+
+
+def _code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
