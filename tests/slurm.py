@@ -1,4 +1,4 @@
-"""A real Slurm of a few virtual nodes on this machine, for tests.
+"""Start a real Slurm with a few virtual nodes on this machine, for tests.
 
 Debian: apt install slurmctld slurmd slurm-client.
 """
@@ -22,7 +22,7 @@ needs_slurm = pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed 
 
 @contextmanager
 def slurm_cluster(folder: Path, nodes: int = 2) -> Iterator[dict[str, str]]:
-    """The environment in which sbatch and its kin reach the cluster; it ends with the block."""
+    """Start the cluster for the block; return the environment in which sbatch and the others reach it."""
     folder.mkdir(parents=True, exist_ok=True)
     conf = folder / "slurm.conf"
     conf.write_text(_configuration(folder, nodes))
@@ -44,7 +44,7 @@ def slurm_cluster(folder: Path, nodes: int = 2) -> Iterator[dict[str, str]]:
 
 
 def wait_for_job(job: str, environment: dict[str, str], seconds: float = 120) -> str:
-    """The state in which the job ended."""
+    """Wait for a job and return its final state."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         shown = subprocess.run(

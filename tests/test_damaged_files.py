@@ -1,4 +1,4 @@
-"""Every verb answers a damaged or absurd file with exit code 0, 1 or 2, never with a traceback or a hang."""
+"""Check that a damaged file ends every verb with exit code 0, 1 or 2, never with a traceback or a hang."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ def invoke(*arguments):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A dataset, a run that trained on it, and its model as Hugging Face and Meta directories."""
+    """Make a dataset, a run trained on it, and its model as Hugging Face and Meta directories."""
     folder = tmp_path_factory.mktemp("made")
     for i in range(20):
         text = "".join(f"document {i} line {j} of {i * j}\n" for j in range(80))
@@ -83,7 +83,7 @@ def as_json(document):
 
 
 def damaged(raw, is_toml):
-    """A fixed sample of values replaced by absurd ones; then the file cut, emptied and overwritten."""
+    """Yield the file with a fixed sample of values replaced, then truncated, emptied and overwritten."""
     document = tomllib.loads(raw.decode()) if is_toml else json.loads(raw)
     # TOML has no null
     absurd = [value for value in ABSURD if not (is_toml and value is None)]
@@ -136,7 +136,7 @@ def test_a_damaged_file_never_ends_in_a_traceback(file, made, tmp_path):
         (("stretches", 0, "first"), -1),
     ],
 )
-def test_a_ledger_of_wrong_types_is_refused_by_its_reader(key, value, made, tmp_path):
+def test_a_ledger_with_wrong_types_is_rejected(key, value, made, tmp_path):
     document = json.loads((made / "run" / "ledger.json").read_bytes())
     (tmp_path / "ledger.json").write_bytes(as_json(replaced(document, key, value)))
     with pytest.raises(UserError, match=r"ledger\.json is damaged \("):
@@ -159,7 +159,7 @@ def test_a_ledger_of_wrong_types_is_refused_by_its_reader(key, value, made, tmp_
         (("shards", "tokens"), [10**18 * 9], "impossible count"),
     ],
 )
-def test_a_dataset_manifest_of_wrong_types_names_the_key(key, value, named, made, tmp_path):
+def test_a_dataset_manifest_with_wrong_types_names_the_key(key, value, named, made, tmp_path):
     document = json.loads((made / "dataset" / "manifest.json").read_bytes())
     (tmp_path / "manifest.json").write_bytes(as_json(replaced(document, key, value)))
     with pytest.raises(UserError, match=r"manifest\.json is damaged") as refused:
@@ -171,7 +171,7 @@ def test_a_dataset_manifest_of_wrong_types_names_the_key(key, value, named, made
         TokenStore.open(tmp_path)
 
 
-def test_dimensions_beyond_any_model_are_refused():
+def test_absurd_dimensions_are_rejected():
     fields = {"vocab_size": 96, "dim": 64, "layers": 2, "heads": 8, "ffn": 176, "max_seq_len": 4096}
     for name in fields:
         with pytest.raises(UserError, match=f"{name} must be at most"):
@@ -180,7 +180,7 @@ def test_dimensions_beyond_any_model_are_refused():
         ModelSpec.from_dict(fields | {"rope_theta": 10**400})
 
 
-def test_a_damaged_tokenizer_is_refused_before_weights_are_written(made, tmp_path):
+def test_a_damaged_tokenizer_is_rejected_before_weights_are_written(made, tmp_path):
     source = shutil.copytree(made / "checkpoint", tmp_path / "source")
     (source / "tokenizer.json").write_text('{"model": 1}')
     refused = invoke("ckpt", "convert", source, tmp_path / "out", "--to", "hf").exception
@@ -189,7 +189,7 @@ def test_a_damaged_tokenizer_is_refused_before_weights_are_written(made, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_symlink_loop_among_sources_is_a_link_to_nothing(made, tmp_path):
+def test_a_symlink_loop_among_sources_is_reported_as_a_broken_link(made, tmp_path):
     source = shutil.copytree(made / "text", tmp_path / "text")
     (source / "up").symlink_to(source)
     (source / "loop.txt").symlink_to("loop.txt")
@@ -202,7 +202,7 @@ def test_a_symlink_loop_among_sources_is_a_link_to_nothing(made, tmp_path):
     assert TokenStore.open(tmp_path / "out").documents == 20
 
 
-def test_a_read_error_of_the_index_of_a_checkpoint_is_not_called_damage(tmp_path):
+def test_a_read_error_of_a_checkpoint_index_is_not_reported_as_damage(tmp_path):
     (tmp_path / ".metadata").mkdir()
     with pytest.raises(UserError, match=rf"cannot be read \({os.strerror(21)}\)"):
         CarefulReader(tmp_path).read_metadata()
