@@ -13,7 +13,7 @@ from arriero.bench.machine import describe_machine
 from arriero.bench.result import Result, Timing
 from arriero.bench.step import DocumentLengths
 from arriero.errors import UserError
-from arriero.model.spec import CONVENTIONS, ModelSpec, flops_per_token
+from arriero.model.spec import FLOP_FORMULAS, ModelSpec, flops_per_token
 from arriero.train.device import Device
 
 
@@ -55,9 +55,9 @@ def test_speed_is_the_tokens_of_a_step_by_the_median_step(measured):
 def test_every_convention_has_its_formula_and_no_share_of_an_unknown_peak(measured):
     result = Result.read(measured)
     spec = ModelSpec.from_dict(result.work.model)
-    assert [rate.convention for rate in result.rates] == list(CONVENTIONS)
+    assert [rate.convention for rate in result.rates] == list(FLOP_FORMULAS)
     for rate in result.rates:
-        assert rate.formula == CONVENTIONS[rate.convention].formula
+        assert rate.formula == FLOP_FORMULAS[rate.convention].formula
         assert rate.flops_per_token == flops_per_token(spec, 64, rate.convention)
         assert rate.tflops_per_device == pytest.approx(
             rate.flops_per_token * result.timing.tokens_per_s / 1e12
@@ -192,7 +192,7 @@ def test_packed_documents_are_measured_and_their_flops_counted_by_document(bench
     spec = ModelSpec.from_dict(result.work.model)
     assert result.work.document_mask and "mean 16" in result.work.documents
     found = {rate.convention: rate.flops_per_token for rate in result.rates}
-    for convention in ("honest", "hfu"):
+    for convention in ("causal", "hfu"):
         expected = flops_per_token(spec, 64, convention, attended=16.0)
         assert found[convention] == pytest.approx(expected, rel=1e-9)
 
@@ -207,7 +207,7 @@ def test_what_tiles_compute_again_is_not_guessed(bench):
     _, _, path = bench("--no-profile", "--no-gate", **{"memory.ffn_tile": 24})
     result = Result.read(path)
     assert result.rate("hfu").flops_per_token is None
-    assert result.rate("honest").flops_per_token is not None
+    assert result.rate("causal").flops_per_token is not None
 
 
 def test_what_the_driver_says_of_a_gpu_is_kept(monkeypatch):

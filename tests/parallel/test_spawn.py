@@ -86,7 +86,7 @@ def test_every_launchers_variables_mean_the_same():
     assert world_from(batch_script) == World()
     with pytest.raises(UserError, match="RANK is 'x', not a number"):
         world_from({"RANK": "x", "WORLD_SIZE": "2"})
-    with pytest.raises(UserError, match="where they meet"):
+    with pytest.raises(UserError, match="rendezvous address"):
         world_from({"RANK": "0", "WORLD_SIZE": "2"})
 
 

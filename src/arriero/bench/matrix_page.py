@@ -144,7 +144,7 @@ def _in_html(cell: Cell | None, fastest: float) -> str:
 
 
 def _details(result: Result) -> Iterator[str]:
-    timing, rate = result.timing, result.rate("honest")
+    timing, rate = result.timing, result.rate("causal")
     yield f"{timing.median_ms:,.1f} ms ({timing.lower_quartile_ms:,.1f}-{timing.upper_quartile_ms:,.1f})"
     yield f"{result.memory.allocated_gib:.2f} GiB"
     if rate.mfu is not None:

@@ -3,11 +3,12 @@
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from arriero.errors import UserError
+from arriero.model.spec import OLD_FORMULA_NAMES
 
 SCHEMA = 1
 # steps whose quartiles say what to expect of the next
@@ -116,7 +117,7 @@ class Timing(Part):
 class Rate(Part):
     """By one way of counting. Shares of the peak are null where the peak, or the count, is not known."""
 
-    convention: str
+    convention: Annotated[str, AfterValidator(lambda name: OLD_FORMULA_NAMES.get(name, name))]
     formula: str
     flops_per_token: float | None
     tflops_per_device: float | None

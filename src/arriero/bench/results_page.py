@@ -8,7 +8,7 @@ from pathlib import Path
 from arriero.bench.breakdown import CATEGORIES
 from arriero.bench.result import Result
 from arriero.errors import UserError
-from arriero.model.spec import CONVENTIONS
+from arriero.model.spec import FLOP_FORMULAS
 
 Kept = tuple[Path, Result]
 
@@ -87,11 +87,11 @@ def _checked(result: Result) -> str:
 
 def _shares(members: Sequence[Kept]) -> Iterator[str]:
     """Where the peak is not known, or not of this precision, what was computed in a second."""
-    yield f"| file | {' | '.join(CONVENTIONS)} |"
-    yield f"|---|{'---:|' * len(CONVENTIONS)}"
+    yield f"| file | {' | '.join(FLOP_FORMULAS)} |"
+    yield f"|---|{'---:|' * len(FLOP_FORMULAS)}"
     for path, result in members:
         cells = []
-        for name in CONVENTIONS:
+        for name in FLOP_FORMULAS:
             rate = result.rate(name)
             speed = "-" if rate.tflops_per_device is None else f"{rate.tflops_per_device:.3g} TFLOP/s"
             shares = f"{rate.mfu:.1%}" if rate.mfu is not None else speed

@@ -21,7 +21,7 @@ from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import ShardWriter, dtype_for
 from arriero.errors import UserError
 from arriero.kernels import usable_on
-from arriero.model.spec import CONVENTIONS, ModelSpec, attended_by, flops_per_token
+from arriero.model.spec import FLOP_FORMULAS, ModelSpec, attended_by, flops_per_token
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import World, world_from
 from arriero.plan.hardware import peak_of
@@ -245,7 +245,7 @@ def _rates(config: RunConfig, found: Measured, timing: Timing) -> list[Rate]:
     peak = peak_of(found.device.name) if found.compute == "bfloat16" else None
     float8_peak = peak.fp8 if peak and config.precision.float8 != "off" else None
     rates = []
-    for name, convention in CONVENTIONS.items():
+    for name, convention in FLOP_FORMULAS.items():
         count = _count(config, spec, name, found.flops_per_token)
         speed = count and count * timing.tokens_per_s / found.ranks
         rates.append(

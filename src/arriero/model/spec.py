@@ -48,7 +48,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if problems := _shape_problems(vars(self)):
-            raise _impossible(problems)
+            raise _cannot_build(problems)
         object.__setattr__(self, "extra", {**family_of(self.family).extra, **self.extra})
 
     @classmethod
@@ -67,7 +67,7 @@ class ModelSpec:
                 del known["head_dim"]
                 problems["head_dim"] = f"dim {dim} is not divisible by heads {heads}: give head_dim"
         if found := [*problems.values(), *_shape_problems(known)]:
-            raise _impossible(found)
+            raise _cannot_build(found)
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class ModelSpec:
         return 2 * self.parameters
 
 
-def _impossible(problems: Sequence[str]) -> UserError:
+def _cannot_build(problems: Sequence[str]) -> UserError:
     return UserError(f"this model cannot be built: {'; '.join(problems)}", "correct these under [model]")
 
 
@@ -213,7 +213,7 @@ def _shape_problems(known: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Workload:
-    """A token's surroundings; `attended` is the mean length of the document a token lies in."""
+    """What attention and recomputation depend on; `attended` is the mean length of a token's document."""
 
     seq_len: int
     attended: float
@@ -221,33 +221,37 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Convention:
+class FlopFormula:
+    """A way to count FLOPs per token, forward and backward, by the name of the project that uses it."""
+
     formula: str
     count: Callable[[ModelSpec, Workload], float]
 
 
-def _causal_forward(spec: ModelSpec, work: Workload) -> float:
+def _causal_attention(spec: ModelSpec, work: Workload) -> float:
+    """Return the FLOPs of the forward pass of attention, without masked positions."""
     return 2 * spec.layers * spec.attention_width * work.attended
 
 
-def _square(spec: ModelSpec, work: Workload) -> float:
+def _full_attention(spec: ModelSpec, work: Workload) -> float:
+    """Return the FLOPs of forward and backward of attention as if it were not causal."""
     return 12 * spec.layers * spec.attention_width * work.seq_len
 
 
-def _honest(spec: ModelSpec, work: Workload) -> float:
-    return 6 * spec.matmul_parameters + 3 * _causal_forward(spec, work)
+def _causal(spec: ModelSpec, work: Workload) -> float:
+    return 6 * spec.matmul_parameters + 3 * _causal_attention(spec, work)
 
 
 def _palm(spec: ModelSpec, work: Workload) -> float:
-    return 6 * spec.matmul_parameters + _square(spec, work)
+    return 6 * spec.matmul_parameters + _full_attention(spec, work)
 
 
-def _bench_seed(spec: ModelSpec, work: Workload) -> float:
-    return 6 * spec.parameters + _square(spec, work)
+def _llm_train_bench(spec: ModelSpec, work: Workload) -> float:
+    return 6 * spec.parameters + _full_attention(spec, work)
 
 
-def _frontier_seed(spec: ModelSpec, work: Workload) -> float:
-    return 6 * (spec.parameters - spec.input_embedding_parameters) + _square(spec, work)
+def _frontier_torchtitan(spec: ModelSpec, work: Workload) -> float:
+    return 6 * (spec.parameters - spec.input_embedding_parameters) + _full_attention(spec, work)
 
 
 def _nnscaler(spec: ModelSpec, work: Workload) -> float:
@@ -255,44 +259,48 @@ def _nnscaler(spec: ModelSpec, work: Workload) -> float:
 
 
 def _hfu(spec: ModelSpec, work: Workload) -> float:
-    attention = _causal_forward(spec, work)
+    attention = _causal_attention(spec, work)
     blocks = 2 * spec.layers * spec.block_matmul_parameters + attention
-    return _honest(spec, work) + 0.5 * attention + work.recompute * blocks
+    return _causal(spec, work) + 0.5 * attention + work.recompute * blocks
 
 
-CONVENTIONS: dict[str, Convention] = {
-    "honest": Convention("6 N_matmul + 6 L H hd T (causal; packed: T = sum l^2 / sum l)", _honest),
-    "palm": Convention("6 N_matmul + 12 L H hd T", _palm),
-    "bench-seed": Convention("6 N_all + 12 L H hd T", _bench_seed),
-    "frontier-seed": Convention("6 (N_all - input embedding) + 12 L H hd T", _frontier_seed),
-    "nnscaler": Convention("6 P + 12 L d T, P the nominal size", _nnscaler),
-    "hfu": Convention(
-        "honest + half an attention forward + the blocks' forward as often as recomputed", _hfu
+FLOP_FORMULAS: dict[str, FlopFormula] = {
+    "causal": FlopFormula("6 N_matmul + 6 L H hd T (causal; packed: T = sum l^2 / sum l)", _causal),
+    "palm": FlopFormula("6 N_matmul + 12 L H hd T", _palm),
+    "llm-train-bench": FlopFormula("6 N_all + 12 L H hd T", _llm_train_bench),
+    "frontier-torchtitan": FlopFormula("6 (N_all - input embedding) + 12 L H hd T", _frontier_torchtitan),
+    "nnscaler": FlopFormula("6 P + 12 L d T, P the nominal size", _nnscaler),
+    "hfu": FlopFormula(
+        "causal + half an attention forward + the forward of the blocks times the recomputed fraction", _hfu
     ),
+}
+# Names of formulas in results that older versions stored.
+OLD_FORMULA_NAMES = {
+    "honest": "causal",
+    "bench-seed": "llm-train-bench",
+    "frontier-seed": "frontier-torchtitan",
 }
 
 
-def attended_within(document_lengths: Sequence[int]) -> float:
-    """The mean length of the document a token stands in: what attention costs when documents are masked."""
-    return sum(n * n for n in document_lengths) / sum(document_lengths)
-
-
 def attended_by(spec: ModelSpec, flops: float) -> float:
-    """The mean document length at which a token costs `flops` by the causal formula."""
+    """Return the mean document length at which a token costs `flops` by the causal formula."""
     return (flops - 6 * spec.matmul_parameters) / (6 * spec.layers * spec.attention_width)
 
 
 def flops_per_token(
     spec: ModelSpec,
     seq_len: int,
-    convention: str = "honest",
+    formula: str = "causal",
     recompute: float = 0.0,
     attended: float | None = None,
 ) -> float:
-    """Forward and backward. Only `honest` and `hfu` look at `attended`, only `hfu` at recomputation."""
-    if convention not in CONVENTIONS:
-        raise ValueError(f"no FLOP convention '{convention}'; there are {', '.join(CONVENTIONS)}")
+    """Return the FLOPs of forward and backward per token.
+
+    Only `causal` and `hfu` depend on `attended`, and only `hfu` on the recomputed fraction.
+    """
+    if formula not in FLOP_FORMULAS:
+        raise ValueError(f"no FLOP formula '{formula}'; there are {', '.join(FLOP_FORMULAS)}")
     if seq_len < 1 or not 0 <= recompute <= 1:
         raise ValueError(f"seq_len {seq_len} must be positive and recompute {recompute} between 0 and 1")
     work = Workload(seq_len, seq_len if attended is None else attended, recompute)
-    return float(CONVENTIONS[convention].count(spec, work))
+    return float(FLOP_FORMULAS[formula].count(spec, work))

@@ -1,4 +1,4 @@
-"""Several processes of one run on this machine: forked together, torn down together."""
+"""Start the ranks of a run on this machine by forking, and end them together."""
 
 import ctypes
 import os
@@ -22,26 +22,27 @@ Result = TypeVar("Result")
 _FAILED = 1
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 30.0
-# after a second signal, for ranks that do not answer even that
+# seconds after a second signal, for ranks that do not end
 _LAST_SECONDS = 4.0
 _REAPED_LATE = 0.5
 
 
 class RankFailed(Exception):
-    """A rank crashed; the text is its own last words."""
+    """A rank crashed; the text is its traceback."""
 
 
 def run_ranks(work: Callable[[], Result], ranks: int, leader_prints: bool = True) -> Result:
-    """Run `work` in so many processes; what rank 0 returns. When one fails all end, and its error is raised.
+    """Run `work` in `ranks` forked processes and return rank 0's result; if one fails, all end and its error
+    is raised.
 
-    Forked, not started anew: torch is imported once. The caller must not have used torch's threads or a GPU.
+    Forked processes share the import of torch. The caller must not have used torch's threads or a GPU.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="arriero-ranks-") as name:
         folder = Path(name)
         children: dict[int, int] = {}
-        with _passing_signals_on(children) as passing:
+        with _forward_signals(children) as passing:
             for rank in range(ranks):
                 if (pid := os.fork()) == 0:
                     _be_rank(work, rank, ranks, folder, leader_prints)
@@ -74,7 +75,7 @@ def _be_rank(work: Callable[[], Any], rank: int, ranks: int, folder: Path, leade
             (folder / "result").write_bytes(pickle.dumps(result))
         code = 0
     except BaseException as error:
-        _leave_word(folder, rank, error)
+        _write_error(folder, rank, error)
     finally:
         with suppress(Exception):
             sys.stdout.flush()
@@ -83,7 +84,7 @@ def _be_rank(work: Callable[[], Any], rank: int, ranks: int, folder: Path, leade
 
 
 def _die_with_parent() -> None:
-    """Also when it is killed outright. And a Ctrl-C comes once: from it, not from the terminal too."""
+    """End this rank when the parent is killed, and take Ctrl-C from the parent, not from the terminal."""
     os.setpgrp()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -96,76 +97,77 @@ def _share_cores(ranks: int) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
-def _leave_word(folder: Path, rank: int, error: BaseException) -> None:
-    """Written whole before it gets its name, so that the parent never reads half a word."""
+def _write_error(folder: Path, rank: int, error: BaseException) -> None:
+    """Write the error of this rank for the parent, atomically."""
     try:
         carried = pickle.dumps(error)
         pickle.loads(carried)
     except Exception:
         carried = None
     trace = "".join(traceback.format_exception(error))
-    word = pickle.dumps((time.time(), carried, trace))
-    (folder / f"word-{rank}.tmp").write_bytes(word)
-    (folder / f"word-{rank}.tmp").rename(folder / f"word-{rank}")
+    record = pickle.dumps((time.time(), carried, trace))
+    (folder / f"error-{rank}.tmp").write_bytes(record)
+    (folder / f"error-{rank}.tmp").rename(folder / f"error-{rank}")
 
 
 def _wait(children: dict[int, int], passed: list[int]) -> tuple[dict[int, tuple[float, int]], bool]:
-    """Returns the ranks that were killed, not by us, with time and signal; and whether any rank failed.
+    """Wait for all ranks; return those that others killed, with time and signal, and whether any failed.
 
-    Ranks that were passed a signal end by themselves; a second one would stop them before they have saved.
+    Ranks that got a forwarded signal end by themselves; another one would stop them before they have saved.
     """
-    left, killed, told, deadline, failed = dict(children), {}, {signal.SIGTERM, *passed}, None, False
+    left, killed, sent, deadline, failed = dict(children), {}, {signal.SIGTERM, *passed}, None, False
     try:
         while left:
             ended = [(pid, status) for pid, status in (os.waitpid(each, os.WNOHANG) for each in left) if pid]
             for pid, status in ended:
                 rank, failed = left.pop(pid), failed or status != 0
-                if os.WIFSIGNALED(status) and (deadline is None or os.WTERMSIG(status) not in told):
+                if os.WIFSIGNALED(status) and (deadline is None or os.WTERMSIG(status) not in sent):
                     killed[rank] = (time.time(), os.WTERMSIG(status))
             stops = sum(number in STOPPING for number in passed)
             if deadline is None and (failed or stops > 1):
                 deadline = time.monotonic() + (_GRACE_SECONDS if stops < 2 else _LAST_SECONDS)
                 if not stops:
-                    _tell(left, signal.SIGTERM)
+                    _send_signal(left, signal.SIGTERM)
             elif deadline is not None and time.monotonic() > deadline:
-                told.add(signal.SIGKILL)
-                _tell(left, signal.SIGKILL)
+                sent.add(signal.SIGKILL)
+                _send_signal(left, signal.SIGKILL)
             if left and not ended:
                 time.sleep(0.02)
     except BaseException:
-        _tell(left, signal.SIGKILL)
+        _send_signal(left, signal.SIGKILL)
         raise
     return killed, failed
 
 
-def _tell(children: Iterable[int], number: int) -> None:
+def _send_signal(children: Iterable[int], number: int) -> None:
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def _raise_first_failure(folder: Path, killed: dict[int, tuple[float, int]], stop: int) -> None:
-    """A killed rank's peers fail within moments, often before its end is seen here.
+    """Raise the error of the rank that failed first.
 
-    After the signal `stop` ranks may end in any way, and only an error for the user is reported as such.
+    The peers of a killed rank fail within moments, often before its end is noticed here. After the signal
+    `stop`, ranks may end in any way, and only a UserError is reported as one.
     """
-    words = {int(path.name[5:]): pickle.loads(path.read_bytes()) for path in folder.glob("word-*[0-9]")}
-    first_word = min((when for when, _, _ in words.values()), default=float("inf"))
+    errors = {int(path.name[6:]): pickle.loads(path.read_bytes()) for path in folder.glob("error-*[0-9]")}
+    first_error = min((when for when, _, _ in errors.values()), default=float("inf"))
     for rank, (when, number) in sorted(killed.items(), key=lambda item: item[1]):
-        if stop or when - _REAPED_LATE > first_word:
+        if stop or when - _REAPED_LATE > first_error:
             continue
         todo = "the system does so when memory runs out" if number == signal.SIGKILL else ""
         name = signal.Signals(number).name
         raise UserError(
             f"rank {rank} was killed ({name}){_last_line(folder, rank)}; the others were stopped", todo
         )
-    if not words:
-        raise Interrupted(stop) if stop else RankFailed("a rank ended without a word")
-    rank = min(words, key=lambda r: words[r][0])
-    _, carried, trace = words[rank]
+    if not errors:
+        raise Interrupted(stop) if stop else RankFailed("a rank ended without an error message")
+    rank = min(errors, key=lambda r: errors[r][0])
+    _, carried, trace = errors[rank]
     error = pickle.loads(carried) if carried else None
-    mine = isinstance(error, UserError | BrokenPipeError)
-    if error is not None and (mine or not isinstance(error, Exception | SystemExit)):
+    reported = isinstance(error, UserError | BrokenPipeError)
+    if error is not None and (reported or not isinstance(error, Exception | SystemExit)):
         raise error
     if stop:
         raise Interrupted(stop)
@@ -173,7 +175,7 @@ def _raise_first_failure(folder: Path, killed: dict[int, tuple[float, int]], sto
 
 
 def _last_line(folder: Path, rank: int) -> str:
-    """What a rank that crashed below Python had to say."""
+    """Return the last output line of a rank that crashed below Python."""
     output = folder / f"output-{rank}"
     lines = output.read_text(errors="replace").split("\n") if output.exists() else []
     said = [line.strip() for line in lines if line.strip()]
@@ -183,9 +185,8 @@ def _last_line(folder: Path, rank: int) -> str:
 _IN_A_NEW_RANK = dict.fromkeys(STOPPING, signal.SIG_DFL) | {signal.SIGUSR1: signal.SIG_IGN}
 
 
-class _passing_signals_on:
-    """Signals to this process go on to its ranks, which end by them; those that come before all ranks are
-    forked wait until `begin`."""
+class _forward_signals:
+    """Forward signals to the ranks; signals that arrive before all ranks are forked are sent by `begin`."""
 
     def __init__(self, children: dict[int, int]) -> None:
         self._children = children
@@ -195,18 +196,18 @@ class _passing_signals_on:
     def begin(self) -> None:
         self._begun = True
         for number in list(self.passed):
-            _tell(self._children, number)
+            _send_signal(self._children, number)
 
     def _hear(self, number: int, _: object) -> None:
         self.passed.append(number)
         with suppress(OSError, ValueError):
-            sys.stderr.write(f"{signal.Signals(number).name}: passed on to the ranks\n")
+            sys.stderr.write(f"{signal.Signals(number).name}: forwarded to the ranks\n")
             sys.stderr.flush()
         if self._begun:
-            _tell(self._children, number)
+            _send_signal(self._children, number)
 
-    def __enter__(self) -> "_passing_signals_on":
-        # this process answers promptly by itself, and its thread for signals does not survive a fork
+    def __enter__(self) -> "_forward_signals":
+        # the thread that handles signals does not survive a fork
         self._woken = signal.set_wakeup_fd(-1)
         self._before = {each: signal.signal(each, self._hear) for each in HEARD}
         return self
