@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 
 from arriero.checkpoint.directory import File
-from arriero.checkpoint.save_plan import Table, World, pack
-from arriero.checkpoint.state import Piece
+from arriero.checkpoint.save_plan import PartTable, WritePlan, pack
+from arriero.checkpoint.state import LocalPart
 from arriero.model.name_maps import own_tensors
 from arriero.model.presets import load_preset
 
@@ -39,7 +39,9 @@ def share(tensor: torch.Tensor, rank: int, ranks: int, replicas: int) -> tuple[i
     return max(1, parts // tp), rank % parts // tp
 
 
-def pieces_of(tensors: dict[str, torch.Tensor], rank: int, ranks: int, replicas: int) -> dict[str, Piece]:
+def parts_of_rank(
+    tensors: dict[str, torch.Tensor], rank: int, ranks: int, replicas: int
+) -> dict[str, LocalPart]:
     """Weights and both moments, cut along their rows."""
     held = {}
     for name, tensor in tensors.items():
@@ -49,13 +51,15 @@ def pieces_of(tensors: dict[str, torch.Tensor], rank: int, ranks: int, replicas:
         local = tensor[begin : begin + rows]
         offset = (begin if local.numel() else 0, *(0,) * (tensor.ndim - 1))
         for prefix, suffix in (("model.", ""), ("optim.", ".exp_avg"), ("optim.", ".exp_avg_sq")):
-            held[prefix + name + suffix] = Piece(local, offset, tensor.shape)
-    held["optim.optimizer.step"] = Piece(torch.empty((), device="meta"), (), torch.Size())
+            held[prefix + name + suffix] = LocalPart(local, offset, tensor.shape)
+    held["optim.optimizer.step"] = LocalPart(torch.empty((), device="meta"), (), torch.Size())
     return held
 
 
-def _table(first: Table, tensors: dict[str, torch.Tensor], rank: int, ranks: int, replicas: int) -> Table:
-    """What `Table.of` would return on this rank, without its Python loop over pieces."""
+def _table(
+    first: PartTable, tensors: dict[str, torch.Tensor], rank: int, ranks: int, replicas: int
+) -> PartTable:
+    """What `PartTable.of` would return on this rank, without its Python loop over pieces."""
     cuts, which = np.array([share(t, rank, ranks, replicas) for t in tensors.values()]).T
     whole = np.array([t.shape[0] for t in tensors.values()])
     each = -(-whole // cuts)
@@ -63,20 +67,20 @@ def _table(first: Table, tensors: dict[str, torch.Tensor], rank: int, ranks: int
     size = np.minimum(each, whole - begin)
     rows = first.rows.copy()
     rows[:-1, 0], rows[:-1, 2] = np.repeat(np.where(size > 0, begin, 0), 3), np.repeat(size, 3)
-    return Table(first.heads, rows)
+    return PartTable(first.heads, rows)
 
 
 def ours(tensors: dict[str, torch.Tensor], ranks: int, replicas: int) -> Iterator[tuple[str, float]]:
-    pieces = pieces_of(tensors, 0, ranks, replicas)
+    pieces = parts_of_rank(tensors, 0, ranks, replicas)
     start = time.process_time()
-    table = Table.of(pieces)
+    table = PartTable.of(pieces)
     table.packed()
     each = time.process_time() - start
     tables = [_table(table, tensors, rank, ranks, replicas) for rank in range(ranks)]
     packed = [each.packed() for each in tables]
     yield "items", len(pieces) * ranks
     start = time.process_time()
-    world = World(packed)
+    world = WritePlan(packed)
     masks = world.masks()
     planned = time.process_time() - start
     lengths = []
@@ -95,7 +99,7 @@ def ours(tensors: dict[str, torch.Tensor], ranks: int, replicas: int) -> Iterato
     yield ".metadata, MB", len(index) / 1e6
     # what is left of planning: each rank compares its table with the one it kept
     start = time.process_time()
-    assert table.same_as(Table.of(pieces))
+    assert table.same_as(PartTable.of(pieces))
     yield "each rank, later saves, s", time.process_time() - start
     told = [({f"__{rank}_0.distcp": File(10**9, f"{rank:064x}")}, None) for rank in range(ranks)]
     yield "gathered, later saves, MB", sum(len(pickle.dumps(each)) for each in told) / 1e6
@@ -103,7 +107,7 @@ def ours(tensors: dict[str, torch.Tensor], ranks: int, replicas: int) -> Iterato
 
 def torchs(tensors: dict[str, torch.Tensor], ranks: int, replicas: int) -> Iterator[tuple[str, float]]:
     """torch's planner and index as `dcp.save` uses them, without collectives; the same at every save."""
-    plans = [TorchPlan(_items(pieces_of(tensors, rank, ranks, replicas))) for rank in range(ranks)]
+    plans = [TorchPlan(_items(parts_of_rank(tensors, rank, ranks, replicas))) for rank in range(ranks)]
     start = time.process_time()
     sent = [pickle.dumps(plan) for plan in plans]
     plans = [pickle.loads(each) for each in sent]
@@ -124,7 +128,7 @@ def torchs(tensors: dict[str, torch.Tensor], ranks: int, replicas: int) -> Itera
     yield ".metadata, MB", len(index) / 1e6
 
 
-def _items(pieces: dict[str, Piece]) -> list[WriteItem]:
+def _items(pieces: dict[str, LocalPart]) -> list[WriteItem]:
     items = []
     for name, piece in pieces.items():
         if piece.local.numel():

@@ -10,7 +10,7 @@ import tomllib
 import pytest
 from typer.testing import CliRunner
 
-from arriero.checkpoint.formats.dcp_directory import CarefulReader
+from arriero.checkpoint.formats.dcp_directory import SafeDcpReader
 from arriero.cli import app
 from arriero.config.fields import toml_value
 from arriero.data.order.ledger import read_ledger
@@ -205,4 +205,4 @@ def test_a_symlink_loop_among_sources_is_reported_as_a_broken_link(made, tmp_pat
 def test_a_read_error_of_a_checkpoint_index_is_not_reported_as_damage(tmp_path):
     (tmp_path / ".metadata").mkdir()
     with pytest.raises(UserError, match=rf"cannot be read \({os.strerror(21)}\)"):
-        CarefulReader(tmp_path).read_metadata()
+        SafeDcpReader(tmp_path).read_metadata()

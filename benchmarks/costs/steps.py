@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from rich.console import Console
 
-from arriero.checkpoint.manager import Report
+from arriero.checkpoint.manager import SaveReport
 from arriero.config.schema import RunConfig
 from arriero.data.order.loader import IGNORED
 from arriero.data.workers import no_progress
@@ -129,7 +129,7 @@ class _Waits(Hook):
 
     def __init__(self) -> None:
         self.waits_ms: list[float] = []
-        self.reports: list[Report] = []
+        self.reports: list[SaveReport] = []
 
     def on_step(self, session: Session, step: int, tokens: int) -> None:
         session.record.saver.wait(session)
@@ -138,7 +138,7 @@ class _Waits(Hook):
         if metrics.save_s is not None:
             self.waits_ms.append(1e3 * metrics.save_s)
 
-    def on_save(self, session: Session, report: Report) -> None:
+    def on_save(self, session: Session, report: SaveReport) -> None:
         self.reports.append(report)
 
 

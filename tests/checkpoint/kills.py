@@ -269,7 +269,7 @@ def remount(folder: Path, options: str) -> None:
 
 
 def full_disk(grounds: Range, tally: Tally) -> None:
-    """Room for a checkpoint and a bit: later saves fail loudly, training goes on, and room mends all."""
+    """Saves on a disk that is too small fail loudly while training continues, until there is room."""
     with small_disk(grounds.folder / "small", size="26m") as disk:
         if disk is None:
             return

@@ -7,8 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 from arriero.checkpoint.directory import Manifest
-from arriero.checkpoint.manager import Checkpoints, Unit
-from arriero.checkpoint.state import described, pieces_of
+from arriero.checkpoint.manager import Checkpoints, SaveRequest
+from arriero.checkpoint.state import describe_parts, local_parts
 from arriero.cli import app
 
 
@@ -95,13 +95,13 @@ def test_verify_names_tensors_with_non_finite_values(checkpoints, tmp_path, monk
     tensors = {"model.a": torch.ones(4, 4), "model.b": torch.ones(4, dtype=torch.bfloat16)}
     tensors |= {"model.c": torch.ones(2, 3, 4), "optim.optimizer.step": torch.tensor(1)}
     tensors["model.b"][2], tensors["model.c"][1, 2, 3] = float("inf"), float("nan")
-    pieces = pieces_of(tensors)
+    pieces = local_parts(tensors)
 
     def about(files):
-        return Manifest(1, 10, 0.0, {"tp": 1}, {}, "tok", described(pieces), files)
+        return Manifest(1, 10, 0.0, {"tp": 1}, {}, "tok", describe_parts(pieces), files)
 
     many = checkpoints(background=False)
-    many.save(Unit(1, pieces, {}, about))
+    many.save(SaveRequest(1, pieces, {}, about))
     found = CliRunner().invoke(app, ["ckpt", "verify", str(tmp_path)])
     assert found.exit_code == 1
     assert [line.split()[0] for line in found.output.splitlines()] == ["model.b", "model.c"]

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from arriero.checkpoint import save_plan as planning
 from arriero.checkpoint.directory import CHECKPOINTS, Manifest
-from arriero.checkpoint.formats.dcp_directory import CarefulReader, _Unpickler
-from arriero.checkpoint.manager import Checkpoints, Unit
+from arriero.checkpoint.formats.dcp_directory import SafeDcpReader, _Unpickler
+from arriero.checkpoint.manager import Checkpoints, SaveRequest
 from arriero.checkpoint.ranks import Ranks
-from arriero.checkpoint.save_plan import Table, World
-from arriero.checkpoint.state import Piece, described, pieces_of, read_pieces
+from arriero.checkpoint.save_plan import PartTable, WritePlan
+from arriero.checkpoint.state import LocalPart, describe_parts, local_parts, read_parts
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import process_group, world_from
 from checkpoint.test_saving import unit
@@ -29,11 +29,11 @@ def cut(tensor, axis, part, parts):
     begin = min(part * rows, tensor.shape[axis])
     local = tensor.narrow(axis, begin, min(rows, tensor.shape[axis] - begin)).clone()
     offset = [begin if a == axis and local.numel() else 0 for a in range(tensor.ndim)]
-    return Piece(local, tuple(offset), tensor.shape)
+    return LocalPart(local, tuple(offset), tensor.shape)
 
 
 def whole(tensor):
-    return Piece(tensor, (0,) * tensor.ndim, tensor.shape)
+    return LocalPart(tensor, (0,) * tensor.ndim, tensor.shape)
 
 
 def world_of(chance, ranks):
@@ -56,7 +56,7 @@ def world_of(chance, ranks):
 def test_each_piece_is_written_once_and_the_index_says_where(seed):
     chance = random.Random(seed)
     held = world_of(chance, ranks=chance.choice([1, 2, 6, 8]))
-    world = World([Table.of(pieces).packed() for pieces in held])
+    world = WritePlan([PartTable.of(pieces).packed() for pieces in held])
     written = []
     for pieces, mask in zip(held, world.masks(), strict=True):
         bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(pieces))
@@ -89,7 +89,7 @@ def test_ranks_that_hold_the_same_pieces_write_about_as_many_bytes():
     tensors = {f"model.{i}": torch.empty(chance.randint(1, 10**6), device="meta") for i in range(300)}
     held = [{name: whole(tensor) for name, tensor in tensors.items()} for _ in range(8)]
     sizes = np.array([tensor.numel() for tensor in tensors.values()])
-    masks = World([Table.of(pieces).packed() for pieces in held]).masks()
+    masks = WritePlan([PartTable.of(pieces).packed() for pieces in held]).masks()
     loads = [sizes[np.unpackbits(np.frombuffer(m, np.uint8), count=300).astype(bool)].sum() for m in masks]
     assert sum(loads) == sizes.sum()
     assert max(loads) < 1.02 * sizes.sum() / 8
@@ -108,7 +108,7 @@ class OnTwoRanks:
             rank = world_from().rank
             many = Checkpoints(self.folder, Ranks(rank, 2), 1000)
             self.save(many, 1, rank)
-            patch.setattr(planning, "World", None)  # a second plan would fail
+            patch.setattr(planning, "WritePlan", None)  # a second plan would fail
             self.save(many, 2, rank)
             patch.undo()
             self.tensors["model.b"] = torch.arange(60.0)
@@ -122,9 +122,9 @@ class OnTwoRanks:
             pieces["optim.c"] = whole(tensors["optim.c"])
 
         def about(files):
-            return Manifest(step, step, 0.0, {}, {}, "tok", described(pieces_of(tensors)), files)
+            return Manifest(step, step, 0.0, {}, {}, "tok", describe_parts(local_parts(tensors)), files)
 
-        many.save(Unit(step, pieces, unit(step).files, about))
+        many.save(SaveRequest(step, pieces, unit(step).files, about))
         many.wait()
 
 
@@ -149,5 +149,5 @@ def test_a_checkpoint_that_torch_wrote_is_read(tmp_path):
     tensors = {"model.a": torch.arange(35.0).view(7, 5), "optim.step": torch.tensor(3)}
     dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
     part = cut(torch.zeros(7, 5), 0, 1, 2)
-    read_pieces(CarefulReader(tmp_path), {"model.a": part}, Ranks())
+    read_parts(SafeDcpReader(tmp_path), {"model.a": part}, Ranks())
     assert torch.equal(part.local, tensors["model.a"][4:])

@@ -214,7 +214,7 @@ def test_a_run_whose_checkpoints_and_events_vanished_is_refused_by_its_ledger(ru
 def test_a_rank_that_sees_the_new_run_file_early_starts_over_with_the_others(runs, monkeypatch):
     runs.train("run", "train.horizon=2 steps")
     seen = train_build.starts_over
-    monkeypatch.setattr(train_build, "starts_over", lambda config: world_from().leads and seen(config))
+    monkeypatch.setattr(train_build, "starts_over", lambda config: world_from().is_leader and seen(config))
     over = ["train.horizon=2 steps", "checkpoint.start_over=true"]
     assert runs.train("run", *over, ranks=2)["steps"] == 2
     assert (runs.folder / "run" / "checkpoints.old").is_dir()
@@ -245,7 +245,7 @@ def test_the_list_names_damaged_and_unreadable_checkpoints(checkpoints, tmp_path
     save(checkpoints(), 2, 4, 6)
     (tmp_path / "run.toml").touch()
     folder = tmp_path / CHECKPOINTS
-    directory.set_aside(folder / "step-00000004")
+    directory.rename_aside(folder / "step-00000004")
     break_reading(folder / "step-00000002" / MANIFEST)
     listed = CliRunner().invoke(app, ["ckpt", "list", str(folder.parent)]).output
     assert "cannot be read (Input/output error)" in listed

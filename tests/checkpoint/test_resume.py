@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from arriero.checkpoint import directory, state
-from arriero.checkpoint.convert import open_source
+from arriero.checkpoint.convert import open_model
 from arriero.checkpoint.formats.hf_directory import write_hf
-from arriero.checkpoint.formats.model_reader import AS_IT_IS
+from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS
 from arriero.checkpoint.ranks import Ranks
 from arriero.errors import UserError
 from arriero.files import sha256_of_file
@@ -82,14 +82,14 @@ def test_what_would_not_fit_at_once_is_read_a_tensor_at_a_time(runs, monkeypatch
     sets = [*sets, "model.layers=4", "precision.compute=bf16"]
     runs.train("whole", *sets, ranks=ranks)
     runs.train("halves", *sets, HALF, ranks=ranks)
-    read = state.read_pieces
+    read = state.read_parts
 
     def one(reader, pieces, ranks):
         assert len(pieces) <= 1
         read(reader, pieces, ranks)
 
     monkeypatch.setattr(state, "_READ_AT_ONCE", 1)
-    monkeypatch.setattr(state, "read_pieces", one)
+    monkeypatch.setattr(state, "read_parts", one)
     runs.train("halves", *sets, ranks=ranks)
     assert runs.losses("halves") == runs.losses("whole")
 
@@ -139,7 +139,7 @@ def test_ranks_share_the_hashing_of_a_named_checkpoint(checkpoints, tmp_path):
             patch.setattr(directory, "sha256_of_file", recorded)
             ranks = Ranks(world_from().rank, 2)
             open_checkpoint(tmp_path, "checkpoint.resume_from", ranks)
-            return ranks.together(lambda: hashed)
+            return ranks.on_all_ranks(lambda: hashed)
 
     first, second = run_ranks(work, 2, leader_prints=False)
     assert len(first) == len(second) == 2
@@ -149,8 +149,8 @@ def test_ranks_share_the_hashing_of_a_named_checkpoint(checkpoints, tmp_path):
 @pytest.mark.parametrize("kind", ["llama3, tied", "gpt2"])
 def test_a_rank_reads_only_its_part_of_a_hugging_face_model(tmp_path, kind):
     source = in_memory(spec_of(kind))
-    write_hf(source, tmp_path, AS_IT_IS)
-    opened = open_source(tmp_path)
+    write_hf(source, tmp_path, DEFAULT_OPTIONS)
+    opened = open_model(tmp_path)
     chance, wanted, before = random.Random(3), 0, bytes_read()
     for name, planned in opened.tensors.items():
         for axis, size in enumerate(planned.shape):

@@ -17,16 +17,16 @@ from arriero.checkpoint.directory import (
     CHECKPOINTS,
     MANIFEST,
     Manifest,
-    Mark,
-    damaged_files,
+    SavedStep,
+    expired_steps,
+    find_checkpoints,
+    find_damage,
     read_manifest,
-    saved_in,
-    to_delete,
 )
-from arriero.checkpoint.formats.dcp_directory import CarefulReader
-from arriero.checkpoint.manager import Checkpoints, Unit
+from arriero.checkpoint.formats.dcp_directory import SafeDcpReader
+from arriero.checkpoint.manager import Checkpoints, SaveRequest
 from arriero.checkpoint.ranks import Ranks
-from arriero.checkpoint.state import described, pieces_of, read_pieces
+from arriero.checkpoint.state import describe_parts, local_parts, read_parts
 from arriero.errors import UserError
 from arriero.interrupt import Interrupted
 from arriero.parallel.world import World
@@ -36,12 +36,12 @@ from arriero.train.saving import Saver
 
 def unit(step, value=0.0):
     tensors = {"model.a": torch.full((4, 4), value), "optim.optimizer.step": torch.tensor(step)}
-    pieces = pieces_of(tensors)
+    pieces = local_parts(tensors)
 
     def about(files):
-        return Manifest(step, step * 10, time.time(), {"tp": 1}, {}, "tok", described(pieces), files)
+        return Manifest(step, step * 10, time.time(), {"tp": 1}, {}, "tok", describe_parts(pieces), files)
 
-    return Unit(step, pieces, {"state.json": b'{"step": 1}', "run.toml": b"[run]"}, about)
+    return SaveRequest(step, pieces, {"state.json": b'{"step": 1}', "run.toml": b"[run]"}, about)
 
 
 def save(checkpoints, *steps):
@@ -88,7 +88,7 @@ def test_every_bit_of_a_manifest_counts(checkpoints, tmp_path):
         damaged = bytearray(sound)
         damaged[position] ^= 1 << (position % 8)
         path.write_bytes(damaged)
-        found = saved_in(tmp_path)[-1]
+        found = find_checkpoints(tmp_path)[-1]
         same = found.manifest is not None and json.loads(bytes(damaged)) == json.loads(sound)
         assert found.problem is not None or same, position
 
@@ -118,9 +118,9 @@ def test_the_newest_stay_and_some_for_ever(checkpoints, tmp_path):
 
 
 def test_the_first_after_each_period_stays_wherever_saves_fall():
-    marks = [Mark(step, step * 10) for step in (3, 7, 12, 13, 21, 22, 23)]
-    assert to_delete(marks, keep=1, period=100) == [3, 7, 13, 22]
-    assert to_delete(marks, keep=3, period=None) == [3, 7, 12, 13]
+    marks = [SavedStep(step, step * 10) for step in (3, 7, 12, 13, 21, 22, 23)]
+    assert expired_steps(marks, keep=1, period=100) == [3, 7, 13, 22]
+    assert expired_steps(marks, keep=3, period=None) == [3, 7, 12, 13]
 
 
 def test_a_damaged_checkpoint_is_renamed_and_neither_counted_nor_deleted(checkpoints, tmp_path):
@@ -141,7 +141,7 @@ def test_a_damaged_one_is_replaced_when_its_step_is_reached_again(checkpoints, t
     again.newest()
     save(again, 2)
     directory = tmp_path / CHECKPOINTS / "step-00000002"
-    assert damaged_files(directory, read_manifest(directory)) == {}
+    assert find_damage(directory, read_manifest(directory)) == {}
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -174,7 +174,7 @@ def test_what_is_written_is_what_was_true_at_the_step(checkpoints, tmp_path):
     one.pieces["model.a"].local.fill_(2.0)
     many.wait()
     empty = {"model.a": torch.zeros(4, 4)}
-    read_pieces(CarefulReader(tmp_path / CHECKPOINTS / "step-00000001"), pieces_of(empty), Ranks())
+    read_parts(SafeDcpReader(tmp_path / CHECKPOINTS / "step-00000001"), local_parts(empty), Ranks())
     assert torch.equal(empty["model.a"], torch.ones(4, 4))
 
 
@@ -185,8 +185,8 @@ def test_training_waits_a_quarter_as_long_at_most_when_saving_in_the_background(
         blocked = []
         for step in range(1, 5):
             one = unit(step)
-            large = pieces_of({"model.a": torch.ones(2**22)})
-            blocked.append(many.save(Unit(step, large, one.files, one.about)))
+            large = local_parts({"model.a": torch.ones(2**22)})
+            blocked.append(many.save(SaveRequest(step, large, one.files, one.about)))
             many.wait()
         waits[background] = min(blocked)
     assert waits[True] < 0.25 * waits[False]
@@ -204,13 +204,13 @@ def test_the_writing_thread_leaves_the_gpu_alone(checkpoints, monkeypatch):
 
 
 def test_a_report_that_is_made_while_others_are_taken_is_not_lost(checkpoints, monkeypatch):
-    many, report = checkpoints(), manager.Report
+    many, report = checkpoints(), manager.SaveReport
 
     def made_meanwhile(*fields):
         many.reports()
         return report(*fields)
 
-    monkeypatch.setattr(manager, "Report", made_meanwhile)
+    monkeypatch.setattr(manager, "SaveReport", made_meanwhile)
     assert [told.step for told in save(many, 1)] == [1]
 
 
@@ -312,7 +312,7 @@ def test_non_finite_values_are_not_saved(checkpoints, tmp_path, dtype, value):
     tensors = {"model.good": torch.full((3,), torch.finfo(torch.float32).max), "model.bad": bad.to(dtype)}
     one = unit(2)
     with pytest.raises(UserError, match=r"step 2 was not saved: 1 tensor contains .*: model\.bad"):
-        many.save(Unit(2, pieces_of(tensors), one.files, one.about))
+        many.save(SaveRequest(2, local_parts(tensors), one.files, one.about))
     assert names(tmp_path) == ["step-00000001"]
     assert "non-finite" in many.reports()[0].error
 

@@ -13,7 +13,7 @@ import pytest
 from hub_server import hub_of
 
 from arriero.checkpoint.convert import convert
-from arriero.checkpoint.formats.model_reader import Source
+from arriero.checkpoint.formats.model_reader import ModelReader
 from arriero.data.store.store import TokenStore
 from arriero.model.family import build_model
 from arriero.model.name_maps import own_tensors
@@ -53,7 +53,9 @@ def hub(tmp_path_factory, tokenizer_file):
     put(model / "pytorch_model.bin", lambda path: path.write_bytes(b"not fetched"))
     spec = ModelSpec.from_dict(MODEL)
     state = build_model(spec).state_dict()
-    convert(Source("memory", "memory", spec, own_tensors(spec), state.__getitem__, {}), folder / "made", "hf")
+    convert(
+        ModelReader("memory", "memory", spec, own_tensors(spec), state.__getitem__, {}), folder / "made", "hf"
+    )
     for path in (folder / "made").iterdir():
         (model / path.name).write_bytes(path.read_bytes())
     with hub_of(folder) as environment:

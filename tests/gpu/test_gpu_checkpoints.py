@@ -10,10 +10,10 @@ import torch
 
 from arriero.checkpoint import manager
 from arriero.checkpoint.directory import CHECKPOINTS, Manifest
-from arriero.checkpoint.formats.dcp_directory import CarefulReader
-from arriero.checkpoint.manager import Checkpoints, Unit
+from arriero.checkpoint.formats.dcp_directory import SafeDcpReader
+from arriero.checkpoint.manager import Checkpoints, SaveRequest
 from arriero.checkpoint.ranks import Ranks
-from arriero.checkpoint.state import Staging, described, pieces_of, read_pieces
+from arriero.checkpoint.state import Staging, describe_parts, local_parts, read_parts
 from arriero.errors import UserError
 from arriero.train.hooks import Hook
 from checkpoint.running import Runs
@@ -74,7 +74,7 @@ class Gate(Hook):
 
 def test_training_steps_are_computed_while_a_save_is_being_written(runs, monkeypatch):
     """And what is written is the state of the step that was saved, not of those that followed."""
-    gate, write = Gate(), manager.write_pieces
+    gate, write = Gate(), manager.write_parts
 
     def write_behind_the_gate(*arguments):
         if not gate.opened.wait(timeout=120):
@@ -84,7 +84,7 @@ def test_training_steps_are_computed_while_a_save_is_being_written(runs, monkeyp
     sets = [*ON_GPU, "checkpoint.keep=9"]
     runs.train("whole", *sets)
     with monkeypatch.context() as patched:
-        patched.setattr(manager, "write_pieces", write_behind_the_gate)
+        patched.setattr(manager, "write_parts", write_behind_the_gate)
         runs.train("run", *sets, "train.horizon=4 steps", "checkpoint.at_end=false", hooks=[gate])
     assert "step-00000002" in runs.saved("run")
     source = runs.folder / "run" / CHECKPOINTS / "step-00000002"
@@ -99,18 +99,18 @@ def state_of_200_mb():
 
 
 def unit(step, tensors):
-    pieces = pieces_of(tensors)
+    pieces = local_parts(tensors)
 
     def about(files):
-        return Manifest(step, step, time.time(), {}, {}, "tok", described(pieces), files)
+        return Manifest(step, step, time.time(), {}, {}, "tok", describe_parts(pieces), files)
 
-    return Unit(step, pieces, {}, about)
+    return SaveRequest(step, pieces, {}, about)
 
 
 def test_a_save_waits_in_pinned_host_memory_that_the_next_one_uses_again():
     def work():
         tensors, staging = state_of_200_mb(), Staging()
-        first = staging.copy(pieces_of(tensors))
+        first = staging.copy(local_parts(tensors))
         for name, tensor in tensors.items():
             assert torch.equal(first[name].local, tensor.cpu()), name
             assert first[name].local.is_pinned() == tensor.is_cuda, name
@@ -118,7 +118,7 @@ def test_a_save_waits_in_pinned_host_memory_that_the_next_one_uses_again():
         # queued behind work of this very moment, as a save after a step is
         tensors["model.0"] @ tensors["model.0"].T
         tensors["model.0"].mul_(2.0)
-        again = staging.copy(pieces_of(tensors))
+        again = staging.copy(local_parts(tensors))
         assert torch.equal(again["model.0"].local, tensors["model.0"].cpu())
         assert {name: piece.local.data_ptr() for name, piece in again.items()} == places
 
@@ -152,7 +152,7 @@ def test_what_was_saved_from_a_gpu_is_read_back_into_one(tmp_path, background):
         for tensor in tensors.values():
             tensor.zero_()
         many.wait()
-        read_pieces(CarefulReader(tmp_path / CHECKPOINTS / "step-00000001"), pieces_of(tensors), Ranks())
+        read_parts(SafeDcpReader(tmp_path / CHECKPOINTS / "step-00000001"), local_parts(tensors), Ranks())
         for name, tensor in tensors.items():
             assert tensor.device == expected[name].device
             assert torch.equal(tensor, expected[name]), name

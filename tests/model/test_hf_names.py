@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from arriero.checkpoint.formats.hf_directory import load_hf, write_hf
-from arriero.checkpoint.formats.model_reader import AS_IT_IS, Source
+from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, ModelReader
 from arriero.errors import UserError
 from arriero.model.family import build_model
 from arriero.model.name_maps import hf_config, hf_names, own_from_hf, spec_from_hf, to_hf
@@ -58,7 +58,9 @@ def save_hf(directory, state, spec, **more):
     state = {name: t for name, t in state.items() if not (spec.tied and name == "head.weight")}
     tensors = {name: t.to("meta") for name, t in state.items()}
     directory.mkdir(exist_ok=True)
-    write_hf(Source("memory", "a model", spec, tensors, state.__getitem__, **more), directory, AS_IT_IS)
+    write_hf(
+        ModelReader("memory", "a model", spec, tensors, state.__getitem__, **more), directory, DEFAULT_OPTIONS
+    )
 
 
 def theirs(spec, model=None):
@@ -189,8 +191,8 @@ def test_the_tokenizer_travels_with_the_model(tmp_path):
     tokenizer.save(str(tmp_path / "source.json"))
     spec = spec_of("gqa")
     state = lively(spec).state_dict()
-    companions = {"tokenizer.json": tmp_path / "source.json"}
-    save_hf(tmp_path / "out", state, spec, companions=companions, tokens={"eos_token_id": 3})
+    extra_files = {"tokenizer.json": tmp_path / "source.json"}
+    save_hf(tmp_path / "out", state, spec, extra_files=extra_files, tokens={"eos_token_id": 3})
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
     assert loaded("a b b")["input_ids"] == [0, 1, 1]
     assert (loaded.eos_token, loaded.eos_token_id) == ("<end>", 3)

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from arriero.checkpoint.convert import convert, open_source
+from arriero.checkpoint.convert import convert, open_model
 from arriero.checkpoint.export import Gather, export_hf
 from arriero.checkpoint.formats.hf_directory import write_hf
-from arriero.checkpoint.formats.model_reader import Source, Writing
+from arriero.checkpoint.formats.model_reader import ModelReader, WriteOptions
 from arriero.checkpoint.ranks import Ranks
 from arriero.data.order.streams import build_streams, forecast
 from arriero.data.prepare.planning import PrepareRequest
@@ -84,7 +84,7 @@ def documents(store):
 
 def source_of(store, spec=SPEC):
     state = build_model(spec).state_dict()
-    return Source(
+    return ModelReader(
         "memory",
         "a model",
         spec,
@@ -118,7 +118,7 @@ def test_the_exported_tokenizer_encodes_a_text_as_training_did(kept, tmp_path, t
     store = dataset(kept, tmp_path / "set", tokenizer, **separators)
     marks = separators_of(store)
     (tmp_path / "out").mkdir()
-    write_hf(source_of(store), tmp_path / "out", Writing())
+    write_hf(source_of(store), tmp_path / "out", WriteOptions())
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
     ended = 1 if marks.eos else 0
     found = {tuple(loaded(text)["input_ids"]) for text in TEXTS}
@@ -160,7 +160,7 @@ def test_a_run_exports_whatever_ends_its_documents_and_conversion_repeats_it(kep
     config = json.loads((model / "config.json").read_text())
     assert config["eos_token_id"] == (None if eos == "none" else inner.token_to_id(eos))
     assert AutoModelForCausalLM.from_pretrained(model, local_files_only=True).dtype == torch.float32
-    source = open_source(saved)
+    source = open_model(saved)
     assert not source.remarks
     convert(source, tmp_path / "again", "hf")
     files = sorted(path.name for path in model.iterdir())
@@ -168,7 +168,7 @@ def test_a_run_exports_whatever_ends_its_documents_and_conversion_repeats_it(kep
     assert all((model / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in files)
     state = saved / "state.json"
     state.write_text(json.dumps({k: v for k, v in json.loads(state.read_text()).items() if k != "token_ids"}))
-    older = open_source(saved)
+    older = open_model(saved)
     assert "does not record its token ids" in older.remarks[0]
     convert(older, tmp_path / "older", "hf")
 
@@ -277,8 +277,8 @@ def test_export_is_streamed_stoppable_and_replaces_the_old_model_only_when_compl
 
             def export(stop=lambda: False):
                 gather = Gather(tensors, held, ranks, stop)
-                source = Source("memory", "a model", LARGE, tensors, gather.tensor)
-                return export_hf(source, gather, directory, Writing(shard_bytes=40 * 10**6))
+                source = ModelReader("memory", "a model", LARGE, tensors, gather.tensor)
+                return export_hf(source, gather, directory, WriteOptions(shard_bytes=40 * 10**6))
 
             asked = iter([False] * 20 + [True] * 1000)
             assert not export(lambda: world.rank == 1 and next(asked))
@@ -300,7 +300,7 @@ def test_export_is_streamed_stoppable_and_replaces_the_old_model_only_when_compl
     assert [path.name for path in tmp_path.iterdir()] == ["model"] and not (directory / "old").exists()
     files = sorted(directory.glob("*.safetensors"))
     assert len(files) > 3 and all(path.stat().st_size < 42e6 for path in files)
-    assert open_source(directory).spec == LARGE
+    assert open_model(directory).spec == LARGE
 
 
 def test_an_interrupted_replacement_is_undone_by_the_next_export(tmp_path):
@@ -310,6 +310,6 @@ def test_an_interrupted_replacement_is_undone_by_the_next_export(tmp_path):
     tensors = own_tensors(SPEC)
     state = build_model(SPEC).state_dict()
     gather = Gather(tensors, state, Ranks(), iter([False, False, True]).__next__)
-    source = Source("memory", "a model", SPEC, tensors, gather.tensor)
+    source = ModelReader("memory", "a model", SPEC, tensors, gather.tensor)
     assert not export_hf(source, gather, tmp_path / "model")
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "old"]

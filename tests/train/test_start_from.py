@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from arriero.checkpoint.convert import convert
-from arriero.checkpoint.formats.model_reader import Source
+from arriero.checkpoint.formats.model_reader import ModelReader
 from arriero.config.load import load_run
 from arriero.data.prepare.planning import PrepareRequest
 from arriero.data.prepare.prepare import PrepareWatcher, prepare
@@ -53,8 +53,8 @@ def kept(tmp_path_factory):
     model.init_weights(3)
     state = model.state_dict()
     tokens = separators_of(prepared(folder / "own")).token_ids()
-    companions = {"tokenizer.json": folder / "own.json"}
-    source = Source("memory", "a model", SPEC, own_tensors(SPEC), state.__getitem__, companions, tokens)
+    extra_files = {"tokenizer.json": folder / "own.json"}
+    source = ModelReader("memory", "a model", SPEC, own_tensors(SPEC), state.__getitem__, extra_files, tokens)
     for kind in ("hf", "dcp", "torch"):
         convert(source, folder / "models" / kind, kind)
     return folder

@@ -14,7 +14,7 @@ from arriero.ui import Console, Table, byte_progress, escape, facts, make_consol
 from arriero.units import counted, human_bytes, human_count, human_time
 
 if TYPE_CHECKING:
-    from arriero.checkpoint.directory import Manifest, Saved
+    from arriero.checkpoint.directory import Manifest, SavedCheckpoint
 
 Run = Annotated[Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)]
 Checkpoint = Annotated[
@@ -31,10 +31,10 @@ def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) ->
 
     Example: arriero ckpt list runs/demo
     """
-    from arriero.checkpoint.directory import aside_in, saved_in
+    from arriero.checkpoint.directory import find_checkpoints, find_renamed
 
     console, directory = make_console(as_json), _run_directory(run)
-    found, aside = saved_in(directory, report_unreadable=True), aside_in(directory)
+    found, aside = find_checkpoints(directory, report_unreadable=True), find_renamed(directory)
     verdicts = _judged(console, found, quick)
     if as_json:
         rows = [_listed(saved, problem) for saved, problem in zip(found, verdicts, strict=True)]
@@ -56,7 +56,7 @@ def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) ->
     console.print(table if found or aside else f"{run} has no checkpoints")
 
 
-def _listed(saved: "Saved", problem: str | None) -> dict[str, Any]:
+def _listed(saved: "SavedCheckpoint", problem: str | None) -> dict[str, Any]:
     made = saved.manifest
     held = {"tokens": made.tokens, "bytes": made.size, "saved_at": made.time} if made else {}
     return {
@@ -125,13 +125,13 @@ def verify(path: Checkpoint, as_json: AsJson = False) -> None:
 
     Example: arriero ckpt verify runs/demo
     """
-    from arriero.checkpoint.directory import damaged_files
+    from arriero.checkpoint.directory import find_damage
     from arriero.checkpoint.state import non_finite_tensors
 
     console = make_console(as_json)
     directory, made = _read(path, damaged=1, as_json=as_json)
     with byte_progress(console, "reading", made.size) as advance:
-        problems = damaged_files(directory, made, progress=advance, report_unreadable=True)
+        problems = find_damage(directory, made, progress=advance, report_unreadable=True)
     if not problems:
         with byte_progress(console, "reading", made.size) as advance:
             found = non_finite_tensors(directory, made, advance)
@@ -162,7 +162,7 @@ def prune(
 
     Example: arriero ckpt prune runs/demo --keep 1
     """
-    from arriero.checkpoint.directory import Mark, damaged_files, delete, saved_in, to_delete
+    from arriero.checkpoint.directory import SavedStep, delete, expired_steps, find_checkpoints, find_damage
     from arriero.config.load import config_from_toml
     from arriero.config.timeline import Timeline
 
@@ -171,17 +171,17 @@ def prune(
     given = keep_every is not None
     span = read_progress("--keep-every", keep_every) if given else config.checkpoint.keep_every
     period = Timeline.of(config).tokens_of(span) if span else None
-    usable = [saved for saved in saved_in(directory) if saved.problem is None and saved.manifest]
+    usable = [saved for saved in find_checkpoints(directory) if saved.problem is None and saved.manifest]
     if not usable:
         raise UserError(f"{directory} has no checkpoint that can be used", "see `arriero ckpt list`")
     newest = usable[-1]
     assert newest.manifest is not None
-    if damaged_files(newest.directory, newest.manifest):
+    if find_damage(newest.directory, newest.manifest):
         raise UserError(
             f"{newest.directory} is damaged, so older ones must stay", "remove it, then prune again"
         )
-    marks = [Mark(saved.step, saved.manifest.tokens) for saved in usable if saved.manifest]
-    gone = set(to_delete(marks, keep or config.checkpoint.keep, period))
+    marks = [SavedStep(saved.step, saved.manifest.tokens) for saved in usable if saved.manifest]
+    gone = set(expired_steps(marks, keep or config.checkpoint.keep, period))
     for saved in usable:
         if saved.step in gone:
             problem = None if dry_run else delete(saved.directory)
@@ -213,9 +213,9 @@ def _run_toml(directory: Path) -> str:
 
 def _read(path: Path, damaged: int | None = None, as_json: bool = False) -> "tuple[Path, Manifest]":
     """`damaged` is the exit code for a directory whose manifest cannot be used."""
-    from arriero.checkpoint.directory import MANIFEST, Invalid, checkpoint_at, read_manifest
+    from arriero.checkpoint.directory import MANIFEST, Invalid, read_manifest, resolve_checkpoint
 
-    directory = checkpoint_at(path)
+    directory = resolve_checkpoint(path)
     try:
         return directory, read_manifest(directory)
     except Invalid as error:
@@ -228,8 +228,8 @@ def _read(path: Path, damaged: int | None = None, as_json: bool = False) -> "tup
         raise typer.Exit(damaged) from None
 
 
-def _judged(console: Console, found: "list[Saved]", quick: bool) -> list[str | None]:
-    from arriero.checkpoint.directory import damaged_files, wrong_sizes
+def _judged(console: Console, found: "list[SavedCheckpoint]", quick: bool) -> list[str | None]:
+    from arriero.checkpoint.directory import find_damage, find_wrong_sizes
 
     total = sum(saved.manifest.size for saved in found if saved.manifest)
     verdicts: list[str | None] = []
@@ -238,9 +238,9 @@ def _judged(console: Console, found: "list[Saved]", quick: bool) -> list[str | N
             problem, made = saved.problem, saved.manifest
             if problem is None and made is not None:
                 if quick:
-                    bad = wrong_sizes(saved.directory, made)
+                    bad = find_wrong_sizes(saved.directory, made)
                 else:
-                    bad = damaged_files(saved.directory, made, progress=advance, report_unreadable=True)
+                    bad = find_damage(saved.directory, made, progress=advance, report_unreadable=True)
                 problem = "; ".join(f"{name} {what}" for name, what in sorted(bad.items())) or None
             verdicts.append(problem)
     return verdicts
@@ -254,7 +254,7 @@ def _tensor_table(made: "Manifest") -> Table:
 
 
 if TYPE_CHECKING:
-    from arriero.checkpoint.formats.model_reader import Source, Writing
+    from arriero.checkpoint.formats.model_reader import ModelReader, WriteOptions
 
 Format = Literal["hf", "meta", "dcp", "torch"]
 Rule = Literal["llama2", "llama3"]
@@ -269,7 +269,7 @@ MetaRule = Annotated[
 ]
 
 
-class ManyNumbers(TyperCommand):
+class SpreadWeights(TyperCommand):
     """Lets `--weights 0.3 0.7` stand for `--weights 0.3 --weights 0.7`."""
 
     def parse_args(self, ctx, args):
@@ -304,10 +304,10 @@ def convert(
 
     Example: arriero ckpt convert runs/demo/checkpoints/step-00001000 exported --to hf --dtype bf16
     """
-    from arriero.checkpoint.convert import open_source
+    from arriero.checkpoint.convert import open_model
     from arriero.data.text.hub import local_model
 
-    found = open_source(local_model(source))
+    found = open_model(local_model(source))
     _write(found, target, to, _writing(dtype, shard_size, model_parallel, meta_rule))
 
 
@@ -328,9 +328,9 @@ def average(
     Example: arriero ckpt average site-a site-b -o merged --weights 0.3 0.7
     """
     from arriero.checkpoint.convert import average as mean_of
-    from arriero.checkpoint.convert import open_source
+    from arriero.checkpoint.convert import open_model
 
-    mean = mean_of([open_source(path) for path in models], weights or None)
+    mean = mean_of([open_model(path) for path in models], weights or None)
     chosen: Format = to or mean.format  # pyrefly: ignore[bad-assignment]
     _write(mean, out, chosen, _writing(dtype, shard_size, model_parallel, meta_rule))
 
@@ -343,14 +343,16 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _writing(dtype: str | None, shard_size: str, model_parallel: int, meta_rule: Rule | None) -> "Writing":
-    from arriero.checkpoint.formats.model_reader import DTYPES, Writing
+def _writing(
+    dtype: str | None, shard_size: str, model_parallel: int, meta_rule: Rule | None
+) -> "WriteOptions":
+    from arriero.checkpoint.formats.model_reader import DTYPES, WriteOptions
 
     size = read_size("--shard-size", shard_size)
-    return Writing(DTYPES[dtype] if dtype else None, size, model_parallel, meta_rule)
+    return WriteOptions(DTYPES[dtype] if dtype else None, size, model_parallel, meta_rule)
 
 
-def _write(source: "Source", target: Path, to: Format, writing: "Writing") -> None:
+def _write(source: "ModelReader", target: Path, to: Format, writing: "WriteOptions") -> None:
     from arriero.checkpoint.convert import convert as write
 
     console = make_console()

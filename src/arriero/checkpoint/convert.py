@@ -8,19 +8,25 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from arriero.checkpoint.directory import saved_in
+from arriero.checkpoint.directory import find_checkpoints
 from arriero.checkpoint.formats.dcp_directory import NAME as TORCH_NAME
 from arriero.checkpoint.formats.dcp_directory import open_dcp, open_torch, write_dcp, write_torch
 from arriero.checkpoint.formats.hf_directory import open_hf, write_hf
 from arriero.checkpoint.formats.meta_directory import open_meta, write_meta
-from arriero.checkpoint.formats.model_reader import AS_IT_IS, Advance, Source, Writing, silent
+from arriero.checkpoint.formats.model_reader import (
+    DEFAULT_OPTIONS,
+    Advance,
+    ModelReader,
+    WriteOptions,
+    no_progress,
+)
 from arriero.data.text.hub import local_model
 from arriero.errors import UserError
 from arriero.files import check_free_space, staged_directory
 from arriero.model.family import build_model
 
 Format = Literal["hf", "meta", "dcp", "torch"]
-Write = Callable[[Source, Path, Writing, Advance], None]
+Write = Callable[[ModelReader, Path, WriteOptions, Advance], None]
 
 WRITERS: dict[str, Write] = {"hf": write_hf, "meta": write_meta, "dcp": write_dcp, "torch": write_torch}
 _LOOKED_FOR = (
@@ -30,7 +36,7 @@ _LOOKED_FOR = (
 _CHUNK = 1 << 22
 
 
-def open_source(path: Path) -> Source:
+def open_model(path: Path) -> ModelReader:
     """The format is seen from the files that are there."""
     path = Path(path)
     if not path.exists():
@@ -47,7 +53,9 @@ def open_source(path: Path) -> Source:
         return open_torch(path)
     if any(any(path.glob(name)) for name in ("config.json", "*.safetensors", "pytorch_model*.bin")):
         return open_hf(path)
-    usable = [saved.directory for saved in saved_in(path, report_unreadable=True) if not saved.problem]
+    usable = [
+        saved.directory for saved in find_checkpoints(path, report_unreadable=True) if not saved.problem
+    ]
     inside = [*filter(Path.is_dir, [path / "model"]), *usable[-1:]]
     if (path / "run.toml").is_file() and inside:
         names = " or ".join(map(str, inside))
@@ -57,7 +65,7 @@ def open_source(path: Path) -> Source:
 
 def load_model(path: str | Path, device: str | torch.device, dtype: torch.dtype | None = None) -> nn.Module:
     """Load a model of any format, one tensor at a time, as a module whose call returns logits."""
-    source = open_source(_model_directory(local_model(str(path))))
+    source = open_model(_model_directory(local_model(str(path))))
     dtype = dtype or max((tensor.dtype for tensor in source.tensors.values()), key=lambda each: each.itemsize)
     with torch.device("meta"):
         model = build_model(source.spec).to(dtype)
@@ -73,12 +81,16 @@ def _model_directory(path: Path) -> Path:
     """Return the newest valid checkpoint of a run, or its exported model; other paths as they are."""
     if not (path / "run.toml").is_file() or (path / ".metadata").is_file():
         return path
-    usable = [saved.directory for saved in saved_in(path) if saved.problem is None]
+    usable = [saved.directory for saved in find_checkpoints(path) if saved.problem is None]
     return usable[-1] if usable else path / "model"
 
 
 def convert(
-    source: Source, target: Path, to: Format, writing: Writing = AS_IT_IS, advance: Advance = silent
+    source: ModelReader,
+    target: Path,
+    to: Format,
+    writing: WriteOptions = DEFAULT_OPTIONS,
+    advance: Advance = no_progress,
 ) -> None:
     """The target appears when all of it is on the disk, or not at all."""
     target = Path(target)
@@ -98,7 +110,7 @@ def convert(
         raise UserError(f"{target} cannot be written ({error})", todo) from None
 
 
-def average(sources: Sequence[Source], weights: Sequence[float] | None = None) -> Source:
+def average(sources: Sequence[ModelReader], weights: Sequence[float] | None = None) -> ModelReader:
     """A model whose every weight is the weighted mean; types, tokenizer and format are the first one's."""
     if len(sources) < 2:
         raise UserError("an average needs at least two models", "name more of them")
@@ -134,7 +146,7 @@ def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def _refuse_unlike(first: Source, other: Source) -> None:
+def _refuse_unlike(first: ModelReader, other: ModelReader) -> None:
     ours, theirs = ({**s.spec.to_dict(), "nominal_params": None} for s in (first, other))
     odd = [
         f"{n} {ours.get(n)} and {theirs.get(n)}" for n in {**ours, **theirs} if ours.get(n) != theirs.get(n)

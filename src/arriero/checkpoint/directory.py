@@ -89,7 +89,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise Invalid(f"{MANIFEST} is damaged ({type(error).__name__})") from None
 
 
-def damaged_files(
+def find_damage(
     directory: Path,
     manifest: Manifest,
     only: Iterable[str] | None = None,
@@ -115,7 +115,7 @@ def damaged_files(
     return {name: problem for name, problem in zip(names, found, strict=True) if problem}
 
 
-def wrong_sizes(directory: Path, manifest: Manifest) -> dict[str, str]:
+def find_wrong_sizes(directory: Path, manifest: Manifest) -> dict[str, str]:
     """Compare sizes only, without reading the files."""
     problems = {}
     for name, file in manifest.files.items():
@@ -151,7 +151,7 @@ _ASIDE = re.compile(rf"step-(\d{{8,}})\.(?:{DAMAGED[1:]}|{_REPLACED[1:]})(?:-\d+
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint by its manifest. `problem`: why it cannot be used; `damaged`: its content proves that."""
 
     directory: Path
@@ -161,11 +161,11 @@ class Saved:
     damaged: bool = False
 
 
-def name_of(step: int) -> str:
+def directory_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def saved_in(run_dir: Path, report_unreadable: bool = False) -> list[Saved]:
+def find_checkpoints(run_dir: Path, report_unreadable: bool = False) -> list[SavedCheckpoint]:
     """The published checkpoints by step, judged by their manifests alone.
 
     A manifest that cannot be read raises UserError, or becomes a problem with `report_unreadable`.
@@ -178,13 +178,13 @@ def saved_in(run_dir: Path, report_unreadable: bool = False) -> list[Saved]:
             except UserError as error:
                 if not report_unreadable:
                     raise
-                saved = Saved(path, int(match[1]), None, error.what)
+                saved = SavedCheckpoint(path, int(match[1]), None, error.what)
             if saved is not None:
                 found.append(saved)
     return sorted(found, key=lambda saved: saved.step)
 
 
-def aside_in(run_dir: Path) -> list[tuple[int, Path]]:
+def find_renamed(run_dir: Path) -> list[tuple[int, Path]]:
     """Step and directory of each checkpoint that was renamed aside."""
     found = [(_ASIDE.fullmatch(path.name), path) for path in _entries(run_dir)]
     return sorted((int(match[1]), path) for match, path in found if match)
@@ -200,7 +200,7 @@ def _entries(run_dir: Path) -> list[Path]:
         raise unreadable(folder, error) from None
 
 
-def _look(path: Path, step: int) -> Saved | None:
+def _look(path: Path, step: int) -> SavedCheckpoint | None:
     try:
         if not stat.S_ISDIR(path.stat().st_mode):
             return None
@@ -212,13 +212,15 @@ def _look(path: Path, step: int) -> Saved | None:
     try:
         manifest = read_manifest(path)
     except Invalid as error:
-        return Saved(path, step, None, str(error), damaged=not isinstance(error, Newer))
+        return SavedCheckpoint(path, step, None, str(error), damaged=not isinstance(error, Newer))
     if manifest.step != step:
-        return Saved(path, step, manifest, f"holds step {manifest.step} according to its manifest", True)
-    return Saved(path, step, manifest)
+        return SavedCheckpoint(
+            path, step, manifest, f"holds step {manifest.step} according to its manifest", True
+        )
+    return SavedCheckpoint(path, step, manifest)
 
 
-def tidy(run_dir: Path) -> list[str]:
+def remove_unfinished(run_dir: Path) -> list[str]:
     """Remove what was never published. Returns remarks; a leftover that cannot be removed is only one."""
     remarks = []
     for path in _entries(run_dir):
@@ -256,7 +258,7 @@ def remove(path: Path) -> str | None:
     return str(serious[0]) if serious else None
 
 
-def set_aside(path: Path, suffix: str = DAMAGED) -> Path:
+def rename_aside(path: Path, suffix: str = DAMAGED) -> Path:
     """Rename a checkpoint so that it is neither used nor deleted; raises OSError where that fails."""
     aside = free_name(path.with_name(path.name + suffix))
     path.rename(aside)
@@ -274,14 +276,14 @@ def free_name(path: Path, suffix: str = "") -> Path:
 def publish(path: Path, final: Path) -> None:
     """The one rename that makes a checkpoint. What has its name cannot be used here, but is not deleted."""
     if os.path.lexists(final):
-        set_aside(final, _REPLACED)
+        rename_aside(final, _REPLACED)
     publish_directory(path, final)
 
 
-def checkpoint_at(path: Path) -> Path:
+def resolve_checkpoint(path: Path) -> Path:
     """A checkpoint by its own path, or the newest of a run."""
     if (path / CHECKPOINTS).is_dir():
-        usable = [saved for saved in saved_in(path) if saved.problem is None]
+        usable = [saved for saved in find_checkpoints(path) if saved.problem is None]
         if not usable:
             raise UserError(f"{path} has no checkpoint that can be used", "see `arriero ckpt list`")
         return usable[-1].directory
@@ -290,12 +292,12 @@ def checkpoint_at(path: Path) -> Path:
     return path
 
 
-class Mark(NamedTuple):
+class SavedStep(NamedTuple):
     step: int
     tokens: int
 
 
-def to_delete(saved: Sequence[Mark], keep: int, period: int | None) -> list[int]:
+def expired_steps(saved: Sequence[SavedStep], keep: int, period: int | None) -> list[int]:
     """Steps of all but the newest `keep` and the first after each whole `period` of tokens."""
     ordered = sorted(saved)
     gone, before = [], 0
@@ -308,7 +310,7 @@ def to_delete(saved: Sequence[Mark], keep: int, period: int | None) -> list[int]
 
 
 @dataclass(frozen=True)
-class Room:
+class DiskSpace:
     """`each` is the size of a checkpoint in bytes."""
 
     free: int
@@ -323,10 +325,10 @@ class Room:
         return f"{which} still fit{'s' if self.fits == 1 else ''} ({human_bytes(self.free)} free)"
 
 
-def room_at(path: Path, each: int) -> Room:
-    return Room(free_bytes(path), each)
+def disk_space(path: Path, each: int) -> DiskSpace:
+    return DiskSpace(free_bytes(path), each)
 
 
-def refuse_no_room(path: Path, each: int) -> Room:
+def require_space(path: Path, each: int) -> DiskSpace:
     check_free_space(path, each, "a checkpoint", "make room, or set run.dir to a larger disk")
-    return room_at(path, each)
+    return disk_space(path, each)

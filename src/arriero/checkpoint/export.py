@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arriero.checkpoint.formats.hf_directory import write_hf
-from arriero.checkpoint.formats.model_reader import AS_IT_IS, Source, Writing
+from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, ModelReader, WriteOptions
 from arriero.checkpoint.ranks import Ranks
-from arriero.checkpoint.state import Piece, pieces_of
+from arriero.checkpoint.state import LocalPart, local_parts
 from arriero.errors import UserError
 from arriero.files import check_free_space, replaced_directory
 from arriero.model.name_maps import hf_from_own
@@ -27,14 +27,16 @@ def never() -> bool:
     return False
 
 
-def export_hf(source: Source, gather: "Gather", directory: Path, writing: Writing = AS_IT_IS) -> bool:
+def export_hf(
+    source: ModelReader, gather: "Gather", directory: Path, writing: WriteOptions = DEFAULT_OPTIONS
+) -> bool:
     """Write a Hugging Face directory on rank 0 while all ranks send it their parts.
 
     Called by all ranks; `source.load` must be `gather.tensor`. Returns False if a rank asked to stop.
     """
     todo = "make room; the same command, or `arriero ckpt convert` of a checkpoint, exports again"
     try:
-        if gather.ranks.leads:
+        if gather.ranks.is_leader:
             try:
                 with replaced_directory(directory) as making:
                     check_free_space(making, source.nbytes(writing.dtype), "the model", todo)
@@ -49,7 +51,7 @@ def export_hf(source: Source, gather: "Gather", directory: Path, writing: Writin
     except _Stopped:
         return False
     except Exception as error:
-        if gather.ranks.leads:
+        if gather.ranks.is_leader:
             gather.fail(error)
         raise
     return True
@@ -73,7 +75,7 @@ class Gather:
         ranks: Ranks,
         stop: StopRequested = never,
     ) -> None:
-        self._tensors, self._pieces = tensors, pieces_of(local)
+        self._tensors, self._pieces = tensors, local_parts(local)
         self.ranks, self._stop = ranks, stop
 
     def tensor(self, name: str) -> Tensor:
@@ -84,7 +86,7 @@ class Gather:
         senders = {place: rank for rank, place in reversed(list(enumerate(locations))) if place is not None}
         sends = self.ranks.rank in senders.values()
         local = piece.local.detach().to("cpu", expected.dtype) if piece is not None and sends else expected
-        if not self.ranks.leads:
+        if not self.ranks.is_leader:
             if sends:
                 dist.send(local.contiguous(), dst=0, group=self.ranks.group)
             return torch.empty(0)
@@ -111,23 +113,23 @@ class Gather:
         """Raise rank 0's error on all ranks: called by rank 0 while the others are in their next call."""
         if self.ranks.size > 1:
             self._exchange(_FAILED, None)
-            self.ranks.by_leader(partial(_raise, error))
+            self.ranks.on_leader(partial(_raise, error))
 
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
         buffer = torch.empty(shape, dtype=dtype)
         dist.recv(buffer, src=rank, group=self.ranks.group)
         return buffer
 
-    def _agree(self, status: int, piece: Piece | None) -> list[Location | None]:
+    def _agree(self, status: int, piece: LocalPart | None) -> list[Location | None]:
         """Return where each rank's part lies; end the export on all ranks if one of them asks for it."""
         statuses, locations = self._exchange(status, piece)
         if _FAILED in statuses:
-            self.ranks.by_leader(lambda: None)
+            self.ranks.on_leader(lambda: None)
         if _STOP in statuses:
             raise _Stopped
         return locations
 
-    def _exchange(self, status: int, piece: Piece | None) -> tuple[list[int], list[Location | None]]:
+    def _exchange(self, status: int, piece: LocalPart | None) -> tuple[list[int], list[Location | None]]:
         location = None
         if piece is not None and piece.local.numel():
             location = tuple(piece.offset), tuple(piece.local.shape)

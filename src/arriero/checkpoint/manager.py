@@ -16,25 +16,25 @@ from arriero.checkpoint.directory import (
     UNFINISHED,
     File,
     Manifest,
-    Mark,
-    Saved,
-    aside_in,
-    damaged_files,
+    SavedCheckpoint,
+    SavedStep,
     delete,
+    directory_name,
+    disk_space,
+    expired_steps,
+    find_checkpoints,
+    find_damage,
+    find_renamed,
     free_name,
-    name_of,
     publish,
-    refuse_no_room,
     remove,
-    room_at,
-    saved_in,
-    set_aside,
-    tidy,
-    to_delete,
+    remove_unfinished,
+    rename_aside,
+    require_space,
 )
 from arriero.checkpoint.ranks import Failed, Ranks, explain
 from arriero.checkpoint.save_plan import SavePlan
-from arriero.checkpoint.state import METADATA, Piece, Staging, listed, write_pieces
+from arriero.checkpoint.state import METADATA, LocalPart, Staging, listed, write_parts
 from arriero.errors import UserError
 from arriero.files import sha256_of_file, sync
 from arriero.units import counted
@@ -43,17 +43,17 @@ START_OVER_ADVICE = "--set checkpoint.start_over=true moves old checkpoints asid
 
 
 @dataclass(frozen=True)
-class Unit:
+class SaveRequest:
     """All that is saved together. `files` are small; `about` makes the manifest around all checksums."""
 
     step: int
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, LocalPart]
     files: Mapping[str, bytes]
     about: Callable[[Mapping[str, File]], Manifest]
 
 
 @dataclass(frozen=True)
-class Report:
+class SaveReport:
     """The result of a save. `still_fit` is how many more the disk holds; `warnings` concern old checkpoints
     that could not be deleted."""
 
@@ -87,30 +87,32 @@ class Checkpoints:
         self._staging, self._background = Staging(), background
         self._plan = SavePlan()
         self._thread: threading.Thread | None = None
-        self._reports: deque[Report] = deque()
+        self._reports: deque[SaveReport] = deque()
         self._damaged: set[str] = set()
 
-    def newest(self, start_over: bool = False) -> tuple[Saved | None, list[str]]:
+    def newest(self, start_over: bool = False) -> tuple[SavedCheckpoint | None, list[str]]:
         """The newest valid checkpoint, if there is any, and remarks on the others. Called by all ranks.
 
         Where there are checkpoints and none can be loaded, it moves them aside with `start_over` and refuses
         without it. Damaged ones are renamed once a valid one is found; nothing published is deleted.
         """
-        found, aside = self._ranks.by_leader(lambda: (saved_in(self._run_dir), aside_in(self._run_dir)))
+        found, aside = self._ranks.on_leader(
+            lambda: (find_checkpoints(self._run_dir), find_renamed(self._run_dir))
+        )
         problems = {saved.directory.name: saved.problem for saved in found if saved.problem}
         damaged = [saved.directory for saved in found if saved.damaged]
         for saved in reversed(found):
             if saved.problem is None:
-                if problem := damage_of(saved, self._ranks):
+                if problem := verify_by_ranks(saved, self._ranks):
                     problems[saved.directory.name] = problem
                     damaged.append(saved.directory)
                     continue
-                done = self._ranks.by_leader(lambda: self._set_aside(damaged))
+                done = self._ranks.on_leader(lambda: self._rename_aside(damaged))
                 remarks = [
                     f"checkpoint {name} {problem}: not used{done.get(name, '')}"
                     for name, problem in problems.items()
                 ]
-                return saved, remarks + self._ranks.by_leader(lambda: tidy(self._run_dir))
+                return saved, remarks + self._ranks.on_leader(lambda: remove_unfinished(self._run_dir))
         problems |= {path.name: "was renamed aside earlier" for _, path in aside}
         if problems and start_over:
             return None, self.start_over()
@@ -120,14 +122,14 @@ class Checkpoints:
                 f"no checkpoint of {self._run_dir} can be loaded: {details}",
                 f"restore one from a copy; or {START_OVER_ADVICE}",
             )
-        return None, self._ranks.by_leader(lambda: tidy(self._run_dir))
+        return None, self._ranks.on_leader(lambda: remove_unfinished(self._run_dir))
 
-    def _set_aside(self, damaged: list[Path]) -> dict[str, str]:
+    def _rename_aside(self, damaged: list[Path]) -> dict[str, str]:
         """What became of each of them. One that keeps its name must not count as a checkpoint to keep."""
         outcomes = {}
         for path in damaged:
             try:
-                outcomes[path.name] = f", renamed to {set_aside(path).name}"
+                outcomes[path.name] = f", renamed to {rename_aside(path).name}"
             except OSError as error:
                 outcomes[path.name] = f", and it cannot be renamed ({error})"
                 self._damaged.add(path.name)
@@ -146,16 +148,16 @@ class Checkpoints:
                 raise UserError(f"{self.folder} cannot be renamed ({error})", "rename it yourself") from None
             return [f"{self.folder} was moved to {aside.name} (checkpoint.start_over)"]
 
-        return self._ranks.by_leader(move)
+        return self._ranks.on_leader(move)
 
-    def save(self, unit: Unit) -> float:
+    def save(self, unit: SaveRequest) -> float:
         """Returns the seconds training had to wait. `reports` has what failed while writing.
 
         Called by all ranks. Non-finite weights or state are not saved: all ranks raise the same UserError.
         """
         start = time.perf_counter()
         self.wait()
-        staged = Unit(unit.step, self._staging.copy(unit.pieces), unit.files, unit.about)
+        staged = SaveRequest(unit.step, self._staging.copy(unit.pieces), unit.files, unit.about)
         self._refuse_non_finite(unit.step)
         if not self._background:
             self._write(staged, start)
@@ -172,10 +174,10 @@ class Checkpoints:
         found = self._staging.non_finite
         if not self._ranks.any(bool(found)):
             return
-        names = sorted({name for part in self._ranks.together(lambda: found) for name in part})
+        names = sorted({name for part in self._ranks.on_all_ranks(lambda: found) for name in part})
         contain = "contains" if len(names) == 1 else "contain"
         problem = f"{counted(len(names), 'tensor')} {contain} non-finite values: {listed(names)}"
-        self._reports.append(Report(step, 0.0, 0.0, error=problem))
+        self._reports.append(SaveReport(step, 0.0, 0.0, error=problem))
         raise UserError(
             f"step {step} was not saved: {problem}",
             "older checkpoints are kept, and the same command resumes from the newest; check the data and "
@@ -187,12 +189,12 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[SaveReport]:
         """Of the saves that have ended since last asked; the writing thread may add one meanwhile."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
-    def _write(self, unit: Unit, start: float, blocked: float | None = None) -> None:
-        report = Report(unit.step, 0.0, 0.0)
+    def _write(self, unit: SaveRequest, start: float, blocked: float | None = None) -> None:
+        report = SaveReport(unit.step, 0.0, 0.0)
         try:
             report = self._write_whole(unit)
         except (Exception, CheckpointException) as error:
@@ -202,30 +204,30 @@ class Checkpoints:
         waited = seconds if blocked is None else blocked
         self._reports.append(replace(report, blocked_s=waited, written_s=seconds))
 
-    def _write_whole(self, unit: Unit) -> Report:
+    def _write_whole(self, unit: SaveRequest) -> SaveReport:
         ranks = self._ranks
-        making = ranks.by_leader(lambda: self._make_room(unit.step))
+        making = ranks.on_leader(lambda: self._make_room(unit.step))
         try:
-            written = write_pieces(making, unit.pieces, ranks, self._plan)
-            parts = ranks.to_leader(
+            written = write_parts(making, unit.pieces, ranks, self._plan)
+            parts = ranks.gather_to_leader(
                 lambda: {name: _confirmed(making / name, sha) for name, sha in written.items()}
             )
             files = {name: file for part in parts for name, file in part.items()}
-            return ranks.by_leader(lambda: self._finish(unit, making, files))
+            return ranks.on_leader(lambda: self._finish(unit, making, files))
         except (Exception, CheckpointException):
-            if ranks.leads:
+            if ranks.is_leader:
                 remove(making)
             raise
 
     def _make_room(self, step: int) -> Path:
-        refuse_no_room(self.folder, self.bytes_each)
-        making = self.folder / (name_of(step) + UNFINISHED)
+        require_space(self.folder, self.bytes_each)
+        making = self.folder / (directory_name(step) + UNFINISHED)
         if os.path.lexists(making) and remove(making):
-            making = free_name(self.folder / name_of(step), UNFINISHED)
+            making = free_name(self.folder / directory_name(step), UNFINISHED)
         making.mkdir(parents=True)
         return making
 
-    def _finish(self, unit: Unit, making: Path, files: dict[str, File]) -> Report:
+    def _finish(self, unit: SaveRequest, making: Path, files: dict[str, File]) -> SaveReport:
         assert METADATA in files
         for name, content in unit.files.items():
             (making / name).write_bytes(content)
@@ -234,12 +236,12 @@ class Checkpoints:
         manifest = unit.about(files)
         (making / MANIFEST).write_bytes(manifest.to_json())
         sync(making / MANIFEST)
-        publish(making, self.folder / name_of(unit.step))
-        self._damaged.discard(name_of(unit.step))
-        report = Report(unit.step, 0.0, 0.0, manifest.size)
+        publish(making, self.folder / directory_name(unit.step))
+        self._damaged.discard(directory_name(unit.step))
+        report = SaveReport(unit.step, 0.0, 0.0, manifest.size)
         try:
             removed, warnings = self._delete_old()
-            fits = room_at(self.folder, self.bytes_each).fits
+            fits = disk_space(self.folder, self.bytes_each).fits
         except (OSError, UserError) as error:
             # the new checkpoint is in place and valid, whatever happens to older ones
             return replace(report, warnings=(f"old checkpoints were not looked at ({error})",))
@@ -247,11 +249,11 @@ class Checkpoints:
 
     def _delete_old(self) -> tuple[list[str], list[str]]:
         """What retention removed, and what it could not; called when a new checkpoint is in place."""
-        found = saved_in(self._run_dir, report_unreadable=True)
+        found = find_checkpoints(self._run_dir, report_unreadable=True)
         valid = [s for s in found if s.manifest and not s.problem and s.directory.name not in self._damaged]
-        marks = [Mark(s.step, s.manifest.tokens) for s in valid if s.manifest]
+        marks = [SavedStep(s.step, s.manifest.tokens) for s in valid if s.manifest]
         removed, warnings = [], []
-        for name in map(name_of, to_delete(marks, self._keep, self._period)):
+        for name in map(directory_name, expired_steps(marks, self._keep, self._period)):
             problem = delete(self.folder / name)
             if problem is None:
                 removed.append(name)
@@ -260,14 +262,14 @@ class Checkpoints:
         return removed, warnings
 
 
-def damage_of(saved: Saved, ranks: Ranks) -> str | None:
+def verify_by_ranks(saved: SavedCheckpoint, ranks: Ranks) -> str | None:
     """What is wrong with a checkpoint's files, or None. Called by all ranks: each reads a share of them."""
     manifest = saved.manifest
     assert manifest is not None
     # the largest first, so that every rank has about as much to read
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
     mine = by_size[ranks.rank :: ranks.size]
-    found = ranks.together(lambda: damaged_files(saved.directory, manifest, mine))
+    found = ranks.on_all_ranks(lambda: find_damage(saved.directory, manifest, mine))
     problems = {name: problem for part in found for name, problem in part.items()}
     return "; ".join(f"{name} {problem}" for name, problem in sorted(problems.items())) or None
 

@@ -26,10 +26,10 @@ class Ranks:
     group: dist.ProcessGroup | None = None
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self.rank == 0
 
-    def together(self, work: Callable[[], Result]) -> list[Result]:
+    def on_all_ranks(self, work: Callable[[], Result]) -> list[Result]:
         """Everyone's result, on every rank."""
         mine = _attempt(work)
         if self.size == 1:
@@ -38,15 +38,15 @@ class Ranks:
         dist.all_gather_object(told, mine, group=self.group)
         return _results(told)
 
-    def to_leader(self, work: Callable[[], Result]) -> list[Result]:
+    def gather_to_leader(self, work: Callable[[], Result]) -> list[Result]:
         """Everyone's result on rank 0, nothing elsewhere; a failure is raised on all ranks."""
         mine = _attempt(work)
         if self.size == 1:
             return _results([mine])
-        told: list[Any] | None = [None] * self.size if self.leads else None
+        told: list[Any] | None = [None] * self.size if self.is_leader else None
         dist.gather_object(mine, told, dst=0, group=self.group)
         results: list[Result] = []
-        self.by_leader(lambda: results.extend(_results(told or [])))
+        self.on_leader(lambda: results.extend(_results(told or [])))
         return results
 
     def any(self, flag: bool) -> bool:
@@ -57,9 +57,9 @@ class Ranks:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return bool(found)
 
-    def by_leader(self, work: Callable[[], Result]) -> Result:
+    def on_leader(self, work: Callable[[], Result]) -> Result:
         """Done once; the others learn the result."""
-        said: list[Any] = [_attempt(work) if self.leads else None]
+        said: list[Any] = [_attempt(work) if self.is_leader else None]
         if self.size > 1:
             dist.broadcast_object_list(said, src=0, group=self.group)
         return _results(said)[0]

@@ -191,7 +191,7 @@ class Held(Protocol):
 
 
 @dataclass(frozen=True)
-class Table:
+class PartTable:
     """A rank's pieces. `heads` has a line per tensor: name, type, shape; `rows` where each piece lies: its
     offset, then its size, padded with 0 and 1 to as many dimensions as any tensor of the rank has."""
 
@@ -199,7 +199,7 @@ class Table:
     rows: Ints
 
     @staticmethod
-    def of(pieces: Mapping[str, Held]) -> "Table":
+    def of(pieces: Mapping[str, Held]) -> "PartTable":
         lines, most = [], max((len(piece.shape) for piece in pieces.values()), default=0)
         rows = np.tile(np.repeat(np.array([0, 1]), most), (len(pieces), 1))
         for row, (name, piece) in zip(rows, pieces.items(), strict=True):
@@ -207,9 +207,9 @@ class Table:
             lines.append(f"{name}\t{str(piece.local.dtype).removeprefix('torch.')}\t{shape}")
             row[: len(piece.shape)] = piece.offset
             row[most : most + len(piece.shape)] = piece.local.shape
-        return Table("\n".join(lines).encode(), rows)
+        return PartTable("\n".join(lines).encode(), rows)
 
-    def same_as(self, other: "Table") -> bool:
+    def same_as(self, other: "PartTable") -> bool:
         return self.heads == other.heads and np.array_equal(self.rows, other.rows)
 
     def packed(self) -> tuple[bytes, bytes, int]:
@@ -226,7 +226,7 @@ def unpack(packed: bytes, columns: int = 1) -> Ints:
     return flat.reshape(-1, columns).cumsum(axis=0) if columns else flat.reshape(0, 0)
 
 
-class World:
+class WritePlan:
     """The pieces of all ranks, on rank 0: who writes each, and the index once the written sizes are known."""
 
     def __init__(self, packed: Sequence[tuple[bytes, bytes, int]]) -> None:
@@ -333,25 +333,25 @@ class SavePlan:
     """One on each rank, used by every save of a run. All ranks call its methods together."""
 
     def __init__(self) -> None:
-        self._table: Table | None = None
+        self._table: PartTable | None = None
         self._names: list[str] = []
-        self._world: World | None = None
+        self._world: WritePlan | None = None
         self._lengths: Ints | None = None
         self._index, self._sha256 = b"", ""
 
     def names(self, pieces: Mapping[str, Held], ranks: Ranks) -> list[str]:
         """The pieces this rank writes, in order."""
-        table = Table.of(pieces)
+        table = PartTable.of(pieces)
         if ranks.any(self._table is None or not table.same_as(self._table)):
-            packed = ranks.to_leader(table.packed)
-            masks = ranks.by_leader(lambda: self._arrange(packed))
+            packed = ranks.gather_to_leader(table.packed)
+            masks = ranks.on_leader(lambda: self._arrange(packed))
             mine = np.unpackbits(np.frombuffer(masks[ranks.rank], np.uint8), count=len(pieces)).astype(bool)
             self._names = [name for name, wanted in zip(pieces, mine, strict=True) if wanted]
             self._table, self._lengths = table, None
         return self._names
 
     def _arrange(self, packed: Sequence[tuple[bytes, bytes, int]]) -> list[bytes]:
-        self._world = World(packed)
+        self._world = WritePlan(packed)
         return self._world.masks()
 
     def index(self, lengths: Sequence[int], ranks: Ranks) -> tuple[bytes, str]:
@@ -361,13 +361,13 @@ class SavePlan:
         if ranks.any(self._lengths is None or not np.array_equal(written, self._lengths)):
             # rank 0 has forgotten the pieces of the others once there was an index
             again = table.packed() if self._lengths is not None else None
-            found = ranks.to_leader(lambda: (again, pack(written[:, None])))
-            ranks.by_leader(lambda: self._make_index(found))
+            found = ranks.gather_to_leader(lambda: (again, pack(written[:, None])))
+            ranks.on_leader(lambda: self._make_index(found))
             self._lengths = written
         return self._index, self._sha256
 
     def _make_index(self, found: Sequence[tuple[tuple[bytes, bytes, int] | None, bytes]]) -> None:
-        world = self._world or World([packed for packed, _ in found if packed is not None])
+        world = self._world or WritePlan([packed for packed, _ in found if packed is not None])
         self._index = world.index([unpack(lengths)[:, 0] for _, lengths in found])
         self._sha256 = sha256_of(self._index)
         self._world = None

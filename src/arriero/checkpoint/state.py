@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from arriero.checkpoint.directory import Manifest, unreadable
-from arriero.checkpoint.formats.dcp_directory import CarefulReader
+from arriero.checkpoint.formats.dcp_directory import SafeDcpReader
 from arriero.checkpoint.ranks import Ranks, cause_of
 from arriero.checkpoint.save_plan import SavePlan, file_of
 from arriero.errors import UserError
@@ -34,7 +34,7 @@ from arriero.parallel.dtensor import local_shard
 Value = TypeVar("Value")
 
 
-class OneByOne(Mapping[str, Value]):
+class LazyMapping(Mapping[str, Value]):
     """For tensors that are computed from others and would not fit beside them all at once."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Value]]) -> None:
@@ -54,7 +54,7 @@ METADATA = ".metadata"
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalPart:
     """What this rank holds of a tensor; `local` is empty where that is nothing."""
 
     local: Tensor
@@ -68,17 +68,17 @@ class Piece:
         return [ChunkStorageMetadata(torch.Size(self.offset), self.local.shape)]
 
 
-def pieces_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Piece]:
+def local_parts(tensors: Mapping[str, Tensor]) -> Mapping[str, LocalPart]:
     """They share memory with the tensors: what is read into a piece is in the tensor."""
-    return OneByOne({name: partial(_piece, tensors, name) for name in tensors})
+    return LazyMapping({name: partial(_piece, tensors, name) for name in tensors})
 
 
-def _piece(tensors: Mapping[str, Tensor], name: str) -> Piece:
+def _piece(tensors: Mapping[str, Tensor], name: str) -> LocalPart:
     tensor = tensors[name]
-    return Piece(*local_shard(tensor), tensor.shape)
+    return LocalPart(*local_shard(tensor), tensor.shape)
 
 
-class Extremes:
+class FiniteCheck:
     """The least and greatest value of each tensor added, left on its device until `non_finite` is asked for.
 
     Both are finite exactly when the whole tensor is: aminmax propagates NaN.
@@ -111,8 +111,8 @@ class Staging:
         self._buffers: dict[str, Tensor] = {}
         self.non_finite: list[str] = []
 
-    def copy(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-        staged, from_gpu, extremes = {}, False, Extremes()
+    def copy(self, pieces: Mapping[str, LocalPart]) -> dict[str, LocalPart]:
+        staged, from_gpu, extremes = {}, False, FiniteCheck()
         for name, piece in pieces.items():
             extremes.add(name, piece.local)
             from_gpu |= piece.local.is_cuda
@@ -122,26 +122,26 @@ class Staging:
                 buffer = torch.empty_like(piece.local, device="cpu", pin_memory=pinned)
                 self._buffers[name] = buffer
             buffer.copy_(piece.local, non_blocking=True)
-            staged[name] = Piece(buffer, piece.offset, piece.shape)
+            staged[name] = LocalPart(buffer, piece.offset, piece.shape)
         if from_gpu:
             torch.cuda.synchronize()
         self.non_finite = extremes.non_finite()
         return staged
 
 
-def write_pieces(
-    directory: Path, pieces: Mapping[str, Piece], ranks: Ranks, plan: SavePlan
+def write_parts(
+    directory: Path, pieces: Mapping[str, LocalPart], ranks: Ranks, plan: SavePlan
 ) -> dict[str, str]:
     """Called by all ranks. The sha256 of each file this rank wrote, of the bytes on their way to it."""
     names = plan.names(pieces, ranks)
     path = directory / file_of(ranks.rank)
     written: list[tuple[str, list[int]]] = []
-    ranks.to_leader(lambda: written.append(_write_file(path, [pieces[name].local for name in names])))
+    ranks.gather_to_leader(lambda: written.append(_write_file(path, [pieces[name].local for name in names])))
     sha256, lengths = written[0]
     index, of_index = plan.index(lengths, ranks)
-    ranks.by_leader(lambda: (directory / METADATA).write_bytes(index))
+    ranks.on_leader(lambda: (directory / METADATA).write_bytes(index))
     own = {path.name: sha256} if names else {}
-    return own | ({METADATA: of_index} if ranks.leads else {})
+    return own | ({METADATA: of_index} if ranks.is_leader else {})
 
 
 def _write_file(path: Path, tensors: Sequence[Tensor]) -> tuple[str, list[int]]:
@@ -180,7 +180,7 @@ class _Hashed:
     def flush(self) -> None: ...
 
 
-def read_pieces(reader: CarefulReader, pieces: Mapping[str, Piece], ranks: Ranks) -> None:
+def read_parts(reader: SafeDcpReader, pieces: Mapping[str, LocalPart], ranks: Ranks) -> None:
     """Called by all ranks, each with the pieces it needs. Each reads on its own; all fail together."""
     _hush()
     wanted = cast(dict[str, Any], dict(pieces))
@@ -194,7 +194,7 @@ def read_pieces(reader: CarefulReader, pieces: Mapping[str, Piece], ranks: Ranks
                 raise unreadable(Path(cause.filename or reader.path), cause) from None
             raise
 
-    ranks.together(load)
+    ranks.on_all_ranks(load)
 
 
 def _hush() -> None:
@@ -231,22 +231,22 @@ _LISTED = 12
 Moments = Mapping[str, Mapping[str, Tensor]]
 
 
-def flat(weights: Mapping[str, Tensor], state: Moments) -> Mapping[str, Tensor]:
+def named_tensors(weights: Mapping[str, Tensor], state: Moments) -> Mapping[str, Tensor]:
     """Under their names in checkpoints; each is taken from where it is when it is asked for."""
     makers = {MODEL + name: partial(weights.__getitem__, name) for name in weights}
     for name, kinds in state.items():
         makers |= {f"{OPTIM}{name}.{kind}": partial(kinds.__getitem__, kind) for kind in kinds}
-    return OneByOne(makers)
+    return LazyMapping(makers)
 
 
-def flat_weights(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    return flat(weights, {})
+def named_weights(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return named_tensors(weights, {})
 
 
-Described = Mapping[str, tuple[str, list[int]]]
+TensorInfo = Mapping[str, tuple[str, list[int]]]
 
 
-def described(pieces: Mapping[str, Piece]) -> Described:
+def describe_parts(pieces: Mapping[str, LocalPart]) -> TensorInfo:
     """Of each tensor, its type and its whole shape."""
     return {
         name: (str(piece.local.dtype).removeprefix("torch."), list(piece.shape))
@@ -254,12 +254,12 @@ def described(pieces: Mapping[str, Piece]) -> Described:
     }
 
 
-def bytes_of(tensors: Described) -> int:
+def total_bytes(tensors: TensorInfo) -> int:
     return sum(getattr(torch, dtype).itemsize * prod(shape) for dtype, shape in tensors.values())
 
 
 @dataclass(frozen=True)
-class Tolerated:
+class AllowedDifferences:
     """Patterns of names that may be missing from a checkpoint, or be in it without use."""
 
     missing: tuple[str, ...] = ()
@@ -273,7 +273,7 @@ def load_tensors(
     keep: Callable[[str, Tensor], None],
     ranks: Ranks,
     everywhere: Callable[[dict[str, Any]], dict[str, Any]],
-    tolerated: Tolerated,
+    tolerated: AllowedDifferences,
     prefix: str = "",
 ) -> None:
     """Fill the tensors, in place, from a checkpoint of any layout, and give each to `keep`; some at a time,
@@ -281,16 +281,16 @@ def load_tensors(
 
     `everywhere` joins what the ranks of a pipeline hold. Only names with `prefix` are looked at.
     """
-    pieces = pieces_of(tensors)
+    pieces = local_parts(tensors)
     wanted = everywhere({name: list(piece.shape) for name, piece in pieces.items()})
     there = {name: shape for name, (_, shape) in manifest.tensors.items() if name.startswith(prefix)}
-    _refuse_strangers(directory, wanted, there, tolerated)
+    _check_names_and_shapes(directory, wanted, there, tolerated)
     # of all ranks' names and in the file's order, lest one read less often than the others
-    sizes = {name: bytes_of({name: manifest.tensors[name]}) for name in there if name in wanted}
-    reader = CarefulReader(directory)
+    sizes = {name: total_bytes({name: manifest.tensors[name]}) for name in there if name in wanted}
+    reader = SafeDcpReader(directory)
     for names in _batches(sizes, _READ_AT_ONCE * ranks.size):
         some = {name: tensors[name] for name in names if name in tensors}
-        read_pieces(reader, pieces_of(some), ranks)
+        read_parts(reader, local_parts(some), ranks)
         for name, tensor in some.items():
             keep(name, tensor)
 
@@ -299,11 +299,11 @@ def non_finite_tensors(
     directory: Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None
 ) -> list[str]:
     """Names of the tensors of a checkpoint with a NaN or an infinity; read whole, one at a time."""
-    reader, extremes = CarefulReader(directory), Extremes()
+    reader, extremes = SafeDcpReader(directory), FiniteCheck()
     for name, (dtype, shape) in manifest.tensors.items():
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         if tensor.is_floating_point():
-            read_pieces(reader, pieces_of({name: tensor}), Ranks())
+            read_parts(reader, local_parts({name: tensor}), Ranks())
             extremes.add(name, tensor)
         progress(tensor.nbytes)
     return extremes.non_finite()
@@ -322,8 +322,8 @@ def _batches(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
         yield batch
 
 
-def _refuse_strangers(
-    directory: Path, wanted: Mapping[str, Any], there: Mapping[str, Any], tolerated: Tolerated
+def _check_names_and_shapes(
+    directory: Path, wanted: Mapping[str, Any], there: Mapping[str, Any], tolerated: AllowedDifferences
 ) -> None:
     missing = _not_tolerated(wanted.keys() - there.keys(), tolerated.missing)
     unexpected = _not_tolerated(there.keys() - wanted.keys(), tolerated.unexpected)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from arriero.checkpoint.directory import checkpoint_at, refuse_no_room, saved_in
+from arriero.checkpoint.directory import find_checkpoints, require_space, resolve_checkpoint
 from arriero.checkpoint.manager import Checkpoints
-from arriero.checkpoint.state import bytes_of, described, flat, pieces_of
+from arriero.checkpoint.state import describe_parts, local_parts, named_tensors, total_bytes
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline, total_steps
 from arriero.data.order.ledger import check_data_unchanged, order_version
@@ -61,11 +61,13 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
     mesh, plan = build_mesh(plan)
     model, model_decisions = build_model_state(plan, mesh)
     optimizer = build_optimizer(plan, model, mesh)
-    tensors = merge_over_stages(mesh, dict(described(pieces_of(flat(model.tensors(), optimizer.state())))))
-    checkpoints = _checkpoints(plan, mesh, bytes_of(tensors))
+    tensors = merge_over_stages(
+        mesh, dict(describe_parts(local_parts(named_tensors(model.tensors(), optimizer.state()))))
+    )
+    checkpoints = _checkpoints(plan, mesh, total_bytes(tensors))
     ranks = checkpoint_ranks(mesh)
     # rank 0 rewrites the run file below, perhaps before a slower rank would read it
-    start_over = ranks.by_leader(lambda: starts_over(config))
+    start_over = ranks.on_leader(lambda: starts_over(config))
     loader = CheckpointLoader(model, mesh, config.checkpoint.load, optimizer)
     tokenizer, separators = tokenizer_of(streams.stores[0]), separators_of(streams.stores[0])
     start = start_run(config.checkpoint, loader, checkpoints, streams.train, tokenizer, start_over)
@@ -75,10 +77,10 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
         *_data_decisions(config, streams),
         *model_decisions,
         *_space_decisions(plan, mesh, checkpoints),
-        *ranks.by_leader(lambda: check_export(config, plan.resolved.spec, tokenizer, separators)),
+        *ranks.on_leader(lambda: check_export(config, plan.resolved.spec, tokenizer, separators)),
         start.decision,
     ]
-    ranks.by_leader(lambda: open_run_directory(config))
+    ranks.on_leader(lambda: open_run_directory(config))
     ledger = LedgerFile(run_directory(config), start.checkpoint)
     every, at_end = Cadence(config.checkpoint.every), config.checkpoint.at_end
     saver = Saver(checkpoints, every, at_end, ledger, tensors, start.outcome.steps)
@@ -183,9 +185,9 @@ def open_data(plan: Arrangement, progress: ProgressCallback) -> Streams:
 def _order_version(config: RunConfig) -> int:
     """Return the version of the data order of the run, or of the checkpoint it resumes from."""
     run_dir, given = run_directory(config), config.checkpoint.resume_from
-    known = [run_dir, *(saved.directory for saved in reversed(saved_in(run_dir)))]
+    known = [run_dir, *(saved.directory for saved in reversed(find_checkpoints(run_dir)))]
     if len(known) == 1 and given and Path(given).is_dir():
-        known.append(checkpoint_at(Path(given)))
+        known.append(resolve_checkpoint(Path(given)))
     return order_version(*known)
 
 
@@ -313,7 +315,7 @@ def _space_decisions(plan: Arrangement, mesh: Mesh, checkpoints: Checkpoints) ->
     section, ranks = plan.config.checkpoint, checkpoint_ranks(mesh)
     if not section.every and not section.at_end:
         return []
-    room = ranks.by_leader(lambda: refuse_no_room(checkpoints.folder, checkpoints.bytes_each))
+    room = ranks.on_leader(lambda: require_space(checkpoints.folder, checkpoints.bytes_each))
     scarce = "" if room.fits > section.keep else f"; fewer than checkpoint.keep + 1 = {section.keep + 1}"
     how = f"every {section.every}" if section.every else "at the end"
     return [Decision("checkpoints", f"{how}, the newest {section.keep} kept", f"{room}{scarce}")]

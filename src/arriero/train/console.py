@@ -15,7 +15,7 @@ from arriero.units import human_count, human_time
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from arriero.checkpoint.manager import Report
+    from arriero.checkpoint.manager import SaveReport
     from arriero.data.order.streams import SourceForecast
     from arriero.train.metrics import StepMetrics
     from arriero.train.run import RunResult
@@ -82,7 +82,7 @@ class ConsoleProgress(Hook):
         text = f"held-out loss {loss:.3f}  perplexity {perplexity:.1f}"
         self._console.print(f"step {_of_all(session, step)}  {text}")
 
-    def on_save(self, session: "Session", report: "Report") -> None:
+    def on_save(self, session: "Session", report: "SaveReport") -> None:
         if report.error is not None:
             text = f"the checkpoint of step {report.step} is NOT saved: {report.error}"
             self._console.print(f"[bold red]{escape(text)}[/]")

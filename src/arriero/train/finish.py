@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-from arriero.checkpoint.directory import saved_in
+from arriero.checkpoint.directory import find_checkpoints
 from arriero.checkpoint.export import Gather, StopRequested, export_hf, never
-from arriero.checkpoint.formats.hf_directory import load_hf, with_template
-from arriero.checkpoint.formats.model_reader import Source
+from arriero.checkpoint.formats.hf_directory import load_hf, set_bos_template
+from arriero.checkpoint.formats.model_reader import ModelReader
 from arriero.checkpoint.ranks import Ranks
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import total_steps
@@ -47,7 +47,7 @@ def check_export(
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is in the way of the exported model", "move it away")
     check_free_space(directory, size, "the model", "make room, or set checkpoint.export = false")
-    with_template(read_definition(tokenizer.path), separators.bos.id if separators.bos else None)
+    set_bos_template(read_definition(tokenizer.path), separators.bos.id if separators.bos else None)
     reason = f"{separators} around a document, as in the data"
     if spec.dim % spec.heads:
         reason += f"; transformers cannot load it: dim {spec.dim} is no multiple of heads {spec.heads}"
@@ -64,7 +64,7 @@ def export_model(session: Session, stop: StopRequested = never) -> Path | None:
     ranks = Ranks(world.rank, world.size)
     tensors = {name: t.to(_master_dtype(session.config)) for name, t in own_tensors(session.spec).items()}
     gather = Gather(tensors, session.model.tensors(), ranks, stop)
-    source = Source(
+    source = ModelReader(
         "memory",
         "the model",
         session.spec,
@@ -88,7 +88,7 @@ def outcome_if_ended(config: RunConfig) -> Outcome | None:
     run_dir = run_directory(config)
     if starts_over(config) or not (run_dir / MODEL / "config.json").is_file():
         return None
-    usable = [saved for saved in saved_in(run_dir) if saved.problem is None]
+    usable = [saved for saved in find_checkpoints(run_dir) if saved.problem is None]
     try:
         outcome = Outcome.from_state(read_state(usable[-1].directory)) if usable else _ended_unsaved(run_dir)
     except (OSError, ValueError, KeyError):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from arriero.checkpoint.manager import Report
+    from arriero.checkpoint.manager import SaveReport
     from arriero.train.metrics import StepMetrics
     from arriero.train.saving import Outcome
     from arriero.train.session import Session
@@ -29,7 +29,7 @@ class Hook:
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None: ...
 
-    def on_save(self, session: "Session", report: "Report") -> None: ...
+    def on_save(self, session: "Session", report: "SaveReport") -> None: ...
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None: ...
 
@@ -62,7 +62,7 @@ class Hooks(Hook):
         for hook in self._hooks:
             hook.on_evaluation(session, step, tokens, loss)
 
-    def on_save(self, session: "Session", report: "Report") -> None:
+    def on_save(self, session: "Session", report: "SaveReport") -> None:
         for hook in self._hooks:
             hook.on_save(session, report)
 

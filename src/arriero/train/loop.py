@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from arriero.checkpoint.directory import saved_in
+from arriero.checkpoint.directory import find_checkpoints
 from arriero.errors import UserError
 from arriero.interrupt import Interrupted
 from arriero.train.finish import finished_model
@@ -125,7 +125,7 @@ def _measured(
 
 def _too_many_skips(session: Session, step: int, in_a_row: int) -> tuple[str, str]:
     optim = session.config.optim
-    saved = [each.step for each in saved_in(session.run_dir) if each.problem is None]
+    saved = [each.step for each in find_checkpoints(session.run_dir) if each.problem is None]
     resume = f" --set checkpoint.resume_from={session.run_dir}" if saved else ""
     whence = f"continue from the checkpoint of step {saved[-1]}" if saved else "start again"
     return (

@@ -17,7 +17,7 @@ from tensorboard.compat.proto.event_pb2 import Event  # pyrefly: ignore[missing-
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyrefly: ignore[missing-module-attribute]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from arriero.checkpoint.manager import Report
+from arriero.checkpoint.manager import SaveReport
 from arriero.data.order.ledger import LEDGER, Stretch, begin_ledger, ledger_bytes
 from arriero.events import EVENTS, EventLog, GrowingFile, LineFile, Tolerant
 from arriero.files import publish_file
@@ -163,7 +163,7 @@ class LedgerFile(Hook):
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
         self._write(self._unwritten)
 
-    def on_save(self, session: "Session", report: Report) -> None:
+    def on_save(self, session: "Session", report: SaveReport) -> None:
         """Saves are reported in the order in which they were made."""
         content = self._in_saves.popleft() if self._in_saves else b""
         if report.error is None:
@@ -223,7 +223,7 @@ class EventsFile(Hook):
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
         self._events.write("evaluation", step=step, tokens=tokens, eval_loss=loss)
 
-    def on_save(self, session: "Session", report: Report) -> None:
+    def on_save(self, session: "Session", report: SaveReport) -> None:
         fields = {name: value for name, value in asdict(report).items() if name != "error" or value}
         self._events.write("save" if report.error is None else "save failed", **fields)
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from arriero.checkpoint.state import OneByOne
+from arriero.checkpoint.state import LazyMapping
 from arriero.errors import UserError, nearest
 from arriero.model.init import plain_name
 from arriero.model.language_model import LanguageModel
@@ -130,7 +130,7 @@ class ModelState:
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return all master weights by their names in checkpoints; each is assembled when it is read."""
-        return OneByOne({weight.name: weight.tensor for weight in self.weights.values()})
+        return LazyMapping({weight.name: weight.tensor for weight in self.weights.values()})
 
     def load(self, name: str, tensor: Tensor) -> None:
         """Overwrite a weight and its tied copies, low bits of the master weight included."""

@@ -8,21 +8,29 @@ from pathlib import Path
 import torch
 
 from arriero import events
-from arriero.checkpoint.convert import open_source
+from arriero.checkpoint.convert import open_model
 from arriero.checkpoint.directory import (
     CHECKPOINTS,
     MANIFEST,
     Invalid,
     Manifest,
-    Saved,
-    checkpoint_at,
+    SavedCheckpoint,
     read_manifest,
+    resolve_checkpoint,
     unreadable,
 )
-from arriero.checkpoint.formats.model_reader import Source
-from arriero.checkpoint.manager import START_OVER_ADVICE, Checkpoints, damage_of
+from arriero.checkpoint.formats.model_reader import ModelReader
+from arriero.checkpoint.manager import START_OVER_ADVICE, Checkpoints, verify_by_ranks
 from arriero.checkpoint.ranks import Ranks
-from arriero.checkpoint.state import MODEL, OPTIM, Tolerated, flat, flat_weights, load_tensors, pieces_of
+from arriero.checkpoint.state import (
+    MODEL,
+    OPTIM,
+    AllowedDifferences,
+    load_tensors,
+    local_parts,
+    named_tensors,
+    named_weights,
+)
 from arriero.config.schema import CheckpointSection, LoadSection
 from arriero.data.order.ledger import LEDGER, check_same_order, read_ledger
 from arriero.data.order.order import Stream
@@ -55,35 +63,35 @@ class CheckpointLoader:
     def load_weights(self, where: str, key: str = "checkpoint.start_from") -> Path:
         """Load weights alone from a checkpoint, a run or a model in any format, hf://OWNER/MODEL included."""
         # rank 0 downloads first; the others find the files in a shared cache or fetch their own
-        self.ranks.by_leader(lambda: local_model(where))
+        self.ranks.on_leader(lambda: local_model(where))
         path = local_model(where)
         if not (path / MANIFEST).is_file() and not (path / CHECKPOINTS).is_dir():
             # together, so that a read error on one rank ends all of them
-            self.ranks.together(lambda: self._load_from_source(open_source(path)))
+            self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(path)))
             return path
         saved = self.open(str(path), key)
-        self._load(saved, flat_weights(self.model.tensors()), MODEL)
+        self._load(saved, named_weights(self.model.tensors()), MODEL)
         return saved.directory
 
-    def load_checkpoint(self, saved: Saved) -> None:
+    def load_checkpoint(self, saved: SavedCheckpoint) -> None:
         """Load weights and optimizer state."""
         assert self.optimizer is not None
-        self._load(saved, flat(self.model.tensors(), self.optimizer.state()))
+        self._load(saved, named_tensors(self.model.tensors(), self.optimizer.state()))
 
-    def load_optimizer(self, saved: Saved) -> None:
+    def load_optimizer(self, saved: SavedCheckpoint) -> None:
         """Load optimizer state alone, beside weights from elsewhere."""
         assert self.optimizer is not None
-        self._load(saved, flat({}, self.optimizer.state()), OPTIM)
+        self._load(saved, named_tensors({}, self.optimizer.state()), OPTIM)
 
-    def open(self, path: str, key: str) -> Saved:
+    def open(self, path: str, key: str) -> SavedCheckpoint:
         """Return the checkpoint a user named; reject a damaged one and one of another model."""
         saved = open_checkpoint(Path(path), key, self.ranks)
         self._check_model(saved.directory, described(saved.directory).spec)
         return saved
 
-    def _load(self, saved: Saved, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> None:
+    def _load(self, saved: SavedCheckpoint, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> None:
         assert saved.manifest is not None
-        tolerated = Tolerated(self.allowed.allow_missing, self.allowed.allow_unexpected)
+        tolerated = AllowedDifferences(self.allowed.allow_missing, self.allowed.allow_unexpected)
         merge = partial(merge_over_stages, self.mesh)
         load_tensors(
             saved.directory, saved.manifest, tensors, self._keep, self.ranks, merge, tolerated, prefix
@@ -97,11 +105,11 @@ class CheckpointLoader:
             self.optimizer.load_moment(parameter, kind, tensor)
 
     @torch.no_grad()
-    def _load_from_source(self, source: Source) -> None:
+    def _load_from_source(self, source: ModelReader) -> None:
         """Load tensor by tensor; each rank reads its own shards."""
         self._check_model(Path(source.where), source.spec)
         for name, weight in self.model.tensors().items():
-            piece = pieces_of({name: weight})[name]
+            piece = local_parts({name: weight})[name]
             stored = source.tensors.get(name)
             if stored is None or stored.shape != piece.shape:
                 found = "nothing" if stored is None else list(stored.shape)
@@ -151,7 +159,7 @@ def start_run(
     newest, remarks = checkpoints.newest(section.start_over)
     if newest is None:
         run_dir = checkpoints.folder.parent
-        moved += loader.ranks.by_leader(lambda: check_lost_progress(run_dir, section))
+        moved += loader.ranks.on_leader(lambda: check_lost_progress(run_dir, section))
     remarks = moved + remarks
     if newest is not None:
         new_weights = _replaces_weights(section, newest.directory)
@@ -189,7 +197,7 @@ def _replaces_weights(section: CheckpointSection, newest: Path) -> bool:
 def _resume(
     section: CheckpointSection,
     loader: CheckpointLoader,
-    saved: Saved,
+    saved: SavedCheckpoint,
     reason: str,
     new_weights: bool,
     stream: Stream,
@@ -198,7 +206,7 @@ def _resume(
 ) -> StartingPoint:
     assert saved.manifest is not None
     directory = saved.directory
-    state = loader.ranks.by_leader(lambda: read_state(directory))
+    state = loader.ranks.on_leader(lambda: read_state(directory))
     check_same_tokenizer(directory, saved.manifest, tokenizer)
     check_same_order(state["data"], stream, str(directory))
     if new_weights:
@@ -220,7 +228,7 @@ def _warm_start(
     start = section.start_from
     assert start is not None
     allowed = section.load.allow_other_tokenizer
-    compared = loader.ranks.by_leader(lambda: _compare_tokenizers(local_model(start), tokenizer, allowed))
+    compared = loader.ranks.on_leader(lambda: _compare_tokenizers(local_model(start), tokenizer, allowed))
     return str(loader.load_weights(start)), compared
 
 
@@ -228,7 +236,7 @@ def _compare_tokenizers(source: Path, tokenizer: Tokenizer, allowed: bool) -> st
     """Reject weights trained with another tokenizer than the data's; return a remark."""
     if allowed:
         return ""
-    directory = checkpoint_at(source) if source.is_dir() else source.parent
+    directory = resolve_checkpoint(source) if source.is_dir() else source.parent
     names = ("tokenizer.json", "tokenizer.model")
     file = next((directory / name for name in names if (directory / name).is_file()), None)
     if file is None:
@@ -247,21 +255,21 @@ def _compare_tokenizers(source: Path, tokenizer: Tokenizer, allowed: bool) -> st
     return ""
 
 
-def open_checkpoint(path: Path, key: str, ranks: Ranks) -> Saved:
+def open_checkpoint(path: Path, key: str, ranks: Ranks) -> SavedCheckpoint:
     """Return the checkpoint at a path, after all ranks together have verified its files."""
 
-    def read() -> Saved:
-        directory = checkpoint_at(path)
+    def read() -> SavedCheckpoint:
+        directory = resolve_checkpoint(path)
         try:
             manifest = read_manifest(directory)
         except Invalid as error:
             raise UserError(
                 f"{key}: {directory} is not a checkpoint ({error})", f"give a directory with a {MANIFEST}"
             ) from None
-        return Saved(directory, manifest.step, manifest)
+        return SavedCheckpoint(directory, manifest.step, manifest)
 
-    saved = ranks.by_leader(read)
-    if problem := damage_of(saved, ranks):
+    saved = ranks.on_leader(read)
+    if problem := verify_by_ranks(saved, ranks):
         raise UserError(f"{key}: {saved.directory} is damaged ({problem})", "give another checkpoint")
     return saved
 

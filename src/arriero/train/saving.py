@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from arriero.checkpoint.directory import File, Manifest
-from arriero.checkpoint.manager import Checkpoints, Report, Unit
-from arriero.checkpoint.state import Described, flat, pieces_of
+from arriero.checkpoint.manager import Checkpoints, SaveReport, SaveRequest
+from arriero.checkpoint.state import TensorInfo, local_parts, named_tensors
 from arriero.config.fields import to_toml
 from arriero.data.order.ledger import LEDGER
 from arriero.data.tokens.tokenizer import read_definition
@@ -100,7 +100,7 @@ class Saver:
         cadence: Cadence,
         at_end: bool,
         ledger: LedgerFile,
-        tensors: Described,
+        tensors: TensorInfo,
         saved_step: int,
     ) -> None:
         self.requests = Requests()
@@ -109,7 +109,7 @@ class Saver:
         self._saved_step = saved_step
         self._stop = 0
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
-        self._failed: list[Report] = []
+        self._failed: list[SaveReport] = []
 
     def begin(self, now: float) -> None:
         self._cadence.restart(now)
@@ -126,9 +126,9 @@ class Saver:
         start = time.perf_counter()
         outcome.seconds = now
         ledger = self._ledger.write(session)
-        unit = Unit(
+        unit = SaveRequest(
             outcome.steps,
-            pieces_of(flat(session.model.tensors(), session.optimizer.state())),
+            local_parts(named_tensors(session.model.tensors(), session.optimizer.state())),
             _files(session, outcome, ledger) if session.mesh.world.is_leader else {},
             partial(_manifest, session, outcome.steps, outcome.tokens, self._tensors),
         )
@@ -211,7 +211,7 @@ def _files(session: "Session", outcome: Outcome, ledger: bytes) -> dict[str, byt
 
 
 def _manifest(
-    session: "Session", step: int, tokens: int, tensors: Described, files: Mapping[str, File]
+    session: "Session", step: int, tokens: int, tensors: TensorInfo, files: Mapping[str, File]
 ) -> Manifest:
     return Manifest(
         step=step,

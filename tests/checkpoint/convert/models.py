@@ -3,7 +3,7 @@
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from arriero.checkpoint.formats.model_reader import Source
+from arriero.checkpoint.formats.model_reader import ModelReader
 from arriero.model.family import build_model
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
@@ -34,10 +34,10 @@ def model_of(spec, seed=1):
     return model
 
 
-def in_memory(spec, seed=1, dtype=torch.float32, companions=()):
+def in_memory(spec, seed=1, dtype=torch.float32, extra_files=()):
     state = model_of(spec, seed).to(dtype).state_dict()
     tensors = {name: t.to(dtype) for name, t in own_tensors(spec).items()}
-    return Source("memory", "a model in memory", spec, tensors, state.__getitem__, dict(companions))
+    return ModelReader("memory", "a model in memory", spec, tensors, state.__getitem__, dict(extra_files))
 
 
 def equal(a, b):

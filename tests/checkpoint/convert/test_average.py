@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import in_memory, spec_of
 
-from arriero.checkpoint.convert import average, convert, open_source
+from arriero.checkpoint.convert import average, convert, open_model
 from arriero.errors import UserError
 
 SPEC = spec_of("llama3, tied")
@@ -20,8 +20,8 @@ def test_the_mean_is_weighted_and_exact_in_any_mix_of_formats(folder):
     for kind, source in zip(kinds, sources, strict=True):
         convert(source, folder / kind, kind)
     weights = [1.0, 2.0, 3.0, 4.0]
-    convert(average([open_source(folder / kind) for kind in kinds], weights), folder / "out", "hf")
-    found = open_source(folder / "out")
+    convert(average([open_model(folder / kind) for kind in kinds], weights), folder / "out", "hf")
+    found = open_model(folder / "out")
     for name in found.tensors:
         wanted = sum(w / 10 * s.load(name).double() for w, s in zip(weights, sources, strict=True))
         assert (found.load(name) - wanted).abs().max() < 1e-7 and found.load(name).dtype == torch.float32
@@ -57,7 +57,7 @@ def test_the_verbs_as_they_are_typed(folder, arriero):
         "ckpt", "average", folder / "a", folder / "b", "--weights", "0.3", "0.7", "-o", folder / "mean"
     )
     assert result.returncode == 0, result.stderr
-    mean = open_source(folder / "mean")
+    mean = open_model(folder / "mean")
     assert mean.format == "dcp"
     wanted = 0.3 * first.load("norm.weight").double() + 0.7 * second.load("norm.weight").double()
     assert (mean.load("norm.weight") - wanted).abs().max() < 1e-7

@@ -9,8 +9,8 @@ from judges import logits_of
 from models import BASE, SPECS, equal, in_memory, model_of, spec_of, tokenizer_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from arriero.checkpoint.convert import convert, open_source
-from arriero.checkpoint.formats.model_reader import Writing
+from arriero.checkpoint.convert import convert, open_model
+from arriero.checkpoint.formats.model_reader import WriteOptions
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 
@@ -42,8 +42,8 @@ def test_every_direction_keeps_weights_and_logits(name, originals, folder):
     assert logits.std() > 0.5
     for first, end in itertools.product(formats_of(name), repeat=2):
         target = folder / f"{first}-{end}"
-        convert(open_source(start / first), target, end)
-        back = open_source(target)
+        convert(open_model(start / first), target, end)
+        back = open_model(target)
         assert (back.format, back.spec) == (end, spec_of(name)), (first, end)
         assert equal(back, in_memory(spec_of(name))), (first, end)
         judged = logits_of(end, target, TOKENS, POSITIONS)
@@ -70,8 +70,8 @@ def test_the_logits_would_show_a_lost_theta_scaling_or_rotary_order(originals):
 def test_a_conversion_may_change_the_type(kind, dtype, originals, folder):
     start, _ = originals["llama2"]
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    convert(open_source(start / "dcp"), folder / "out", kind, Writing(dtype=wanted))
-    back, source = open_source(folder / "out"), in_memory(spec_of("llama2"))
+    convert(open_model(start / "dcp"), folder / "out", kind, WriteOptions(dtype=wanted))
+    back, source = open_model(folder / "out"), in_memory(spec_of("llama2"))
     assert {t.dtype for t in back.tensors.values()} == {wanted}
     assert all(torch.equal(back.load(n), source.load(n).to(wanted)) for n in source.tensors)
 
@@ -80,17 +80,17 @@ def test_numbers_too_large_for_fp16_are_refused(folder):
     source = in_memory(spec_of("llama2"))
     source.load("norm.weight")[3] = 1e6
     with pytest.raises(UserError, match=r"norm\.weight .*too large for fp16"):
-        convert(source, folder / "out", "torch", Writing(dtype=torch.float16))
+        convert(source, folder / "out", "torch", WriteOptions(dtype=torch.float16))
     assert not list(folder.iterdir())
 
 
 def test_hugging_face_results_say_all_of_the_model_and_carry_the_tokenizer(folder):
     tokenizer_file(folder / "tokenizer.json")
-    companions = {"tokenizer.json": folder / "tokenizer.json"}
+    extra_files = {"tokenizer.json": folder / "tokenizer.json"}
     spec = spec_of("llama3, tied")
-    convert(in_memory(spec, companions=companions), folder / "dcp", "dcp")
+    convert(in_memory(spec, extra_files=extra_files), folder / "dcp", "dcp")
     for start, end in (("dcp", "meta"), ("meta", "torch"), ("torch", "hf"), ("hf", "dcp2"), ("dcp2", "hf2")):
-        convert(open_source(folder / start), folder / end, end.rstrip("2"))
+        convert(open_model(folder / start), folder / end, end.rstrip("2"))
     for end in ("hf", "hf2"):
         config = AutoConfig.from_pretrained(folder / end, local_files_only=True)
         assert config.rope_parameters["rope_theta"] == 5e5 and config.rope_parameters["factor"] == 32.0
@@ -105,24 +105,24 @@ def test_hugging_face_results_say_all_of_the_model_and_carry_the_tokenizer(folde
 
 def test_ends_named_by_a_hugging_face_config_survive_formats_that_have_no_place_for_them(originals, folder):
     start, _ = originals["llama2"]
-    convert(open_source(start / "hf"), folder / "hf", "hf")
+    convert(open_model(start / "hf"), folder / "hf", "hf")
     config = json.loads((folder / "hf" / "config.json").read_text())
     changed = {**config, "eos_token_id": [5, 7], "bos_token_id": 4}
     (folder / "hf" / "config.json").write_text(json.dumps(changed))
-    convert(open_source(folder / "hf"), folder / "meta", "meta")
-    convert(open_source(folder / "meta"), folder / "again", "hf")
+    convert(open_model(folder / "hf"), folder / "meta", "meta")
+    convert(open_model(folder / "meta"), folder / "again", "hf")
     assert json.loads((folder / "again" / "config.json").read_text()) == changed
 
 
 def test_large_models_come_in_shards_with_an_index(originals, folder):
     start, logits = originals["llama2"]
-    convert(open_source(start / "torch"), folder / "out", "hf", Writing(shard_bytes=100_000))
+    convert(open_model(start / "torch"), folder / "out", "hf", WriteOptions(shard_bytes=100_000))
     files = sorted((folder / "out").glob("*.safetensors"))
     assert len(files) > 2 and all(path.stat().st_size < 110_000 for path in files)
     index = json.loads((folder / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == spec_of("llama2").parameters * 4
     assert (logits_of("hf", folder / "out", TOKENS, POSITIONS) - logits).abs().max() < 2e-4
-    assert equal(open_source(folder / "out"), in_memory(spec_of("llama2")))
+    assert equal(open_model(folder / "out"), in_memory(spec_of("llama2")))
 
 
 def test_a_checkpoint_of_training_is_read_without_its_optimizer(folder):
@@ -140,7 +140,7 @@ def test_a_checkpoint_of_training_is_read_without_its_optimizer(folder):
     state |= {f"optim.{name}.exp_avg": torch.ones_like(t) for name, t in model.state_dict().items()}
     dcp.save({**state, "step": 7}, checkpoint_id=folder / "step-00000007", no_dist=True)
     (folder / "step-00000007" / "run.toml").write_text(to_toml(config))
-    source = open_source(folder / "step-00000007")
+    source = open_model(folder / "step-00000007")
     assert source.spec == spec and source.spec.tied and "head.weight" not in source.tensors
     assert all(torch.equal(t, model.state_dict()[name]) for name, t in source.state().items())
 

@@ -9,8 +9,8 @@ from judges import logits_of
 from models import BASE, LLAMA3, SCALED, equal, in_memory, model_of
 from transformers import AutoTokenizer
 
-from arriero.checkpoint.convert import convert, open_source
-from arriero.checkpoint.formats.model_reader import Writing
+from arriero.checkpoint.convert import convert, open_model
+from arriero.checkpoint.formats.model_reader import WriteOptions
 from arriero.errors import UserError
 from arriero.model.llama.meta_names import ffn_width, meta_params, rule_of, spec_from_params
 from arriero.model.presets import load_preset, preset_names
@@ -157,7 +157,7 @@ def test_shards_hold_what_metas_code_expects_and_merge_again(name, shards, folde
     spec = ModelSpec.from_dict(SHARDED[name])
     source = in_memory(spec)
     convert(source, folder / "one", "meta")
-    convert(source, folder / "cut", "meta", Writing(model_parallel=shards))
+    convert(source, folder / "cut", "meta", WriteOptions(model_parallel=shards))
     files = sorted((folder / "cut").glob("consolidated.*.pth"))
     assert [path.name for path in files] == [f"consolidated.{i:02d}.pth" for i in range(shards)]
     whole = torch.load(folder / "one" / "consolidated.00.pth", weights_only=True)
@@ -172,53 +172,53 @@ def test_shards_hold_what_metas_code_expects_and_merge_again(name, shards, folde
     with torch.no_grad():
         logits = model_of(spec)(TOKENS, POSITIONS)
     assert (logits_of("meta", folder / "cut", TOKENS, POSITIONS) - logits).abs().max() < 2e-4
-    assert open_source(folder / "cut").spec == spec and equal(open_source(folder / "cut"), source)
+    assert open_model(folder / "cut").spec == spec and equal(open_model(folder / "cut"), source)
 
 
 def test_metas_own_directories_are_read_without_our_description(folder):
     """No model.toml, -1 for the vocabulary, the frequencies of Llama 2's files beside the weights."""
     spec = ModelSpec.from_dict(BASE)
-    convert(in_memory(spec), folder / "llama2", "meta", Writing(model_parallel=2))
+    convert(in_memory(spec), folder / "llama2", "meta", WriteOptions(model_parallel=2))
     (folder / "llama2" / "model.toml").unlink()
     params = json.loads((folder / "llama2" / "params.json").read_text())
     del params["n_kv_heads"]
     (folder / "llama2" / "params.json").write_text(json.dumps({**params, "vocab_size": -1}))
     for path in (folder / "llama2").glob("*.pth"):
         torch.save({**torch.load(path), "rope.freqs": torch.ones(4)}, path)
-    assert open_source(folder / "llama2").spec == spec and equal(
-        open_source(folder / "llama2"), in_memory(spec)
+    assert open_model(folder / "llama2").spec == spec and equal(
+        open_model(folder / "llama2"), in_memory(spec)
     )
     for tied, factor in ((True, 32.0), (False, 8.0)):
         spec = ModelSpec.from_dict(
             {**BASE, **LLAMA3, "tied": tied, "rope_scaling": {"factor": factor, **SCALED}}
         )
         place = folder / f"llama3-{factor}"
-        convert(in_memory(spec), place, "meta", Writing(model_parallel=4))
+        convert(in_memory(spec), place, "meta", WriteOptions(model_parallel=4))
         (place / "model.toml").unlink()
-        assert open_source(place).spec == spec and equal(open_source(place), in_memory(spec))
+        assert open_model(place).spec == spec and equal(open_model(place), in_memory(spec))
 
 
 def test_the_rule_can_be_chosen(folder):
     spec = ModelSpec.from_dict(BASE)
     for rule, shape in (("llama2", (96, 32)), ("llama3", (48, 64))):
-        convert(in_memory(spec), folder / rule, "meta", Writing(model_parallel=2, meta_rule=rule))
+        convert(in_memory(spec), folder / rule, "meta", WriteOptions(model_parallel=2, meta_rule=rule))
         shard = torch.load(folder / rule / "consolidated.01.pth", weights_only=True)
         assert shard["tok_embeddings.weight"].shape == shape
-        assert equal(open_source(folder / rule), in_memory(spec))
+        assert equal(open_model(folder / rule), in_memory(spec))
 
 
 def test_shards_that_do_not_divide_the_model_are_refused(folder):
     with pytest.raises(
         UserError, match="3 model-parallel shards do not divide heads 8, ffn 176, dim 64, kv_heads 8"
     ):
-        convert(in_memory(ModelSpec.from_dict(BASE)), folder / "out", "meta", Writing(model_parallel=3))
+        convert(in_memory(ModelSpec.from_dict(BASE)), folder / "out", "meta", WriteOptions(model_parallel=3))
 
 
 def test_a_missing_shard_is_named(folder):
-    convert(in_memory(ModelSpec.from_dict(BASE)), folder / "out", "meta", Writing(model_parallel=4))
+    convert(in_memory(ModelSpec.from_dict(BASE)), folder / "out", "meta", WriteOptions(model_parallel=4))
     (folder / "out" / "consolidated.02.pth").unlink()
     with pytest.raises(UserError, match=r"lacks consolidated\.02\.pth"):
-        open_source(folder / "out")
+        open_model(folder / "out")
 
 
 def test_params_that_contradict_the_description_are_refused(folder):
@@ -226,7 +226,7 @@ def test_params_that_contradict_the_description_are_refused(folder):
     path = folder / "out" / "params.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 5e5}))
     with pytest.raises(UserError, match="different models"):
-        open_source(folder / "out")
+        open_model(folder / "out")
 
 
 def test_models_with_eyes_are_refused():
@@ -240,7 +240,7 @@ def test_metas_tokenizer_becomes_one_that_transformers_reads(folder):
     convert(in_memory(spec), folder / "meta", "meta")
     ranks = b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
     (folder / "meta" / "tokenizer.model").write_bytes(ranks)
-    convert(open_source(folder / "meta"), folder / "hf", "hf")
+    convert(open_model(folder / "meta"), folder / "hf", "hf")
     tokenizer = AutoTokenizer.from_pretrained(folder / "hf", local_files_only=True)
     assert tokenizer("hi")["input_ids"] == [256, ord("h"), ord("i")]
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|begin_of_text|>", "<|end_of_text|>")

@@ -13,7 +13,7 @@ import torch
 from models import BASE, equal, in_memory, spec_of
 from torch.distributed.checkpoint.api import CheckpointException
 
-from arriero.checkpoint.convert import convert, open_source
+from arriero.checkpoint.convert import convert, open_model
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 
@@ -34,14 +34,14 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(folder):
     for path in (folder / "torch" / "model.pt", folder / "meta" / "consolidated.00.pth"):
         torch.save({"embedding.weight": Bomb(folder / "boom")}, path)
         with pytest.raises(UserError, match=rf"{re.escape(str(path))} is a pickle with more than tensors"):
-            open_source(path.parent)
+            open_model(path.parent)
         path.write_bytes(pickle.dumps(Bomb(folder / "boom")))
         with pytest.raises(UserError, match=r"cannot be read as a file of torch\.save"):
-            open_source(path.parent)
+            open_model(path.parent)
     convert(in_memory(SPEC), folder / "dcp", "dcp")
     (folder / "dcp" / ".metadata").write_bytes(pickle.dumps(Bomb(folder / "boom")))
     with pytest.raises(UserError, match=r"\.metadata is not opened: .*mkdir"):
-        open_source(folder / "dcp")
+        open_model(folder / "dcp")
     assert not (folder / "boom").exists()
     pickle.loads(pickle.dumps(Bomb(folder / "boom")))
     assert (folder / "boom").exists()
@@ -59,14 +59,14 @@ def test_truncated_files_are_named(folder):
         path = folder / kind / name
         path.write_bytes(path.read_bytes()[:-100])
         with pytest.raises(UserError, match=re.escape(str(path))):
-            open_source(folder / kind)
+            open_model(folder / kind)
 
 
 def test_a_truncated_shard_of_dcp_is_noticed_while_reading(folder):
     convert(in_memory(SPEC), folder / "dcp", "dcp")
     for path in (folder / "dcp").glob("*.distcp"):
         path.write_bytes(path.read_bytes()[:100])
-    source = open_source(folder / "dcp")
+    source = open_model(folder / "dcp")
     with pytest.raises(UserError, match=r"dcp: .* cannot be read"):
         convert(source, folder / "out", "hf")
     assert sorted(path.name for path in folder.iterdir()) == ["dcp"]
@@ -85,7 +85,7 @@ def test_tensors_that_do_not_fit_are_listed(kind, folder):
     if kind == "meta":
         (folder / "out" / "model.toml").unlink()
     with pytest.raises(UserError, match=r"9 missing \(.*\.2\..*norm\.weight"):
-        open_source(folder / "out")
+        open_model(folder / "out")
 
 
 def test_unexpected_and_misshapen_tensors_are_listed(folder):
@@ -95,7 +95,7 @@ def test_unexpected_and_misshapen_tensors_are_listed(folder):
     with pytest.raises(
         UserError, match=r"1 unexpected \(extra\); 1 of another shape \(norm\.weight is 3, not 64\)"
     ):
-        open_source(folder / "out")
+        open_model(folder / "out")
 
 
 def test_types_that_are_no_plain_floats_are_refused(folder):
@@ -103,22 +103,22 @@ def test_types_that_are_no_plain_floats_are_refused(folder):
     state = torch.load(folder / "out" / "model.pt")
     torch.save({**state, "norm.weight": torch.ones(64, dtype=torch.int8)}, folder / "out" / "model.pt")
     with pytest.raises(UserError, match=r"norm\.weight of int8"):
-        open_source(folder / "out")
+        open_model(folder / "out")
 
 
 def test_what_is_not_recognised_is_refused_with_what_was_looked_for(folder):
     with pytest.raises(UserError, match=r"config\.json .* params\.json .* \.metadata .* model\.pt"):
-        open_source(folder)
+        open_model(folder)
     with pytest.raises(UserError, match="does not exist"):
-        open_source(folder / "nowhere")
+        open_model(folder / "nowhere")
     (folder / "run" / "model").mkdir(parents=True)
     (folder / "run" / "run.toml").write_text("")
     with pytest.raises(UserError, match=r"is a run, not a model; give .*run/model"):
-        open_source(folder / "run")
+        open_model(folder / "run")
     convert(in_memory(SPEC), folder / "out", "torch")
     (folder / "out" / "model.toml").unlink()
     with pytest.raises(UserError, match=r"neither model\.toml nor run\.toml"):
-        open_source(folder / "out" / "model.pt")
+        open_model(folder / "out" / "model.pt")
 
 
 def test_a_destination_that_exists_is_refused_and_left_alone(folder):
@@ -149,8 +149,8 @@ def test_a_killed_conversion_leaves_nothing_that_looks_finished(folder, python):
     killed = python(
         "-c",
         "import os, signal, sys; from dataclasses import replace; from pathlib import Path\n"
-        "from arriero.checkpoint.convert import convert, open_source\n"
-        "source = open_source(Path(sys.argv[1]))\n"
+        "from arriero.checkpoint.convert import convert, open_model\n"
+        "source = open_model(Path(sys.argv[1]))\n"
         "die = lambda n: os.kill(os.getpid(), signal.SIGKILL) if 'blocks.1' in n else source.load(n)\n"
         "convert(replace(source, load=die), Path(sys.argv[2]), 'meta')",
         folder / "from",
@@ -159,8 +159,8 @@ def test_a_killed_conversion_leaves_nothing_that_looks_finished(folder, python):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (folder / "out").exists()
     assert [path.name for path in folder.iterdir() if not path.name.startswith(".")] == ["from"]
-    convert(open_source(folder / "from"), folder / "out", "meta")
-    assert equal(open_source(folder / "out"), in_memory(SPEC))
+    convert(open_model(folder / "from"), folder / "out", "meta")
+    assert equal(open_model(folder / "out"), in_memory(SPEC))
 
 
 def test_a_disk_without_room_is_noticed_before_writing(folder, monkeypatch):
@@ -180,4 +180,4 @@ def test_another_layout_of_config_is_refused_by_name(folder):
     path = folder / "out" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "mamba"}))
     with pytest.raises(UserError, match="mamba"):
-        open_source(folder / "out")
+        open_model(folder / "out")

@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from arriero.checkpoint.directory import unreadable
 from arriero.checkpoint.formats.model_reader import (
     Advance,
-    Source,
-    Writing,
+    ModelReader,
+    WriteOptions,
     cast,
-    companions_of,
-    copy_companions,
-    refuse_other_dtypes,
+    check_dtypes,
+    copy_extra_files,
+    find_extra_files,
+    no_progress,
     retyped,
-    silent,
 )
-from arriero.checkpoint.formats.tensor_files import TorchFile, TorchReader
+from arriero.checkpoint.formats.tensor_files import TorchFileWriter, TorchReader
 from arriero.errors import UserError
 from arriero.model.description import described, write_description
 from arriero.model.name_maps import check_tensors, own_tensors
@@ -35,11 +35,11 @@ _PREFIX = "model."
 _DIGEST = "copy the checkpoint again, or take another"
 
 
-def open_dcp(directory: Path) -> Source:
+def open_dcp(directory: Path) -> ModelReader:
     """A checkpoint of training, of which only the weights are read, or one that `write_dcp` made."""
     about = described(directory)
     spec = about.spec
-    reader = CarefulReader(directory)
+    reader = SafeDcpReader(directory)
     found = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata):
@@ -49,7 +49,7 @@ def open_dcp(directory: Path) -> Source:
     if spec.tied:
         found.pop("head.weight", None)
     check_tensors(found, own_tensors(spec), str(directory))
-    refuse_other_dtypes(found, str(directory))
+    check_dtypes(found, str(directory))
 
     def load(name: str) -> Tensor:
         into = {_PREFIX + name: torch.empty(found[name].shape, dtype=found[name].dtype)}
@@ -61,11 +61,13 @@ def open_dcp(directory: Path) -> Source:
             raise UserError(f"{directory}: {name} cannot be read ({reason})", _DIGEST) from None
         return into[_PREFIX + name]
 
-    companions = companions_of(directory)
-    return Source("dcp", str(directory), spec, found, load, companions, about.tokens, about.remarks)
+    extra_files = find_extra_files(directory)
+    return ModelReader("dcp", str(directory), spec, found, load, extra_files, about.tokens, about.remarks)
 
 
-def write_dcp(source: Source, directory: Path, writing: Writing, advance: Advance = silent) -> None:
+def write_dcp(
+    source: ModelReader, directory: Path, writing: WriteOptions, advance: Advance = no_progress
+) -> None:
     planned = {_PREFIX + name: t for name, t in retyped(source.tensors, writing.dtype).items()}
     planner = _OneAtATime(source, writing.dtype, advance)
     # of a file it is writing, torch keeps every tensor until the end: so a file for each
@@ -73,7 +75,7 @@ def write_dcp(source: Source, directory: Path, writing: Writing, advance: Advanc
     with _alone():
         torch_dcp.save(planned, storage_writer=writer, planner=planner, no_dist=True)
     write_description(source.spec, source.tokens, directory)
-    copy_companions(source, directory)
+    copy_extra_files(source, directory)
 
 
 @contextmanager
@@ -87,7 +89,7 @@ def _alone() -> Iterator[None]:
 class _OneAtATime(torch_dcp.DefaultSavePlanner):
     """Plans with tensors on meta and reads each when the writer asks for it."""
 
-    def __init__(self, source: Source, dtype: torch.dtype | None, advance: Advance) -> None:
+    def __init__(self, source: ModelReader, dtype: torch.dtype | None, advance: Advance) -> None:
         super().__init__()
         self._source, self._dtype, self._advance = source, dtype, advance
 
@@ -98,7 +100,7 @@ class _OneAtATime(torch_dcp.DefaultSavePlanner):
         return tensor
 
 
-class CarefulReader(FileSystemReader):
+class SafeDcpReader(FileSystemReader):
     """torch unpickles `.metadata` as it comes; here it may name nothing but what DCP itself writes."""
 
     def __init__(self, directory: Path) -> None:
@@ -148,7 +150,7 @@ class _Unpickler(pickle.Unpickler):
 NAME = "model.pt"
 
 
-def open_torch(path: Path) -> Source:
+def open_torch(path: Path) -> ModelReader:
     """The file itself, or the directory that holds `model.pt`."""
     directory, file = (path, path / NAME) if path.is_dir() else (path.parent, path)
     reader = TorchReader(file)
@@ -158,25 +160,27 @@ def open_torch(path: Path) -> Source:
     if spec.tied:
         found.pop("head.weight", None)
     check_tensors(found, own_tensors(spec), str(file))
-    refuse_other_dtypes(found, str(file))
-    return Source(
+    check_dtypes(found, str(file))
+    return ModelReader(
         "torch",
         str(path),
         spec,
         found,
         reader.read,
-        companions_of(directory),
+        find_extra_files(directory),
         about.tokens,
         about.remarks,
     )
 
 
-def write_torch(source: Source, directory: Path, writing: Writing, advance: Advance = silent) -> None:
+def write_torch(
+    source: ModelReader, directory: Path, writing: WriteOptions, advance: Advance = no_progress
+) -> None:
     planned = retyped(source.tensors, writing.dtype)
-    with TorchFile(directory / NAME, planned) as file:
+    with TorchFileWriter(directory / NAME, planned) as file:
         for name in planned:
             tensor = cast(source.load(name), writing.dtype, name)
             file.put(name, tensor)
             advance(tensor.nbytes)
     write_description(source.spec, source.tokens, directory)
-    copy_companions(source, directory)
+    copy_extra_files(source, directory)

@@ -10,14 +10,14 @@ from torch import Tensor
 from arriero.checkpoint.formats.model_reader import (
     Advance,
     Cut,
-    Source,
-    Writing,
+    ModelReader,
+    WriteOptions,
     cast,
-    companions_of,
-    copy_companions,
-    refuse_other_dtypes,
+    check_dtypes,
+    copy_extra_files,
+    find_extra_files,
+    no_progress,
     retyped,
-    silent,
 )
 from arriero.checkpoint.formats.tensor_files import SafetensorsReader, TorchReader, write_safetensors
 from arriero.data.tokens.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS, parsed, read_definition
@@ -42,7 +42,7 @@ _INDEX = f"{_WEIGHTS}.index.json"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def open_hf(directory: Path) -> Source:
+def open_hf(directory: Path) -> ModelReader:
     config = _config(directory)
     spec = spec_from_hf(config, str(directory / CONFIG))
     readers = {name: file for path in _files(directory) for file in [_reader(path)] for name in file.tensors}
@@ -55,7 +55,7 @@ def open_hf(directory: Path) -> Source:
     )
     recipe = own_from_hf(spec)
     tensors = {name: t.to(found[names[recipe[name].parts[0]]].dtype) for name, t in own_tensors(spec).items()}
-    refuse_other_dtypes(tensors, str(directory))
+    check_dtypes(tensors, str(directory))
 
     def read(theirs: str) -> Tensor:
         return readers[names[theirs]].read(names[theirs])
@@ -72,23 +72,25 @@ def open_hf(directory: Path) -> Source:
         return reader.read(stored)[cut]
 
     ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
-    return Source(
+    return ModelReader(
         "hf",
         str(directory),
         spec,
         tensors,
         lambda name: recipe[name].of(read),
-        companions_of(directory),
+        find_extra_files(directory),
         checked_token_ids(directory / CONFIG, ids),
         load_part=read_part,
     )
 
 
-def write_hf(source: Source, directory: Path, writing: Writing, advance: Advance = silent) -> None:
+def write_hf(
+    source: ModelReader, directory: Path, writing: WriteOptions, advance: Advance = no_progress
+) -> None:
     spec, recipe = source.spec, hf_from_own(source.spec)
     own = retyped(source.tensors, writing.dtype)
     planned = {name: made.of(own.__getitem__) for name, made in recipe.items()}
-    refuse_damaged_tokenizer(source.companions, source.tokens)
+    check_tokenizer(source.extra_files, source.tokens)
 
     def load(name: str) -> Tensor:
         return cast(recipe[name].of(source.load), planned[name].dtype, name)
@@ -100,10 +102,10 @@ def write_hf(source: Source, directory: Path, writing: Writing, advance: Advance
         places = {name: file for file, names in shards.items() for name in names}
         total = sum(t.nbytes for t in planned.values())
         write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-    copy_companions(source, directory)
+    copy_extra_files(source, directory)
     tokens = write_tokenizer(directory, spec, source.tokens)
     write_json(directory / CONFIG, hf_config(spec, next(iter(planned.values())).dtype) | tokens)
-    if "generation_config.json" not in source.companions:
+    if "generation_config.json" not in source.extra_files:
         write_json(directory / "generation_config.json", {"do_sample": False, **tokens})
 
 
@@ -171,10 +173,10 @@ def _shards(planned: Mapping[str, Tensor], limit: int) -> dict[str, list[str]]:
 TEMPLATE = "add_bos_token"
 
 
-def refuse_damaged_tokenizer(companions: Mapping[str, Path], tokens: Mapping[str, Any]) -> None:
+def check_tokenizer(extra_files: Mapping[str, Path], tokens: Mapping[str, Any]) -> None:
     """Checked before the weights are written; a tokenizer that is only copied is not read."""
-    if "tokenizer.json" in companions and (TEMPLATE in tokens or "tokenizer_config.json" not in companions):
-        read_definition(companions["tokenizer.json"])
+    if "tokenizer.json" in extra_files and (TEMPLATE in tokens or "tokenizer_config.json" not in extra_files):
+        read_definition(extra_files["tokenizer.json"])
 
 
 def write_tokenizer(directory: Path, spec: ModelSpec, tokens: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +188,7 @@ def write_tokenizer(directory: Path, spec: ModelSpec, tokens: Mapping[str, Any])
     ids = {name: value for name, value in tokens.items() if name != TEMPLATE}
     if path.is_file() and TEMPLATE in tokens:
         bos_id = ids.get("bos_token_id") if tokens[TEMPLATE] else None
-        path.write_text(with_template(read_definition(path), bos_id), encoding="utf-8")
+        path.write_text(set_bos_template(read_definition(path), bos_id), encoding="utf-8")
     elif not path.is_file() and (directory / "tokenizer.model").is_file():
         path.write_text(_from_model_file(directory / "tokenizer.model"), encoding="utf-8")
     if not path.is_file() or (directory / "tokenizer_config.json").is_file():
@@ -208,7 +210,7 @@ def write_tokenizer(directory: Path, spec: ModelSpec, tokens: Mapping[str, Any])
     return ids
 
 
-def with_template(definition: str, bos_id: int | None) -> str:
+def set_bos_template(definition: str, bos_id: int | None) -> str:
     """The same tokenizer, with a post-processor that adds `bos_id` before a text, and nothing else."""
     document = json.loads(definition)
     before = document.get("post_processor") or {}
@@ -256,4 +258,4 @@ def _from_model_file(path: Path) -> str:
     definition = read_definition(path)
     inner = parsed(definition)
     found = (inner.token_to_id(name) for name in KNOWN_BEGINNINGS)
-    return with_template(definition, next((number for number in found if number is not None), None))
+    return set_bos_template(definition, next((number for number in found if number is not None), None))

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from arriero.checkpoint.formats.model_reader import (
     Advance,
-    Source,
-    Writing,
+    ModelReader,
+    WriteOptions,
     cast,
-    companions_of,
-    copy_companions,
-    refuse_other_dtypes,
+    check_dtypes,
+    copy_extra_files,
+    find_extra_files,
+    no_progress,
     retyped,
-    silent,
 )
-from arriero.checkpoint.formats.tensor_files import TorchFile, TorchReader
+from arriero.checkpoint.formats.tensor_files import TorchFileWriter, TorchReader
 from arriero.errors import UserError
 from arriero.model.description import read_description, write_description, write_json
 from arriero.model.family import meta_names
@@ -31,7 +31,7 @@ from arriero.model.spec import ModelSpec
 _NOT_WEIGHTS = "rope.freqs"
 
 
-def open_meta(directory: Path) -> Source:
+def open_meta(directory: Path) -> ModelReader:
     meta = meta_names()
     if not (directory / "params.json").is_file():
         raise UserError(f"{directory} holds no params.json", "copy the one that came with the weights there")
@@ -62,14 +62,16 @@ def open_meta(directory: Path) -> Source:
     check_tensors(whole, wanted, str(directory))
     recipe = meta.own_from_meta(spec, kv_heads)
     tensors = {name: t.to(whole[recipe[name].parts[0]].dtype) for name, t in own_tensors(spec).items()}
-    refuse_other_dtypes(tensors, str(directory))
-    companions = companions_of(directory)
-    return Source(
-        "meta", str(directory), spec, tensors, lambda name: recipe[name].of(read), companions, tokens
+    check_dtypes(tensors, str(directory))
+    extra_files = find_extra_files(directory)
+    return ModelReader(
+        "meta", str(directory), spec, tensors, lambda name: recipe[name].of(read), extra_files, tokens
     )
 
 
-def write_meta(source: Source, directory: Path, writing: Writing, advance: Advance = silent) -> None:
+def write_meta(
+    source: ModelReader, directory: Path, writing: WriteOptions, advance: Advance = no_progress
+) -> None:
     spec, shards, meta = source.spec, writing.model_parallel, meta_names(source.spec.family)
     rule = writing.meta_rule or meta.rule_of(spec)
     kv_heads = meta.stored_kv_heads(spec, shards)
@@ -81,7 +83,9 @@ def write_meta(source: Source, directory: Path, writing: Writing, advance: Advan
     }
     with ExitStack() as opened:
         files = [
-            opened.enter_context(TorchFile(directory / _file_name(i), {n: p[i] for n, p in planned.items()}))
+            opened.enter_context(
+                TorchFileWriter(directory / _file_name(i), {n: p[i] for n, p in planned.items()})
+            )
             for i in range(shards)
         ]
         for name, made in recipe.items():
@@ -91,7 +95,7 @@ def write_meta(source: Source, directory: Path, writing: Writing, advance: Advan
             advance(tensor.nbytes)
     write_json(directory / "params.json", params)
     write_description(source.spec, source.tokens, directory)
-    copy_companions(source, directory)
+    copy_extra_files(source, directory)
 
 
 def _shard_files(directory: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-COMPANIONS = (
+EXTRA_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -30,13 +30,13 @@ Advance = Callable[[int], None]
 Cut = tuple[slice, ...]
 
 
-def silent(_: int) -> None:
+def no_progress(_: int) -> None:
     pass
 
 
 @dataclass(frozen=True)
-class Source:
-    """`tensors` has shapes and dtypes, on meta; a tied head is not among them. `companions` are the files
+class ModelReader:
+    """`tensors` has shapes and dtypes, on meta; a tied head is not among them. `extra_files` are the files
     that travel beside the weights, `tokens` the ids a Hugging Face config names, such as eos_token_id, and
     `add_bos_token` where it is known how texts began in training. `load_part` reads a slice of a tensor
     without the rest, where the format allows it."""
@@ -46,7 +46,7 @@ class Source:
     spec: ModelSpec
     tensors: Mapping[str, Tensor]
     load: Callable[[str], Tensor]
-    companions: Mapping[str, Path] = field(default_factory=dict)
+    extra_files: Mapping[str, Path] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     load_part: Callable[[str, Cut], Tensor] | None = None
@@ -66,7 +66,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Writing:
+class WriteOptions:
     """How a model is written; what does not concern a format is passed over."""
 
     dtype: torch.dtype | None = None
@@ -75,15 +75,15 @@ class Writing:
     meta_rule: str | None = None
 
 
-AS_IT_IS = Writing()
+DEFAULT_OPTIONS = WriteOptions()
 
 
-def companions_of(directory: Path) -> dict[str, Path]:
-    return {name: directory / name for name in COMPANIONS if (directory / name).is_file()}
+def find_extra_files(directory: Path) -> dict[str, Path]:
+    return {name: directory / name for name in EXTRA_FILES if (directory / name).is_file()}
 
 
-def copy_companions(source: Source, directory: Path) -> None:
-    for name, path in source.companions.items():
+def copy_extra_files(source: ModelReader, directory: Path) -> None:
+    for name, path in source.extra_files.items():
         if path.resolve() != (directory / name).resolve():
             shutil.copyfile(path, directory / name)
 
@@ -101,7 +101,7 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
     return out
 
 
-def refuse_other_dtypes(tensors: Mapping[str, Tensor], where: str) -> None:
+def check_dtypes(tensors: Mapping[str, Tensor], where: str) -> None:
     known = set(DTYPES.values())
     if odd := {n: t.dtype for n, t in tensors.items() if t.dtype not in known}:
         name, dtype = next(iter(odd.items()))

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from arriero.checkpoint.formats.model_reader import Advance, Cut, raw_bytes, read_into, silent
+from arriero.checkpoint.formats.model_reader import Advance, Cut, no_progress, raw_bytes, read_into
 from arriero.errors import UserError
 
 
@@ -62,7 +62,7 @@ def _offset(tensor: Tensor) -> int:
     return offset
 
 
-class TorchFile:
+class TorchFileWriter:
     """A file of empty places for `tensors`, which are then filled in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -82,7 +82,7 @@ class TorchFile:
         self._file.write(content)
         self._sums[offset] = zlib.crc32(content)
 
-    def __enter__(self) -> "TorchFile":
+    def __enter__(self) -> "TorchFileWriter":
         return self
 
     def __exit__(
@@ -143,7 +143,7 @@ class SafetensorsReader:
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], load: Callable[[str], Tensor], advance: Advance = silent
+    path: Path, tensors: Mapping[str, Tensor], load: Callable[[str], Tensor], advance: Advance = no_progress
 ) -> None:
     """Write the header, then one tensor after the other, and flush the file to the disk.
 

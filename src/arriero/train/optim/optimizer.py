@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.profiler import record_function
 
-from arriero.checkpoint.state import OneByOne
+from arriero.checkpoint.state import LazyMapping
 from arriero.config.schema import OptimSection
 from arriero.errors import UserError
 from arriero.kernels import grouped, is_aligned, kernels, usable
@@ -118,7 +118,7 @@ class Optimizer:
             for name, moments in rule.moments.items():
                 weight = self._weights[name]
                 makers = {kind: partial(_placed, moment, weight) for kind, moment in moments.items()}
-                state[weight.name] = OneByOne(makers)
+                state[weight.name] = LazyMapping(makers)
         counters = {"step": torch.tensor(self.steps)}
         if self._scale:
             counters["loss_scale"] = torch.tensor(self._scale.value, dtype=torch.float64)
