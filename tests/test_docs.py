@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from arriero.bench.cases import MODELS, cases
-from arriero.config.load import load_run
-from arriero.model.presets import expand, preset_names
+from arriero.model.presets import preset_names
 from arriero.plan.commands import page
 
 REPOSITORY = Path(__file__).parents[1]
@@ -37,10 +36,16 @@ def test_the_commands_of_the_readme_table_run_one_after_the_other(arriero, corpu
         assert result.stdout.strip(), line
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "recipes").glob("*.toml")), ids=lambda p: p.name)
-def test_recipes_are_valid_run_files_that_the_readme_names(path):
-    assert load_run(path, [], expand).config.run.name == path.stem
-    assert f"recipes/{path.name}" in README
+def test_the_readme_checks_every_recipe_and_shows_the_last_output(command, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    checks = re.findall(r"^arriero (config check recipes/\S+ .*)$", README, flags=re.MULTILINE)
+    recipes = sorted(path.name for path in (REPOSITORY / "recipes").glob("*.toml"))
+    assert sorted(Path(line.split()[2]).name for line in checks) == recipes
+    for line in checks:
+        result = command(*shlex.split(line))
+        assert result.returncode == 0, result.stderr
+    shown = "\n".join(line.rstrip() for line in result.stdout.splitlines())
+    assert f"```\n{shown}\n```" in README
 
 
 def test_the_readme_names_the_commands_of_the_makefile_that_ci_runs():
