@@ -78,7 +78,7 @@ def test_every_name_is_exported_and_importing_is_fast(python):
 
 def test_overrides_are_a_mapping_or_a_list_and_files_may_be_strings(tmp_path):
     (tmp_path / "run.toml").write_text(
-        "data.sources = ['builtin:stdlib']\nmodel.preset = 'llama-demo'\ntrain.horizon = '7 steps'\n"
+        "data.sources = ['builtin:stdlib']\nmodel.preset = 'llama3.2-1b'\ntrain.horizon = '7 steps'\n"
     )
     as_list = arriero.load_config("run.toml", ["optim.lr=0.5", "optim.betas=[0.5, 0.6]"])
     as_mapping = arriero.load_config(Path("run.toml"), {"optim.lr": 0.5, "optim.betas": [0.5, 0.6]})

@@ -118,7 +118,12 @@ def test_an_unwritable_result_file_is_rejected_before_the_work(command, verb, pa
 
 
 @pytest.mark.parametrize(
-    ("verb", "now"), [("bench costs", "make bench-costs"), ("data bench", "make bench-data")]
+    ("verb", "now"),
+    [
+        ("bench costs", "make bench-costs"),
+        ("bench page", "arriero bench compare RESULTS... --write PAGE"),
+        ("data bench", "make bench-data"),
+    ],
 )
 def test_a_moved_verb_is_answered_by_its_new_name(command, verb, now):
     result = command(*verb.split(), "--json", "x", "argument")

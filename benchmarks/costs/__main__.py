@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from arriero.bench.machine import describe_code, describe_machine
-from arriero.bench.matrix_commands import chosen
-from arriero.bench.results_page import replace_section
+from arriero.bench.commands import chosen
+from arriero.bench.machine import describe_code, describe_device
+from arriero.bench.result import replace_section
 from arriero.config.options import refuse_unwritable
 from arriero.data.prepare.builtin import prepare_builtin
 from arriero.errors import UserError
@@ -67,7 +67,7 @@ def measure_costs(
         command=[*command, *(["--only", ",".join(names)] if list(names) != list(MEASURES) else [])],
         costs=tuple(measured),
         load=(load, os.getloadavg()[0]),
-        device=describe_machine(used, 1),
+        device=describe_device(used, 1),
         code=describe_code(),
     )
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from arriero.bench.result import Code, Machine, Part, Stored
+from arriero.bench.result import CodeVersion, DeviceInfo, Part, Stored
 
 
 class Row(Part):
@@ -38,8 +38,8 @@ class Costs(Stored):
     command: list[str]
     costs: tuple[Cost, ...]
     load: tuple[float, float]
-    device: Machine
-    code: Code
+    device: DeviceInfo
+    code: CodeVersion
 
 
 def number(value: float) -> str:

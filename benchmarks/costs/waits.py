@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import arriero
-from arriero.bench.matrix import first_words
+from arriero.bench.matrix import main_error
 from arriero.data.order.loader import Loader
 from arriero.data.order.order import Stream
 from arriero.data.order.packing import TokenSource
@@ -85,7 +85,7 @@ def _first_step(folder: Path, device: str, name: str) -> float:
             while not metrics.exists() or not metrics.stat().st_size:
                 if process.poll() is not None or time.perf_counter() - began > _TIMEOUT_S:
                     said.seek(0)
-                    why = first_words("", said.read()) or "it took no step"
+                    why = main_error("", said.read()) or "it took no step"
                     raise UserError(f"`arriero train` did not start: {why}", "try it by itself")
                 time.sleep(0.005)
             return time.perf_counter() - began

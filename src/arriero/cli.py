@@ -9,10 +9,7 @@ from importlib.metadata import version
 
 import typer
 
-import arriero.bench.matrix_commands as matrix_verbs
-import arriero.bench.parity_commands as parity_verbs
-import arriero.bench.result_commands as result_verbs
-import arriero.bench.step_commands as step_verbs
+import arriero.bench.commands as bench_verbs
 import arriero.checkpoint.commands as checkpoint_verbs
 import arriero.data.commands.datasets as dataset_verbs
 import arriero.data.commands.exchange as exchange_verbs
@@ -49,11 +46,10 @@ data.command("export")(exchange_verbs.export_tokens)
 data.command()(dataset_verbs.inspect)
 data.command()(dataset_verbs.verify)
 app.add_typer(bench, name="bench")
-bench.command()(parity_verbs.parity)
-bench.command(cls=WithRunFile)(step_verbs.step)
-bench.command()(matrix_verbs.matrix)
-bench.command()(result_verbs.compare)
-bench.command()(result_verbs.page)
+bench.command(cls=WithRunFile)(bench_verbs.step)
+bench.command()(bench_verbs.matrix)
+bench.command()(bench_verbs.parity)
+bench.command()(bench_verbs.compare)
 app.add_typer(ckpt, name="ckpt")
 ckpt.command()(checkpoint_verbs.convert)
 ckpt.command(cls=checkpoint_verbs.SpreadWeights)(checkpoint_verbs.average)
@@ -71,6 +67,7 @@ config.command()(model_verbs.models)
 
 _MOVED = {
     "bench costs": (bench, "`make bench-costs` in a clone of the repository"),
+    "bench page": (bench, "`arriero bench compare RESULTS... --write PAGE`"),
     "data bench": (data, "`make bench-data` in a clone of the repository"),
 }
 

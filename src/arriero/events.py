@@ -132,6 +132,11 @@ class GrowingFile:
             os.close(descriptor)
 
 
+def finite(value: Any) -> Any:
+    """Return None for numbers that are not finite, because JSON has none; other values as they are."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class LineFile(GrowingFile):
     """One JSON object per line; numbers that are not finite become null, because JSON has none."""
 
@@ -144,8 +149,7 @@ class LineFile(GrowingFile):
                 self.append(b"\n")
 
     def line(self, fields: dict[str, Any]) -> None:
-        finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in fields.items()}
-        self.append(json.dumps(finite).encode() + b"\n")
+        self.append(json.dumps({name: finite(value) for name, value in fields.items()}).encode() + b"\n")
 
 
 class EventLog(LineFile):

@@ -4,8 +4,8 @@ import time
 import pytest
 
 from arriero import cli
-from arriero.bench.measure import Plan
-from arriero.bench.result import Result
+from arriero.bench.measure import StepCounts
+from arriero.bench.result import StepResult
 from arriero.bench.step import benchmark
 from arriero.config.load import load_run
 from arriero.model.presets import expand
@@ -42,7 +42,7 @@ def measured(tmp_path_factory, synthetic_cache):
     path = tmp_path_factory.mktemp("measured") / "tiny.json"
     keys = TINY | {"data.cache": str(synthetic_cache), "data.sources": "[{path='builtin:synthetic'}]"}
     config = load_run(None, [f"{key}={value}" for key, value in keys.items()], expand).config
-    found = benchmark(config, "tiny", Plan(1, 4, 3, time.time()), 1, True, None, lambda _: None)
-    assert isinstance(found, Result)
+    found = benchmark(config, "tiny", StepCounts(1, 4, 3, time.time()), 1, True, None, lambda _: None)
+    assert isinstance(found, StepResult)
     found.write(path)
     return path

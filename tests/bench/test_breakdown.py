@@ -2,8 +2,15 @@
 
 import pytest
 
-from arriero.bench.breakdown import CATEGORIES, LOSS, OPTIMIZER, Event, category_of, spent
-from arriero.bench.trace import broken_down
+from arriero.bench.measure import (
+    CATEGORIES,
+    LOSS,
+    OPTIMIZER,
+    Event,
+    break_down,
+    category_of,
+    time_by_category,
+)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +53,7 @@ def test_overlapping_streams_are_counted_once_and_computation_first():
         Event("relu", 70, 80, 7),
         Event("flash", 25, 32, 9),
     ]
-    found = spent(events, 0, 100)
+    found = time_by_category(events, 0, 100)
     assert found == dict.fromkeys(CATEGORIES, 0.0) | {
         "GEMM": 20,
         "attention": 2,
@@ -59,7 +66,9 @@ def test_overlapping_streams_are_counted_once_and_computation_first():
 
 
 def test_only_what_lies_in_the_window_counts():
-    found = spent([Event("gemm", -10, 5, 7), Event("gemm", 95, 400, 7), Event("gemm", 500, 600, 7)], 0, 100)
+    found = time_by_category(
+        [Event("gemm", -10, 5, 7), Event("gemm", 95, 400, 7), Event("gemm", 500, 600, 7)], 0, 100
+    )
     assert found["GEMM"] == 10
     assert found["idle"] == 90
 
@@ -112,7 +121,7 @@ GPU_TRACE = {
 
 
 def test_a_gpus_trace_is_read_by_kernels_launches_and_ranges():
-    found = broken_down(GPU_TRACE, on_gpu=True)
+    found = break_down(GPU_TRACE, on_gpu=True)
     assert found.steps == 2
     assert found.step_ms == pytest.approx(0.5)
     assert found.parts == pytest.approx(
@@ -133,7 +142,7 @@ def test_on_a_cpu_an_operators_time_is_without_those_it_calls():
             on_host("aten::mul", 20, 20, "cpu_op") | {"tid": 100},
         ]
     }
-    parts = broken_down(trace, on_gpu=False).parts
+    parts = break_down(trace, on_gpu=False).parts
     assert {name: round(1e3 * time) for name, time in parts.items() if time} == {
         "GEMM": 32,
         "copies": 8,
@@ -149,4 +158,4 @@ def test_a_profiler_that_saw_no_kernels_of_a_gpu_has_nothing_to_say():
             on_host("aten::mm", 5, 9, "cpu_op"),
         ]
     }
-    assert broken_down(trace, on_gpu=True) is None
+    assert break_down(trace, on_gpu=True) is None

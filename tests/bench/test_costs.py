@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arriero.bench.results_page import replace_section
+from arriero.bench.result import replace_section
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 from benchmarks.costs.__main__ import RESULTS, measure_costs

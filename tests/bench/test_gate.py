@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from arriero.bench.gate import mode_of, reference_of, sets_of, tolerance_of
-from arriero.bench.result import Result
+from arriero.bench.result import StepResult
+from arriero.bench.step import mode_of, reference_of, sets_of, tolerance_of
 from arriero.config.load import load_run
 from arriero.model.presets import expand
 from arriero.train.optim.optimizer import GradientAccumulator
@@ -24,8 +24,8 @@ def test_a_broken_mode_prints_the_difference_and_no_speed(bench, monkeypatch):
     monkeypatch.setattr(GradientAccumulator, "add", doubled)
     code, out, path = bench("--no-profile", **BF16)
     assert code == 1
-    assert "the gate does not hold" in out
-    assert "first gradient norm is 1.00e+00 off" in out
+    assert "the loss check failed" in out
+    assert "first gradient norm differs by 1.00e+00" in out
     assert "tok/s" not in out
     assert not path.exists()
 
@@ -45,32 +45,32 @@ def test_a_mode_that_fails_on_the_small_model_has_no_speed_either(bench, monkeyp
 def test_a_sound_mode_is_measured_and_its_differences_are_kept(bench, monkeypatch):
     code, out, path = bench("--no-profile", **BF16)
     assert code == 0, out
-    gate = Result.read(path).gate
+    gate = StepResult.read(path).gate
     assert gate.holds
     assert 0 < gate.loss < gate.loss_bound
     assert 0 < gate.norm < gate.norm_bound
     assert gate.settings["precision.compute"] == "bf16"
-    assert "holds" in out
+    assert "passed" in out
 
-    def judged_again(*_):
-        raise AssertionError("the gate was judged again")
+    def checked_again(*_):
+        raise AssertionError("the loss was checked again")
 
     earlier = path.rename(path.with_name("earlier.json"))
-    monkeypatch.setattr("arriero.bench.step.judge", judged_again)
+    monkeypatch.setattr("arriero.bench.step.check_loss", checked_again)
     code, _, path = bench("--no-profile", "--gate-from", str(earlier), **BF16)
     assert code == 0
-    assert Result.read(path).gate == gate
-    with pytest.raises(AssertionError, match="judged again"):
+    assert StepResult.read(path).gate == gate
+    with pytest.raises(AssertionError, match="checked again"):
         bench("--no-profile", "--gate-from", str(earlier), **BF16, **{"optim.state": "int8"})
     monkeypatch.setattr("arriero.bench.machine._digest", lambda _: "of other files")
-    with pytest.raises(AssertionError, match="judged again"):
+    with pytest.raises(AssertionError, match="checked again"):
         bench("--no-profile", "--gate-from", str(earlier), **BF16)
 
 
 def test_a_gate_left_out_is_said_to_be(bench):
     code, out, path = bench("--no-profile", "--no-gate", **BF16)
     assert code == 0
-    assert "NOT JUDGED" in out
+    assert "NOT CHECKED" in out
     assert json.loads(path.read_text())["gate"]["holds"] is None
 
 
@@ -97,8 +97,8 @@ def test_only_plain_fp32_is_the_reference():
 def test_plain_fp16_is_said_to_be_unjudged_as_nothing_else_skips_the_steps_that_it_skips(bench):
     code, out, path = bench("--no-profile", **{"precision.compute": "fp16"})
     assert code == 0, out
-    assert "NOT JUDGED" in out
-    assert Result.read(path).gate.holds is None
+    assert "NOT CHECKED" in out
+    assert StepResult.read(path).gate.holds is None
 
 
 def test_a_reference_is_computed_without_the_kernels_it_is_to_judge():

@@ -9,9 +9,20 @@ import re
 
 import pytest
 
-from arriero.bench.matrix import LAYOUTS, MODELS, MODES, Cell, Matrix, Order, first_words, run_cells, settings
-from arriero.bench.matrix_page import html, markdown
-from arriero.bench.result import Result
+from arriero.bench.matrix import (
+    LAYOUTS,
+    MODELS,
+    MODES,
+    Cell,
+    Matrix,
+    MatrixRequest,
+    main_error,
+    matrix_html,
+    matrix_markdown,
+    run_cells,
+    settings,
+)
+from arriero.bench.result import StepResult
 from arriero.model.presets import resolve
 from arriero.model.spec import ModelSpec
 
@@ -34,7 +45,7 @@ def order(tmp_path, synthetic_cache):
             "folder": tmp_path,
             "timeout": 600,
         }
-        return Order(**given | changes)
+        return MatrixRequest(**given | changes)
 
     return make
 
@@ -94,7 +105,7 @@ def test_all_gpus_are_used_and_each_has_the_same_batch(order):
     ("stdout", "stderr", "words"),
     [
         ("", "W1115 warning\nerror: precision.float8 goes with bf16; set it\n", "precision.float8 goes"),
-        ("the gate does not hold: no speed\n  loss is 1.00e+00 off\n", "", "loss is 1.00e+00 off"),
+        ("the loss check failed: no speed\n  loss differs by 1.00e+00\n", "", "loss differs by 1.00e+00"),
         (
             "",
             "Traceback\nx.RankFailed: rank 0 failed first:\nTraceback\n  File\n"
@@ -105,24 +116,24 @@ def test_all_gpus_are_used_and_each_has_the_same_batch(order):
     ],
 )  # fmt: skip
 def test_a_failure_is_told_in_its_own_words(stdout, stderr, words):
-    assert words in first_words(stdout, stderr)
+    assert words in main_error(stdout, stderr)
 
 
 def test_the_pages_show_speeds_problems_and_missing_gpus(measured):
-    result = Result.read(measured)
+    result = StepResult.read(measured)
     cells = [
         Cell(model="gpt2-1.5b", layout="1 process", mode="bf16", ranks=1, result=result, problem=""),
         Cell(model="gpt2-1.5b", layout="DDP", mode="bf16", ranks=2, result=None, problem="needs 2 GPUs"),
         Cell(model="gpt2-1.5b", layout="1 process", mode="float8", ranks=1, result=None, problem="a <b> | c"),
     ]
     matrix = Matrix(time="2026-11-15T00:00+00:00", small=True, accumulate=1, cells=cells)
-    text, page = markdown(matrix), html(matrix)
+    text, page = matrix_markdown(matrix), matrix_html(matrix)
     speed = f"{result.timing.tokens_per_s:,.0f} tok/s"
     for shown in (text, page):
         assert speed in shown
         assert "needs 2 GPUs" in shown
         assert "1 of 3 cells ran, 1 failed, 1 need more GPUs" in shown
-        assert "small sisters" in shown
+        assert "scaled-down models" in shown
     assert "a <b> \\| c" in text
     assert "a &lt;b&gt; | c" in page
     assert "prefers-color-scheme: dark" in page

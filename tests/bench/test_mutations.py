@@ -255,6 +255,6 @@ def test_a_broken_rule_is_noticed(mutation, proofs, monkeypatch):
     proof, case = proofs[mutation.model], case_of(mutation)
     proof.expected(case)
     mutation.apply(monkeypatch)
-    verdict = proof.judge(case)
+    verdict = proof.compare(case)
     assert not verdict.holds
     assert bool(verdict.error) == mutation.loud, verdict.error

@@ -1,4 +1,4 @@
-"""Any layout, the same loss: the quick part of the matrix. `make parity` runs all of it."""
+"""Every layout reproduces the losses of one process: the quick cases. `make parity` runs all."""
 
 import math
 from dataclasses import replace
@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from arriero.bench.cases import FP32, MODELS, Case, cases, layout
-from arriero.bench.parity import Parity, Verdict, _largest, _weights_apart
-from arriero.bench.parity_page import page
+from arriero.bench.cases import FP32, MODELS, Case, axes, cases
+from arriero.bench.parity import Parity, Verdict, nan_max, parity_page, weight_difference
 
 QUICK = {
     "llama": [case.title for case in cases("llama") if case.quick],
@@ -30,14 +29,14 @@ QUICK_CASES = [
 
 
 @pytest.mark.parametrize(("model", "title"), QUICK_CASES)
-def test_a_layout_has_the_losses_gradient_and_weights_of_one_process(proofs, model, title):
+def test_a_layout_reproduces_losses_gradients_and_weights_of_one_process(proofs, model, title):
     case = next(case for case in cases(model) if case.title == title)
     assert case.tolerance == FP32
-    verdict = proofs[model].judge(case)
+    verdict = proofs[model].compare(case)
     assert verdict.holds, verdict
 
 
-def test_the_matrix_has_every_axis_pair_schedule_and_no_case_twice():
+def test_the_cases_cover_every_pair_of_axes_and_every_schedule_once():
     for model in MODELS:
         titles = [case.title for case in cases(model)]
         assert len(titles) == len(set(titles))
@@ -46,37 +45,37 @@ def test_the_matrix_has_every_axis_pair_schedule_and_no_case_twice():
 
 
 def verdict(**changes):
-    return replace(Verdict(Case("g", "n", layout(tp=2)), 0.0, 0.0, 0.0, 1.0), **changes)
+    return replace(Verdict(Case("g", "n", axes(tp=2)), 0.0, 0.0, 0.0, 1.0), **changes)
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"loss": 1.1e-4}, {"norm": 1.1e-5}, {"weights": 1.1e-4}, {"error": "died"}, {"weights": math.nan}],
 )
-def test_a_verdict_holds_only_if_everything_does(changes):
+def test_a_case_holds_only_if_every_difference_is_within_its_limit(changes):
     assert verdict().holds
     assert not verdict(**changes).holds
 
 
-def test_a_difference_that_is_not_a_number_is_not_passed_over():
-    assert math.isnan(_largest([0.0, math.nan, 1.0]))
-    assert _largest([0.0, 1.0]) == 1.0
+def test_nan_is_not_ignored():
+    assert math.isnan(nan_max([0.0, math.nan, 1.0]))
+    assert nan_max([0.0, 1.0]) == 1.0
 
 
-def test_weights_are_compared_kind_by_kind():
-    """A small kind is not lost beside a large one; blocks of one kind are taken together."""
+def test_weights_are_compared_by_name_over_all_blocks():
+    """A small tensor counts as much as a large one."""
     expected = {"embedding.weight": torch.full((1000,), 100.0)}
     expected |= {f"blocks.{i}.norm.weight": torch.ones(4) for i in range(2)}
     found = expected | {"blocks.1.norm.weight": torch.tensor([1.0, 1.0, 1.0, 1.2])}
-    assert _weights_apart(found, expected) == pytest.approx(0.2 / math.sqrt(8))
-    assert _weights_apart(expected, expected) == 0.0
-    assert math.isnan(_weights_apart(found | {"more": torch.ones(1)}, expected))
-    unseen = {"blocks.0.attention.k.bias": torch.ones(2)}
-    assert _weights_apart(expected | unseen, expected | {k: -v for k, v in unseen.items()}) == 0.0
+    assert weight_difference(found, expected) == pytest.approx(0.2 / math.sqrt(8))
+    assert weight_difference(expected, expected) == 0.0
+    assert math.isnan(weight_difference(found | {"more": torch.ones(1)}, expected))
+    ignored = {"blocks.0.attention.k.bias": torch.ones(2)}
+    assert weight_difference(expected | ignored, expected | {k: -v for k, v in ignored.items()}) == 0.0
 
 
-def test_the_page_shows_what_failed():
-    text = page({"llama": [verdict(), verdict(loss=0.5)]}, "cpu")
+def test_the_page_marks_failed_cases():
+    text = parity_page({"llama": [verdict(), verdict(loss=0.5)]}, "cpu")
     assert "**1 of 2 cases hold**" in text
     assert "| n | 2 | 5.0e-01 | 0.0e+00 | 0.0e+00 | 1 | **fails** |" in text
     assert torch.__version__ in text

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from arriero.bench.cases import BF16, FLOAT8, FP32, STATES
-from arriero.bench.gate import COMPILED, MASKED
-from arriero.bench.result import Energy, Result, Timing
-from arriero.bench.results_page import read_results, replace_section, tables
+from arriero.bench.result import Energy, StepResult, Timing, read_results, replace_section, tables
+from arriero.bench.step import COMPILED, MASKED
 from arriero.errors import UserError
 from arriero.model.spec import FLOP_FORMULAS
 
@@ -18,7 +17,7 @@ PAGE = REPOSITORY / "docs" / "performance.md"
 
 def test_the_committed_page_is_the_generated_one():
     text = PAGE.read_text()
-    kept = read_results(REPOSITORY / "benchmarks" / "results")
+    kept = read_results([REPOSITORY / "benchmarks" / "results"])
     assert replace_section(text, "results", tables(kept, PAGE.parent), "it") == text
 
 
@@ -40,7 +39,7 @@ def _short(bound):
 
 
 def test_a_single_step_is_called_one(measured, tmp_path):
-    result = Result.read(measured)
+    result = StepResult.read(measured)
     alone = Timing.of([1500.0], 1000, 0, 2.0)
     found = tables([(tmp_path / "a.json", result.model_copy(update={"timing": alone}))], tmp_path)
     assert "1,500.0 (one step, the first)" in found
@@ -49,14 +48,14 @@ def test_a_single_step_is_called_one(measured, tmp_path):
 def test_results_become_rows_with_every_convention_and_every_part(arriero, measured, tmp_path):
     (tmp_path / "results").mkdir()
     shutil.copy(measured, tmp_path / "results" / "a.json")
-    result = Result.read(measured)
+    result = StepResult.read(measured)
     gate = result.gate.model_copy(update={"needed": True, "holds": True, "loss": 3e-4, "loss_bound": 2e-3})
     energy = Energy(joules_per_step=1234.0, tokens_per_joule=2.0)
     changed = {"mode": "bf16, compiled", "energy": energy, "gate": gate}
     result.model_copy(update=changed).write(tmp_path / "results" / "b.json")
     page = tmp_path / "page.md"
     page.write_text("# Speed\n\n<!-- results -->\nold\n<!-- /results -->\n\nafter\n")
-    written = arriero("bench", "page", "--results", "results", "--write", "page.md")
+    written = arriero("bench", "compare", "results", "--write", "page.md")
     assert written.returncode == 0, written.stderr
     text = page.read_text()
     assert text.startswith("# Speed\n")
@@ -69,13 +68,13 @@ def test_results_become_rows_with_every_convention_and_every_part(arriero, measu
     assert "| 1,234 | 3e-04 of 2e-03 |" in text
     for words in ("causal", "nnscaler", "hfu", "GEMM", "communication", "idle"):
         assert words in text
-    again = arriero("bench", "page", "--results", "results")
+    again = arriero("bench", "compare", "results")
     assert again.stdout.splitlines()[0] in text
 
 
 def test_a_page_without_results_says_so(tmp_path):
     (tmp_path / "results").mkdir()
-    assert tables(read_results(tmp_path / "results"), tmp_path) == "No results yet.\n"
+    assert tables(read_results([tmp_path / "results"]), tmp_path) == "No results yet.\n"
 
 
 def test_a_page_without_marks_is_left_alone():

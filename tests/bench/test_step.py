@@ -2,15 +2,14 @@
 
 import json
 import statistics
-import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import arriero.bench.machine
-from arriero.bench.energy import Meter
-from arriero.bench.machine import describe_machine
-from arriero.bench.result import Result, Timing
+from arriero.bench.machine import Meter, describe_code, describe_device
+from arriero.bench.result import StepResult, Timing
 from arriero.bench.step import DocumentLengths
 from arriero.errors import UserError
 from arriero.model.spec import FLOP_FORMULAS, ModelSpec, flops_per_token
@@ -18,7 +17,7 @@ from arriero.train.device import Device
 
 
 def test_a_result_says_what_was_done_and_with_what(measured):
-    result = Result.read(measured)
+    result = StepResult.read(measured)
     assert result.work.tokens_per_step == 512
     assert result.work.parameters == ModelSpec.from_dict(result.work.model).parameters
     assert (result.work.compute, result.work.float8, result.work.optimizer_state) == (
@@ -37,7 +36,7 @@ def test_a_result_says_what_was_done_and_with_what(measured):
 
 
 def test_speed_is_the_tokens_of_a_step_by_the_median_step(measured):
-    timing = Result.read(measured).timing
+    timing = StepResult.read(measured).timing
     assert len(timing.step_ms) == 4
     assert timing.median_ms == pytest.approx(statistics.median(timing.step_ms))
     assert timing.tokens_per_s == pytest.approx(512 / timing.median_ms * 1e3)
@@ -53,7 +52,7 @@ def test_speed_is_the_tokens_of_a_step_by_the_median_step(measured):
 
 
 def test_every_convention_has_its_formula_and_no_share_of_an_unknown_peak(measured):
-    result = Result.read(measured)
+    result = StepResult.read(measured)
     spec = ModelSpec.from_dict(result.work.model)
     assert [rate.convention for rate in result.rates] == list(FLOP_FORMULAS)
     for rate in result.rates:
@@ -66,7 +65,7 @@ def test_every_convention_has_its_formula_and_no_share_of_an_unknown_peak(measur
 
 
 def test_the_parts_of_a_real_profile_sum_to_its_step(measured):
-    found = Result.read(measured).breakdown
+    found = StepResult.read(measured).breakdown
     assert found.steps == 3
     assert sum(found.parts.values()) == pytest.approx(found.step_ms, rel=1e-6)
     for part in ("GEMM", "attention", "elementwise", "loss", "optimizer", "idle"):
@@ -84,7 +83,7 @@ def test_it_trains_what_train_trains(bench, arriero, synthetic_cache, tmp_path):
     assert code == 0
     assert arriero("train", "run.toml", "--set", "run.device=cpu", cwd=tmp_path).returncode == 0
     lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
-    losses = Result.read(path).losses
+    losses = StepResult.read(path).losses
     assert (losses.first_step, losses.last_step) == (1, 6)
     assert (losses.first, losses.last) == (lines[0]["loss"], lines[-1]["loss"])
     assert losses.first_grad_norm == lines[0]["grad_norm"]
@@ -94,7 +93,7 @@ def test_it_trains_what_train_trains(bench, arriero, synthetic_cache, tmp_path):
 def test_several_ranks_are_measured_as_one_run(bench):
     code, out, path = bench("--no-profile", nproc=2)
     assert code == 0
-    result = Result.read(path)
+    result = StepResult.read(path)
     assert (result.ranks, result.layout) == (2, "dp_shard 2")
     assert result.config["data"]["sources"][0]["path"] == "builtin:synthetic"
     assert result.timing.tokens_per_s == pytest.approx(512 / result.timing.median_ms * 1e3)
@@ -104,11 +103,10 @@ def test_several_ranks_are_measured_as_one_run(bench):
 def test_a_mistake_ends_in_one_sentence(arriero, tmp_path):
     for arguments, words in [
         (["bench", "step", "absent.toml"], "no run file absent.toml"),
-        (["bench", "step", "--set", "data.packing=none"], "every step is other work"),
+        (["bench", "step", "--set", "data.packing=none"], "every step is different work"),
         (["bench", "step", "--gate-from", "absent.json"], "absent.json cannot be read"),
         (["bench", "matrix", "--models", "gpt2-1.5"], "did you mean 'gpt2-1.5b'"),
         (["bench", "compare", "a.json", "b.json"], "a.json cannot be read"),
-        (["bench", "page", "--results", "nowhere"], "no folder nowhere"),
     ]:
         result = arriero(*arguments)
         assert result.returncode == 2, arguments
@@ -121,7 +119,7 @@ def test_a_file_of_another_schema_is_refused(measured, tmp_path):
     changed = json.loads(measured.read_text()) | {"schema_version": 99}
     (tmp_path / "old.json").write_text(json.dumps(changed))
     with pytest.raises(UserError, match="schema_version"):
-        Result.read(tmp_path / "old.json")
+        StepResult.read(tmp_path / "old.json")
 
 
 def test_the_spread_is_that_of_the_steps():
@@ -138,57 +136,76 @@ def test_one_step_has_no_spread_but_a_time():
 
 def test_a_single_step_without_warm_up_is_timed_from_its_beginning(bench):
     _, _, path = bench("--steps", "1", "--warmup", "0", "--no-profile")
-    timing = Result.read(path).timing
+    timing = StepResult.read(path).timing
     assert len(timing.step_ms) == 1 and timing.warmup_steps == 0
     # the process has to begin, too
     assert 1.0 < timing.step_ms[0] < 1e3 * timing.start_up_s
 
 
-class Driver:
-    """Of two GPUs, the second of which may have no meter."""
+class FakeNvml:
+    """NVML of two GPUs, the second of which may have no energy meter."""
 
-    def __init__(self, second_fails=False):
-        self._second_fails = second_fails
+    NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
 
-    def nvmlInit_v2(self):
-        return 0
+    class NVMLError(Exception):
+        pass
 
-    def nvmlDeviceGetHandleByUUID(self, uuid, handle):
-        handle._obj.value = {b"GPU-a": 1, b"GPU-b": 2}.get(uuid, 0)
-        return 0 if handle._obj.value else 6
+    def __init__(self, second_has_meter=True, has_driver=True):
+        self._second_has_meter, self._has_driver = second_has_meter, has_driver
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle, millijoules):
-        millijoules._obj.value = 1000 * handle.value
-        return 3 if handle.value == 2 and self._second_fails else 0
+    def nvmlInit(self):
+        if not self._has_driver:
+            raise self.NVMLError("driver not loaded")
 
-    def nvmlDeviceGetClockInfo(self, handle, kind, mhz):
-        mhz._obj.value = 1980
-        return 0
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        if uuid not in ("GPU-a", "GPU-b"):
+            raise self.NVMLError("not found")
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, gpu):
+        if gpu == "GPU-b" and not self._second_has_meter:
+            raise self.NVMLError("not supported")
+        return {"GPU-a": 1000, "GPU-b": 2000}[gpu]
+
+    def nvmlDeviceGetClockInfo(self, gpu, kind):
+        return {1: 1980, 2: 3201}[kind]
+
+    nvmlDeviceGetMaxClockInfo = nvmlDeviceGetClockInfo
+
+    def nvmlDeviceGetMemoryInfo(self, gpu):
+        return SimpleNamespace(total=143771 * 2**20)
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, gpu):
+        return 700_000
+
+    def nvmlSystemGetDriverVersion(self):
+        return "575.57.08"
 
 
-def test_energy_is_that_of_all_gpus_or_not_reported(monkeypatch):
-    monkeypatch.setattr("ctypes.CDLL", lambda _: Driver())
+def test_energy_is_the_sum_of_all_gpus_or_not_reported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     assert Meter(["GPU-a", "GPU-b"]).joules() == 3.0
     assert Meter(["GPU-a"]).sm_mhz() == 1980
     assert Meter(["GPU-a", "GPU-c"]).joules() is None
     assert Meter([]).joules() is None
-    monkeypatch.setattr("ctypes.CDLL", lambda _: Driver(second_fails=True))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(second_has_meter=False))
     assert Meter(["GPU-a", "GPU-b"]).joules() is None
 
 
-def test_without_a_driver_there_is_no_energy(monkeypatch):
-    def absent(_):
-        raise OSError("no such library")
-
-    monkeypatch.setattr("ctypes.CDLL", absent)
-    assert Meter(["GPU-a"]).joules() is None
-    assert Meter(["GPU-a"]).sm_mhz() is None
+def test_a_missing_driver_or_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(has_driver=False))
+    meter = Meter(["GPU-a"])
+    assert (meter.joules(), meter.sm_mhz(), meter.problem) == (None, None, "NVML: driver not loaded")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    meter = Meter(["GPU-a"])
+    assert (meter.joules(), meter.sm_mhz()) == (None, None)
+    assert "pip install 'arriero[nvidia]'" in meter.problem
 
 
 def test_packed_documents_are_measured_and_their_flops_counted_by_document(bench):
     code, _, path = bench("--no-gate", "--no-profile", "--documents", "16:0")
     assert code == 0
-    result = Result.read(path)
+    result = StepResult.read(path)
     spec = ModelSpec.from_dict(result.work.model)
     assert result.work.document_mask and "mean 16" in result.work.documents
     found = {rate.convention: rate.flops_per_token for rate in result.rates}
@@ -205,25 +222,40 @@ def test_document_lengths_that_are_no_distribution_are_refused(lengths):
 
 def test_what_tiles_compute_again_is_not_guessed(bench):
     _, _, path = bench("--no-profile", "--no-gate", **{"memory.ffn_tile": 24})
-    result = Result.read(path)
+    result = StepResult.read(path)
     assert result.rate("hfu").flops_per_token is None
     assert result.rate("causal").flops_per_token is not None
 
 
-def test_what_the_driver_says_of_a_gpu_is_kept(monkeypatch):
-    said = "143771 MiB, 575.57.08, 700.00 W, 1980 MHz, 3201 MHz, 1980 MHz, 3201 MHz\n"
-
-    def answer(command, **_):
-        assert command[:3] == ("nvidia-smi", "-i", "GPU-a")
-        return subprocess.CompletedProcess(command, 0, said, "")
-
-    monkeypatch.setattr(arriero.bench.machine.subprocess, "run", answer)
+def test_the_driver_describes_a_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     monkeypatch.setattr("arriero.train.device.uuid_of", lambda _: "GPU-a")
     used = Device(torch.device("cuda", 1), "NVIDIA H200", 0, None)
-    device = describe_machine(used, 1, 1755)
+    device = describe_device(used, 1, 1755)
     assert device.memory_gib == pytest.approx(140.4, abs=0.1)
     assert (device.driver, device.power_limit) == ("575.57.08", "700.00 W")
-    assert (device.clocks["sm"], device.clocks["sm_at_work"]) == ("1980 MHz", "1755 MHz")
+    assert device.clocks == {
+        "sm_at_work": "1755 MHz",
+        "sm": "1980 MHz",
+        "memory": "3201 MHz",
+        "max_sm": "1980 MHz",
+        "max_memory": "3201 MHz",
+    }
+
+
+def test_a_copy_of_the_source_names_its_commit_in_a_variable(monkeypatch):
+    monkeypatch.setattr("arriero.bench.machine._output_of", lambda *_: None)
+    monkeypatch.delenv("ARRIERO_COMMIT", raising=False)
+    assert (describe_code().commit, describe_code().dirty) == (None, None)
+    monkeypatch.setenv("ARRIERO_COMMIT", "4c0ec6c" + 33 * "0")
+    assert (describe_code().commit, describe_code().dirty) == ("4c0ec6c" + 33 * "0", False)
+
+
+def test_a_commit_that_is_no_hash_is_rejected_before_the_measurement(arriero, monkeypatch):
+    monkeypatch.setenv("ARRIERO_COMMIT", "main")
+    result = arriero("bench", "step")
+    assert result.returncode == 2
+    assert "ARRIERO_COMMIT is 'main', not a commit of 40 hexadecimal digits" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from arriero.bench.measure import Plan
+from arriero.bench.measure import StepCounts
 from arriero.bench.step import benchmark
 from arriero.config.load import load_run
 from arriero.model.presets import expand
@@ -26,14 +26,14 @@ def test_the_gate_of_an_earlier_result_serves_the_next(synthetic_cache, monkeypa
     config = load_run(None, sets, expand).config
 
     def measured(earlier):
-        return benchmark(config, "tiny", Plan(1, 3, 0, time.time()), 1, True, earlier, lambda _: None)
+        return benchmark(config, "tiny", StepCounts(1, 3, 0, time.time()), 1, True, earlier, lambda _: None)
 
-    def judged_again(*_):
-        raise AssertionError("the gate was judged again")
+    def checked_again(*_):
+        raise AssertionError("the loss was checked again")
 
     def work():
         first = measured(None)
-        monkeypatch.setattr("arriero.bench.step.judge", judged_again)
+        monkeypatch.setattr("arriero.bench.step.check_loss", checked_again)
         return first, measured(first)
 
     first, second = alone(work)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from arriero.bench.cases import BF16, BF16_WEIGHTS, FLOAT8, FP32, STATES, Case, layout
+from arriero.bench.cases import BF16, BF16_WEIGHTS, FLOAT8, FP32, STATES, Case, axes
 from arriero.bench.parity import Parity
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +44,6 @@ def parities(synthetic_cache):
 )
 def test_a_mode_has_the_losses_gradient_and_weights_of_the_reference(parities, family, name):
     sets, tolerance = MODES[name]
-    judged = layout() | {"precision.kernels": True} | sets
-    verdict = parities[family].judge(Case("one GPU", name, judged, PLAIN, tolerance))
+    judged = axes() | {"precision.kernels": True} | sets
+    verdict = parities[family].compare(Case("one GPU", name, judged, PLAIN, tolerance))
     assert verdict.holds, verdict

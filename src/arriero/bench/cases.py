@@ -1,4 +1,4 @@
-"""The matrix of `bench parity`: every layout and every mode that must give the reference's losses."""
+"""The cases of `bench parity`: every layout and mode that must reproduce the losses of its reference."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from arriero.plan.layout import AXES, SCHEDULES
 MODELS = ("llama", "gpt2")
 SEQUENCES = 16
 
-# what every run has in common, the reference too
+# settings of all runs, references included
 BASE: dict[str, Any] = {
     "model.layers": 4,
     "model.vocab_size": 4096,
@@ -33,7 +33,7 @@ BASE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Relative: the largest of the losses' differences, the first gradient norm's, the final weights'."""
+    """Limits of relative differences: of all losses, of the first gradient norm, of the final weights."""
 
     loss: float
     norm: float
@@ -45,7 +45,7 @@ FP32 = Tolerance(1e-4, 1e-5, 1e-4)
 
 @dataclass(frozen=True)
 class Case:
-    """`sets` are keys of the run file beyond the reference's; `against` those the reference has too."""
+    """`sets` are keys of the run, `against` keys of its reference."""
 
     group: str
     name: str
@@ -63,13 +63,13 @@ class Case:
         return prod(int(self.sets.get(f"parallel.{axis}", 1)) for axis in AXES)
 
     def matches(self, pattern: str) -> bool:
-        """A part of the title, or the whole of it or of the name with * for anything."""
+        """Whether the pattern is part of the title, or matches title, name or group with wildcards."""
         wholes = (self.title, self.name, self.group)
         return pattern in self.title or any(fnmatchcase(whole, pattern) for whole in wholes)
 
 
-def layout(**degrees: int) -> dict[str, Any]:
-    """A pipeline gets four micro-batches: the fewest that all schedules over two ranks take."""
+def axes(**degrees: int) -> dict[str, Any]:
+    """Return the keys of a layout; a pipeline gets four micro-batches, the minimum of all schedules."""
     sets: dict[str, Any] = {"parallel.dp_shard": 1}
     sets |= {f"parallel.{axis}": degree for axis, degree in degrees.items()}
     if degrees.get("pp", 1) > 1:
@@ -96,17 +96,17 @@ def cases(model: str, device: str = "cpu") -> list[Case]:
 
 def _axes(model: str) -> list[Case]:
     ring = {"parallel.context": "ring"}
-    alone = [Case("one axis", f"{axis} 2", layout(**{axis: 2}), quick=True) for axis in AXES]
+    alone = [Case("one axis", f"{axis} 2", axes(**{axis: 2}), quick=True) for axis in AXES]
     four = ["dp_replicate", "dp_shard", "cp", "pp", *(["tp"] if model == "gpt2" else [])]
     return [
         *alone,
-        Case("one axis", "cp 2, ring", layout(cp=2) | ring, quick=True),
-        *(Case("one axis", f"{axis} 4", layout(**{axis: 4})) for axis in four),
-        Case("one axis", "cp 4, ring", layout(cp=4) | ring),
-        Case("one axis", "dp_shard 3", layout(dp_shard=3) | {"train.batch": "1152 tok"}, _BATCH_OF_18),
-        Case("one axis", "dp_shard 2, ZeRO-2", layout(dp_shard=2) | {"parallel.reshard": "never"}),
-        Case("one axis", "dp_shard 4, gathered in pairs", layout(dp_shard=4) | {"parallel.reshard": 2}),
-        Case("one axis", "dp_shard 2, in host memory", layout(dp_shard=2) | {"memory.offload_state": True}),
+        Case("one axis", "cp 2, ring", axes(cp=2) | ring, quick=True),
+        *(Case("one axis", f"{axis} 4", axes(**{axis: 4})) for axis in four),
+        Case("one axis", "cp 4, ring", axes(cp=4) | ring),
+        Case("one axis", "dp_shard 3", axes(dp_shard=3) | {"train.batch": "1152 tok"}, _BATCH_OF_18),
+        Case("one axis", "dp_shard 2, ZeRO-2", axes(dp_shard=2) | {"parallel.reshard": "never"}),
+        Case("one axis", "dp_shard 4, gathered in pairs", axes(dp_shard=4) | {"parallel.reshard": 2}),
+        Case("one axis", "dp_shard 2, in host memory", axes(dp_shard=2) | {"memory.offload_state": True}),
     ]
 
 
@@ -116,7 +116,7 @@ _BATCH_OF_18 = {"train.batch": "1152 tok"}
 def _pairs() -> list[Case]:
     quick = {("dp_shard", "tp"), ("pp", "tp"), ("cp", "tp")}
     return [
-        Case("two axes", f"{a} 2 x {b} 2", layout(**{a: 2, b: 2}), quick=(a, b) in quick)
+        Case("two axes", f"{a} 2 x {b} 2", axes(**{a: 2, b: 2}), quick=(a, b) in quick)
         for a, b in combinations(AXES, 2)
     ]
 
@@ -132,7 +132,7 @@ def _deeper() -> list[Case]:
         {"dp_shard": 2, "cp": 2, "tp": 2, "pp": 2},
     ]
     return [
-        Case("more axes", " x ".join(f"{axis} {n}" for axis, n in each.items()), layout(**each))
+        Case("more axes", " x ".join(f"{axis} {n}" for axis, n in each.items()), axes(**each))
         for each in layouts
     ]
 
@@ -142,27 +142,27 @@ def _schedules() -> list[Case]:
     for name in SCHEDULES:
         sets = {"parallel.schedule": name}
         quick = name in ("zbv", "interleaved-1f1b")
-        cases.append(Case("schedules", f"{name}, pp 2", layout(pp=2) | sets, quick=quick))
-        cases.append(Case("schedules", f"{name}, pp 2 x dp_shard 2", layout(pp=2, dp_shard=2) | sets))
+        cases.append(Case("schedules", f"{name}, pp 2", axes(pp=2) | sets, quick=quick))
+        cases.append(Case("schedules", f"{name}, pp 2 x dp_shard 2", axes(pp=2, dp_shard=2) | sets))
     return cases
 
 
 def _recomputation() -> list[Case]:
     kinds = ["full", "selective", "attention", "every:2", "fraction:1/3"]
-    spread = layout(dp_shard=2, tp=2)
-    tiled = [("full", layout() | {"memory.activation_checkpointing": "full"}), ("dp_shard 2 x tp 2", spread)]
+    spread = axes(dp_shard=2, tp=2)
+    tiled = [("full", axes() | {"memory.activation_checkpointing": "full"}), ("dp_shard 2 x tp 2", spread)]
     return [
-        *(Case("recomputation", k, layout() | {"memory.activation_checkpointing": k}) for k in kinds),
+        *(Case("recomputation", k, axes() | {"memory.activation_checkpointing": k}) for k in kinds),
         *(
             Case("recomputation", f"{k}, dp_shard 2 x tp 2", spread | {"memory.activation_checkpointing": k})
             for k in kinds[:3]
         ),
         *(
-            Case("recomputation", f"{k}, cp 2", layout(cp=2) | {"memory.activation_checkpointing": k})
+            Case("recomputation", f"{k}, cp 2", axes(cp=2) | {"memory.activation_checkpointing": k})
             for k in kinds[:3]
         ),
-        Case("recomputation", "full, pp 2", layout(pp=2) | {"memory.activation_checkpointing": "full"}),
-        Case("recomputation", "activations in host memory", layout() | {"memory.offload_activations": True}),
+        Case("recomputation", "full, pp 2", axes(pp=2) | {"memory.activation_checkpointing": "full"}),
+        Case("recomputation", "activations in host memory", axes() | {"memory.offload_activations": True}),
         *(Case("recomputation", f"feed-forward in tiles, {name}", sets | _TILES) for name, sets in tiled),
     ]
 
@@ -172,21 +172,21 @@ _TILES = {"memory.ffn_tile": 24}
 
 def _gradients() -> list[Case]:
     one = {"train.micro_batch": 1}
-    shard, hybrid = layout(dp_shard=2), layout(dp_replicate=2, dp_shard=2)
+    shard, hybrid = axes(dp_shard=2), axes(dp_replicate=2, dp_shard=2)
     return [
-        Case("accumulation", "16 micro-batches", layout() | one),
+        Case("accumulation", "16 micro-batches", axes() | one),
         Case("accumulation", "8 micro-batches, dp_shard 2", shard | one),
         Case("accumulation", "2 micro-batches, dp_shard 2", shard | {"train.micro_batch": 4}, quick=True),
         Case("accumulation", "reduced at each, dp_shard 2", shard | one | {"parallel.sync": "each"}),
         Case("accumulation", "reduced at each, 2 copies of 2", hybrid | one | {"parallel.sync": "each"}),
-        Case("accumulation", "8 micro-batches, tp 2", layout(tp=2) | {"train.micro_batch": 2}),
-        Case("accumulation", "16 micro-batches, pp 2", layout(pp=2) | one),
-        Case("loss", "chunks of 7 tokens", layout() | {"memory.loss_chunk": 7}),
-        Case("loss", "whole logits, tp 2", layout(tp=2) | {"memory.loss_chunk": False}),
-        Case("loss", "chunks of 100 tokens, tp 2", layout(tp=2) | {"memory.loss_chunk": 100}),
-        Case("loss", "z-loss, tp 2", layout(tp=2) | _Z_LOSS, _Z_LOSS),
-        Case("loss", "a vocabulary of 4097, tp 2", layout(tp=2) | _ODD, _ODD),
-        Case("loss", "a vocabulary of 4097, dp_shard 2 x tp 2", layout(dp_shard=2, tp=2) | _ODD, _ODD),
+        Case("accumulation", "8 micro-batches, tp 2", axes(tp=2) | {"train.micro_batch": 2}),
+        Case("accumulation", "16 micro-batches, pp 2", axes(pp=2) | one),
+        Case("loss", "chunks of 7 tokens", axes() | {"memory.loss_chunk": 7}),
+        Case("loss", "whole logits, tp 2", axes(tp=2) | {"memory.loss_chunk": False}),
+        Case("loss", "chunks of 100 tokens, tp 2", axes(tp=2) | {"memory.loss_chunk": 100}),
+        Case("loss", "z-loss, tp 2", axes(tp=2) | _Z_LOSS, _Z_LOSS),
+        Case("loss", "a vocabulary of 4097, tp 2", axes(tp=2) | _ODD, _ODD),
+        Case("loss", "a vocabulary of 4097, dp_shard 2 x tp 2", axes(dp_shard=2, tp=2) | _ODD, _ODD),
     ]
 
 
@@ -196,21 +196,21 @@ _MASK = {"data.document_mask": True, "data.packing": "bestfit"}
 
 
 def _documents() -> list[Case]:
-    layouts = [layout(**{axis: 2}) for axis in AXES]
-    ring = layout(cp=2) | {"parallel.context": "ring"}
+    layouts = [axes(**{axis: 2}) for axis in AXES]
+    ring = axes(cp=2) | {"parallel.context": "ring"}
     return [
         *(
             Case("document masks", f"{axis} 2", each | _MASK, _MASK)
             for axis, each in zip(AXES, layouts, strict=True)
         ),
         Case("document masks", "cp 2, ring", ring | _MASK, _MASK, quick=True),
-        Case("document masks", "cp 4 x tp 2", layout(cp=4, tp=2) | _MASK, _MASK),
-        Case("document masks", "pp 2 x cp 2", layout(pp=2, cp=2) | _MASK, _MASK),
+        Case("document masks", "cp 4 x tp 2", axes(cp=4, tp=2) | _MASK, _MASK),
+        Case("document masks", "pp 2 x cp 2", axes(pp=2, cp=2) | _MASK, _MASK),
     ]
 
 
 def _optimizers() -> list[Case]:
-    spread = layout(dp_shard=2, tp=2)
+    spread = axes(dp_shard=2, tp=2)
     made = []
     for name in ("muon", "sgd"):
         sets = {"optim.name": name}
@@ -220,9 +220,9 @@ def _optimizers() -> list[Case]:
 
 def _compiled() -> list[Case]:
     compiled = {"precision.compile": True}
-    spread = layout(dp_shard=2, tp=2) | compiled
+    spread = axes(dp_shard=2, tp=2) | compiled
     return [
-        Case("compiled", "1 process", layout() | compiled),
+        Case("compiled", "1 process", axes() | compiled),
         Case("compiled", "dp_shard 2 x tp 2", spread),
         Case(
             "compiled",
@@ -232,7 +232,7 @@ def _compiled() -> list[Case]:
     ]
 
 
-# about three times what was measured
+# about three times the measured differences
 BF16 = Tolerance(2e-3, 1e-3, 1e-2)
 BF16_WEIGHTS = Tolerance(2e-3, 1e-3, 4e-2)
 FLOAT8 = Tolerance(1e-2, 1.5e-2, 5e-2)
@@ -245,45 +245,45 @@ STATES = {
 
 def _precisions() -> list[Case]:
     bf16 = {"precision.compute": "bf16"}
-    made = [Case("bf16 beside fp32", "1 process", layout() | bf16, tolerance=BF16)]
-    for each in (layout(dp_shard=2), layout(tp=2), layout(pp=2), layout(cp=2), layout(dp_shard=2, tp=2)):
+    made = [Case("bf16 beside fp32", "1 process", axes() | bf16, tolerance=BF16)]
+    for each in (axes(dp_shard=2), axes(tp=2), axes(pp=2), axes(cp=2), axes(dp_shard=2, tp=2)):
         name = " x ".join(
             f"{axis} {each[key]}" for axis in AXES if each.get(key := f"parallel.{axis}", 1) > 1
         )
         made.append(Case("bf16 beside fp32", name, each | bf16, tolerance=BF16))
     for name in ("zero-bubble", "zbv"):
-        split = layout(pp=2) | bf16 | {"parallel.schedule": name}
+        split = axes(pp=2) | bf16 | {"parallel.schedule": name}
         made.append(Case("bf16 beside fp32", f"{name}, pp 2", split, tolerance=BF16))
-    pure = layout() | bf16 | {"precision.master": "bf16"}
+    pure = axes() | bf16 | {"precision.master": "bf16"}
     made.append(Case("bf16 beside fp32", "bf16 weights", pure, tolerance=BF16_WEIGHTS))
-    reduced = layout(dp_shard=2) | bf16 | {"precision.reduce": "bf16"}
+    reduced = axes(dp_shard=2) | bf16 | {"precision.reduce": "bf16"}
     made.append(Case("bf16 beside fp32", "dp_shard 2, reduced in bf16", reduced, tolerance=BF16))
     fp16 = {"precision.compute": "fp16"}
-    # one process skips a step that overflows and that ranks with fewer sequences, and smaller sums, take
-    made.append(Case("fp16", "tp 2", layout(tp=2) | fp16, fp16, tolerance=BF16))
+    # one process skips a step that overflows; ranks with fewer sequences and smaller sums take it
+    made.append(Case("fp16", "tp 2", axes(tp=2) | fp16, fp16, tolerance=BF16))
     for kind in ("tensorwise", "rowwise"):
         float8 = bf16 | {"precision.float8": kind}
-        made.append(Case("float8 beside fp32", kind, layout() | float8, tolerance=FLOAT8))
-        spread = layout(dp_shard=2, tp=2) | float8
+        made.append(Case("float8 beside fp32", kind, axes() | float8, tolerance=FLOAT8))
+        spread = axes(dp_shard=2, tp=2) | float8
         made.append(Case("float8 beside fp32", f"{kind}, dp_shard 2 x tp 2", spread, tolerance=FLOAT8))
     head = bf16 | {"precision.float8": "tensorwise", "precision.float8_head": True}
-    for name, each in (("with its head", layout()), ("with its head, tp 2", layout(tp=2))):
+    for name, each in (("with its head", axes()), ("with its head, tp 2", axes(tp=2))):
         made.append(Case("float8 beside fp32", name, each | head, tolerance=FLOAT8))
     for state, tolerance in STATES.items():
-        sets = layout(dp_shard=2) | {"optim.state": state}
+        sets = axes(dp_shard=2) | {"optim.state": state}
         made.append(Case("optimizer state beside fp32", f"{state}, dp_shard 2", sets, tolerance=tolerance))
     return made
 
 
 def _on_a_gpu() -> list[Case]:
-    """Return modes with their own CUDA streams or kernels, beside fp32 in one process."""
+    """Return modes with their own CUDA streams or kernels; the reference is fp32 in one process."""
     bf16, compiled = {"precision.compute": "bf16"}, {"precision.compile": True}
     gather = {"precision.float8": "tensorwise", "precision.float8_all_gather": True}
-    shards, spread, ring = layout(dp_shard=2), layout(dp_shard=2, tp=2), {"parallel.context": "ring"}
+    shards, spread, ring = axes(dp_shard=2), axes(dp_shard=2, tp=2), {"parallel.context": "ring"}
     offload = [("state", "memory.offload_state"), ("activations", "memory.offload_activations")]
     return [
         Case("GPU", "compiled bf16, dp_shard 2 x tp 2", spread | bf16 | compiled, tolerance=BF16),
-        Case("GPU", "compiled bf16, pp 2", layout(pp=2) | bf16 | compiled, tolerance=BF16),
+        Case("GPU", "compiled bf16, pp 2", axes(pp=2) | bf16 | compiled, tolerance=BF16),
         *(
             Case("GPU", f"{name} offloaded, dp_shard 2", shards | bf16 | {key: True}, tolerance=BF16)
             for name, key in offload
@@ -295,11 +295,11 @@ def _on_a_gpu() -> list[Case]:
             shards | bf16 | gather | compiled,
             tolerance=FLOAT8,
         ),
-        Case("GPU", "documents, compiled bf16, cp 2", layout(cp=2) | bf16 | compiled | _MASK, _MASK, BF16),
+        Case("GPU", "documents, compiled bf16, cp 2", axes(cp=2) | bf16 | compiled | _MASK, _MASK, BF16),
         Case(
             "GPU",
             "documents, compiled bf16, cp 2, ring",
-            layout(cp=2) | ring | bf16 | compiled | _MASK,
+            axes(cp=2) | ring | bf16 | compiled | _MASK,
             _MASK,
             BF16,
         ),

@@ -1,11 +1,13 @@
-"""What a measurement was made with: the device, the libraries, the code."""
+"""The machine and the code of a measurement, and the energy meters of NVIDIA GPUs."""
 
 import hashlib
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,44 +15,91 @@ from typing import Any
 import torch
 
 import arriero
-from arriero.bench.result import Code, Machine
+from arriero.bench.result import CodeVersion, DeviceInfo
+from arriero.errors import UserError
 from arriero.train.device import Device
 
-_QUERY = {
-    "driver_version": "driver",
-    "power.limit": "power_limit",
-    "clocks.sm": "sm",
-    "clocks.mem": "memory",
-    "clocks.max.sm": "max_sm",
-    "clocks.max.mem": "max_memory",
-}
-_CLOCKS = ("sm", "memory", "max_sm", "max_memory")
+COMMIT_VARIABLE = "ARRIERO_COMMIT"
+_MISSING = "clocks and energy need the package nvidia-ml-py: pip install 'arriero[nvidia]'"
 
 
-def describe_machine(used: Device, ranks: int, busy_mhz: int | None = None) -> Machine:
-    """By then the GPU rests, so that its clock at work is handed in."""
-    told = _from_driver(used.uuid) if used.uuid else {}
+class Meter:
+    """The energy meters and clocks of NVIDIA GPUs through NVML (package nvidia-ml-py).
+
+    Reads None, and `problem` says why, if the package or the driver is missing or one GPU has no meter.
+    """
+
+    def __init__(self, uuids: Sequence[str]) -> None:
+        self.problem: str | None = "no NVIDIA GPU" if not uuids else None
+        self._gpus: list[Any] = []
+        if not uuids:
+            return
+        try:
+            import pynvml
+        except ImportError:
+            self.problem = _MISSING
+            return
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._gpus = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        except pynvml.NVMLError as error:
+            self.problem = f"NVML: {error}"
+
+    def joules(self) -> float | None:
+        """Return the energy of all GPUs since the driver was loaded."""
+        found = [self._read(gpu, "nvmlDeviceGetTotalEnergyConsumption") for gpu in self._gpus]
+        return sum(found) / 1e3 if found and None not in found else None
+
+    def sm_mhz(self) -> int | None:
+        """Return the current SM clock of the first GPU."""
+        return self._read(self._gpus[0], "nvmlDeviceGetClockInfo", 1) if self._gpus else None
+
+    def describe(self) -> dict[str, str]:
+        """Return driver, memory, power limit and clocks of the first GPU, if the driver reports them."""
+        if not self._gpus:
+            return {}
+        gpu, nvml = self._gpus[0], self._nvml
+        sm, memory = nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM
+        total = self._read(gpu, "nvmlDeviceGetMemoryInfo")
+        milliwatts = self._read(gpu, "nvmlDeviceGetEnforcedPowerLimit")
+        clocks = {
+            "sm": self._read(gpu, "nvmlDeviceGetClockInfo", sm),
+            "memory": self._read(gpu, "nvmlDeviceGetClockInfo", memory),
+            "max_sm": self._read(gpu, "nvmlDeviceGetMaxClockInfo", sm),
+            "max_memory": self._read(gpu, "nvmlDeviceGetMaxClockInfo", memory),
+        }
+        found = {name: f"{mhz} MHz" for name, mhz in clocks.items() if mhz is not None}
+        found["driver"] = nvml.nvmlSystemGetDriverVersion()
+        if total is not None:
+            found["memory_gib"] = str(total.total / 2**30)
+        if milliwatts is not None:
+            found["power_limit"] = f"{milliwatts / 1e3:.2f} W"
+        return found
+
+    def _read(self, gpu: Any, function: str, *arguments: Any) -> Any:
+        """Call an NVML function; None if this GPU does not support it."""
+        try:
+            return getattr(self._nvml, function)(gpu, *arguments)
+        except self._nvml.NVMLError:
+            return None
+
+
+def describe_device(used: Device, ranks: int, busy_mhz: int | None = None) -> DeviceInfo:
+    """Describe the device of rank 0; `busy_mhz` is its SM clock during the measurement."""
+    found = Meter([used.uuid] if used.uuid else []).describe()
     busy = {"sm_at_work": f"{busy_mhz} MHz"} if busy_mhz else {}
-    memory = told.get("memory_total", "").removesuffix(" MiB")
-    return Machine(
+    memory = found.get("memory_gib")
+    return DeviceInfo(
         name=used.name,
         count=ranks if used.is_gpu else 1,
-        memory_gib=float(memory) / 1024 if memory.isdigit() else None,
-        driver=told.get("driver"),
-        clocks=busy | {clock: told[clock] for clock in _CLOCKS if clock in told},
-        power_limit=told.get("power_limit"),
+        memory_gib=float(memory) if memory else None,
+        driver=found.get("driver"),
+        clocks=busy | {name: value for name, value in found.items() if value.endswith(" MHz")},
+        power_limit=found.get("power_limit"),
         cpu=_cpu_model(),
         cores=len(os.sched_getaffinity(0)),
     )
-
-
-def _from_driver(uuid: str) -> dict[str, str]:
-    fields = {"memory.total": "memory_total"} | _QUERY
-    said = _said("nvidia-smi", "-i", uuid, f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
-    if not said:
-        return {}
-    values = [value.strip() for value in said.splitlines()[0].split(",")]
-    return dict(zip(fields.values(), values, strict=False))
 
 
 def _cpu_model() -> str:
@@ -62,15 +111,14 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def describe_code() -> Code:
+def describe_code() -> CodeVersion:
+    """Describe the source and library versions; looks at every GPU, so never call it before a fork."""
     source = Path(arriero.__file__).parent
-    commit = _said("git", "-C", str(source), "log", "-1", "--format=%H", "--", ".")
-    changed = _said("git", "-C", str(source), "status", "--porcelain", "--", ".")
-    # looks at every GPU: never in a process that forks others
+    commit, dirty = _commit(source)
     cudnn: Any = torch.backends.cudnn.version() if torch.version.cuda else None
-    return Code(
+    return CodeVersion(
         commit=commit,
-        dirty=None if commit is None else bool(changed),
+        dirty=dirty,
         source=_digest(source),
         versions={
             "arriero": arriero.__version__,
@@ -83,6 +131,29 @@ def describe_code() -> Code:
             "torchao": _installed("torchao"),
         },
     )
+
+
+def check_commit_variable() -> None:
+    """Raise UserError if ARRIERO_COMMIT is set and not a full commit hash."""
+    given = os.environ.get(COMMIT_VARIABLE)
+    if given and not re.fullmatch(r"[0-9a-f]{40}", given):
+        raise UserError(
+            f"{COMMIT_VARIABLE} is '{given}', not a commit of 40 hexadecimal digits",
+            "set it to the output of `git rev-parse HEAD`, or unset it",
+        )
+
+
+def _commit(source: Path) -> tuple[str | None, bool | None]:
+    """Return the commit of the source and whether it has changes.
+
+    A copy without .git, as on a compute node, names its commit in ARRIERO_COMMIT and counts as clean.
+    """
+    commit = _output_of("git", "-C", str(source), "log", "-1", "--format=%H", "--", ".")
+    if commit is not None:
+        return commit, bool(_output_of("git", "-C", str(source), "status", "--porcelain", "--", "."))
+    check_commit_variable()
+    given = os.environ.get(COMMIT_VARIABLE) or None
+    return given, False if given else None
 
 
 def _digest(folder: Path) -> str:
@@ -99,8 +170,8 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _said(*command: str) -> str | None:
-    """None where there is no such program, it fails, or says nothing."""
+def _output_of(*command: str) -> str | None:
+    """Return what a program prints; None if it is missing, fails or prints nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -109,10 +180,10 @@ def _said(*command: str) -> str | None:
 
 
 def process_started() -> float:
-    """When this process did, by the clock of `time.time`: long before its first line of Python."""
+    """Return when this process started, by the clock of `time.time`, before its first line of Python."""
     if sys.platform != "linux":
         return time.time()
-    # the name of the program, in parentheses, may hold spaces
+    # the program name in parentheses may contain spaces
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     up = float(Path("/proc/uptime").read_text().split()[0])
     return time.time() - (up - ticks / os.sysconf("SC_CLK_TCK"))

@@ -1,36 +1,39 @@
-"""Steps of an ordinary run, timed from outside, and then some more of them profiled."""
+"""Measure steps of an ordinary run with hooks: time and energy first, then a profile of some more steps."""
 
 import json
+import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from arriero.bench.energy import Meter
-from arriero.bench.machine import describe_code, describe_machine
-from arriero.bench.result import Breakdown, Code, Losses, Machine
-from arriero.bench.trace import broken_down
+from arriero.bench.machine import Meter, describe_code, describe_device
+from arriero.bench.result import CATEGORIES, Breakdown, CodeVersion, DeviceInfo, Losses
 from arriero.config.schema import RunConfig
+from arriero.events import finite
+from arriero.parallel.loss import LOSS
 from arriero.train.device import Device, uuid_of
 from arriero.train.hooks import Hook
 from arriero.train.metrics import StepMetrics
+from arriero.train.ranges import OPTIMIZER
 from arriero.train.run import run
 from arriero.train.session import Session
 
-# its first steps are slower: the profiler itself begins
+# the first profiled step includes the start of the profiler
 _PROFILER_WARMUP = 1
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Steps of a benchmark, one after the other; `started` is when the first process did."""
+class StepCounts:
+    """Numbers of warm-up, timed and profiled steps, in this order; `started` is when the process started."""
 
     warmup: int
     timed: int
@@ -44,11 +47,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks saw together; device and code are those of the first. `real_tokens` are those of a step
-    without padding, `joules` those of all timed steps."""
+    """Measurements over all ranks; device and code are those of rank 0.
 
-    device: Machine
-    code: Code
+    `real_tokens` is the number of tokens of a step without padding, `joules` the energy of all timed steps.
+    """
+
+    device: DeviceInfo
+    code: CodeVersion
     compute: str
     compiled: bool
     layout: str
@@ -65,16 +70,16 @@ class Measured:
     breakdown: Breakdown | None
 
 
-def measure(config: RunConfig, plan: Plan) -> Measured | None:
+def measure(config: RunConfig, counts: StepCounts) -> Measured | None:
     """Train as one rank and return what was measured on rank 0, None on others."""
-    clock, profiler, facts = Clock(plan), ProfiledSteps(plan), Facts()
-    run(config, [clock, facts, *([profiler] if plan.profiled else [])])
-    if facts.session is None:
+    clock, profiler, end = StepClock(counts), ProfiledSteps(counts), EndOfRun()
+    run(config, [clock, end, *([profiler] if counts.profiled else [])])
+    if end.session is None:
         return None
-    session = facts.session
+    session = end.session
     world = session.mesh.world
     return Measured(
-        device=describe_machine(session.device, world.size, clock.sm_mhz),
+        device=describe_device(session.device, world.size, clock.sm_mhz),
         code=describe_code(),
         compute=str(session.compute).removeprefix("torch."),
         compiled=session.resolved.compiled,
@@ -87,14 +92,14 @@ def measure(config: RunConfig, plan: Plan) -> Measured | None:
         start_up_s=clock.start_up_s,
         losses=clock.losses(),
         joules=clock.joules,
-        allocated=facts.allocated,
-        reserved=facts.reserved,
+        allocated=end.allocated,
+        reserved=end.reserved,
         breakdown=profiler.breakdown,
     )
 
 
-class Facts(Hook):
-    """Collect what is known at the end of a run: the session, and the peak memory over all ranks."""
+class EndOfRun(Hook):
+    """Keep the session on rank 0, and the peak memory over all ranks."""
 
     on_all_ranks = True
 
@@ -112,14 +117,14 @@ class Facts(Hook):
             self.session = session
 
 
-class Clock(Hook):
-    """Marks the end of each timed step where it happens: in the GPU's own queue, without waiting for it.
+class StepClock(Hook):
+    """Record the end of each timed step as an event in the GPU's stream, without synchronizing.
 
-    The GPU is waited for twice, before the first timed step and after the last, to read its energy meter.
+    The GPU is synchronized twice, before the first timed step and after the last, to read its energy meter.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, counts: StepCounts) -> None:
+        self._counts = counts
         self._marks: list[Any] = []
         self._logged: list[StepMetrics] = []
         self.start_up_s = 0.0
@@ -128,11 +133,11 @@ class Clock(Hook):
 
     def on_start(self, session: Session) -> None:
         self._mark, self._meter = _marker(session.device), _meter(session)
-        if self._plan.warmup == 0:
+        if self._counts.warmup == 0:
             self._begin(session)
 
     def on_step(self, session: Session, step: int, tokens: int) -> None:
-        first, last = self._plan.warmup, self._plan.warmup + self._plan.timed
+        first, last = self._counts.warmup, self._counts.warmup + self._counts.timed
         if step == first:
             self._begin(session)
         elif first < step <= last:
@@ -151,7 +156,7 @@ class Clock(Hook):
 
     def on_metrics(self, session: Session, metrics: StepMetrics) -> None:
         if metrics.step == 1:
-            self.start_up_s = time.time() - self._plan.started
+            self.start_up_s = time.time() - self._counts.started
         self._logged.append(metrics)
 
     def step_ms(self) -> list[float]:
@@ -172,8 +177,8 @@ class Clock(Hook):
             first=first.loss,
             last_step=last.step,
             last=last.loss,
-            first_grad_norm=first.line()["grad_norm"],
-            last_grad_norm=last.line()["grad_norm"],
+            first_grad_norm=finite(first.grad_norm),
+            last_grad_norm=finite(last.grad_norm),
         )
 
 
@@ -190,7 +195,7 @@ def _marker(device: Device) -> Callable[[], Any]:
 
 
 def _meter(session: Session) -> Meter:
-    """The GPUs of this node; a meter of none where the run has others, or not all are seen from here."""
+    """Return a meter of all GPUs of the run; of none if some are on other nodes or not visible here."""
     world, visible = session.mesh.world, torch.cuda.device_count()
     if not session.device.is_gpu or world.local_size < world.size or visible < world.size:
         return Meter([])
@@ -199,11 +204,11 @@ def _meter(session: Session) -> Meter:
 
 
 class ProfiledSteps(Hook):
-    """The last steps of the run, which are not timed."""
+    """Profile the last steps of the run, which are not timed."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._begin = plan.warmup + plan.timed
-        self._profiled = plan.profiled
+    def __init__(self, counts: StepCounts) -> None:
+        self._begin = counts.warmup + counts.timed
+        self._profiled = counts.profiled
         self.breakdown: Breakdown | None = None
 
     def on_step(self, session: Session, step: int, tokens: int) -> None:
@@ -212,7 +217,7 @@ class ProfiledSteps(Hook):
             self._start(session)
         elif done > 0:
             if done in (_PROFILER_WARMUP, _PROFILER_WARMUP + self._profiled):
-                # or work of the step before would be counted, and some of the last would not
+                # otherwise work of neighbouring steps would be counted
                 session.device.synchronize()
             self._profile.step()
         if done == _PROFILER_WARMUP + self._profiled:
@@ -231,4 +236,171 @@ class ProfiledSteps(Hook):
         with tempfile.TemporaryDirectory(prefix="arriero-trace-") as folder:
             path = Path(folder) / "trace.json"
             finished.export_chrome_trace(str(path))
-            self.breakdown = broken_down(json.loads(path.read_text(errors="replace")), on_gpu)
+            self.breakdown = break_down(json.loads(path.read_text(errors="replace")), on_gpu)
+
+
+_ATTENTION = r"flash|fmha|sdpa|attention|attn|scaled_?dot_?product"
+_BY_NAME = [
+    (category, re.compile(pattern, re.IGNORECASE))
+    for category, pattern in (
+        (
+            "communication",
+            r"nccl|rccl|^gloo|^c10d|_c10d|all_?gather|all_?reduce|reduce_?scatter|all_?to_?all",
+        ),
+        ("copies", r"^mem(cpy|set)|^aten::(copy_|_to_copy|to|clone|contiguous)$"),
+        # Inductor names a kernel after everything it fused, perhaps "attention"
+        ("elementwise", r"^triton_(poi|red|per|for)_"),
+        ("attention", _ATTENTION),
+        (
+            "GEMM",
+            r"gemm|gemv|cutlass|nvjet|cublas|xmma|split_?k|s\d+816|^triton_(tem|mm)|^Cijk_|scaled_mm"
+            r"|^aten::(mm|addmm_?|bmm|baddbmm_?|matmul|linear)$|^mk[ld].*linear",
+        ),
+    )
+]
+
+
+class Event(NamedTuple):
+    """An activity of a device in microseconds; `annotation` is the named range of code that it belongs to."""
+
+    name: str
+    start: float
+    end: float
+    stream: int
+    annotation: str = ""
+
+
+def category_of(name: str, annotation: str = "") -> str:
+    """Classify a kernel by name, then by range.
+
+    Matmuls of the output head are GEMMs, everything else in the loss is loss. All computation of the
+    optimizer, Muon's matmuls included, is optimizer. Unknown kernels are elementwise.
+    """
+    known = next((category for category, pattern in _BY_NAME if pattern.search(name)), "elementwise")
+    if known in ("communication", "copies"):
+        return known
+    if annotation == OPTIMIZER:
+        return "optimizer"
+    if annotation == LOSS and known == "elementwise":
+        return "loss"
+    return "attention" if is_attention(annotation) else known
+
+
+def is_attention(name: str) -> bool:
+    return re.search(_ATTENTION, name, re.IGNORECASE) is not None
+
+
+def time_by_category(events: Iterable[Event], begin: float, end: float) -> dict[str, float]:
+    """Return microseconds by category between two times; they add up to the difference.
+
+    Where streams overlap, time counts once, and for communication and copies only while nothing is computed.
+    """
+    changes: list[tuple[float, int, str]] = []
+    for event in events:
+        start, stop = max(event.start, begin), min(event.end, end)
+        if stop > start:
+            category = category_of(event.name, event.annotation)
+            changes += [(start, 1, category), (stop, -1, category)]
+    total = dict.fromkeys(CATEGORIES, 0.0)
+    active: Counter[str] = Counter()
+    now = begin
+    for when, change, category in sorted(changes):
+        if when > now:
+            total[next((c for c in CATEGORIES if active[c]), "idle")] += when - now
+            now = when
+        active[category] += change
+    total["idle"] += end - now
+    return total
+
+
+_STEP = "ProfilerStep#"
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+class _Range(NamedTuple):
+    name: str
+    start: float
+    end: float
+    kind: str
+    thread: Any
+    arguments: Mapping[str, Any]
+
+
+def break_down(trace: Mapping[str, Any], on_gpu: bool) -> Breakdown | None:
+    """Break down the mean step of a profiler trace (Chrome's format); None if it has no GPU events.
+
+    A GPU is classified by the kernels on its streams. A CPU is classified by the innermost operator of the
+    main thread; the remainder is Python and waiting for other ranks.
+    """
+    ranges = [_range(raw) for raw in trace["traceEvents"] if raw.get("ph") == "X"]
+    steps = [r for r in ranges if r.name.startswith(_STEP) and r.kind == "user_annotation"]
+    if not steps or (on_gpu and not any(r.kind == "kernel" for r in ranges)):
+        return None
+    begin, end = min(r.start for r in steps), max(r.end for r in steps)
+    events = _on_streams(ranges) if on_gpu else _innermost(ranges, steps[0].thread)
+    parts = time_by_category(events, begin, end)
+    each = 1e3 * len(steps)
+    return Breakdown(
+        steps=len(steps),
+        step_ms=(end - begin) / each,
+        parts={category: time / each for category, time in parts.items()},
+    )
+
+
+def _range(raw: Mapping[str, Any]) -> _Range:
+    start = float(raw["ts"])
+    thread = (raw.get("pid"), raw.get("tid"))
+    arguments = raw.get("args", {})
+    return _Range(raw["name"], start, start + float(raw.get("dur", 0)), raw.get("cat", ""), thread, arguments)
+
+
+def _on_streams(ranges: Sequence[_Range]) -> Iterator[Event]:
+    """Assign each kernel to the range whose code launched it, or else to the range on its stream."""
+    marked = [r for r in ranges if r.name in (LOSS, OPTIMIZER)]
+    by_code = [r for r in marked if r.kind == "user_annotation"]
+    by_stream = [r for r in marked if r.kind == "gpu_user_annotation"]
+    launches = {
+        r.arguments["correlation"]: r for r in ranges if r.kind in _LAUNCHES and "correlation" in r.arguments
+    }
+    for r in ranges:
+        if r.kind not in _ON_GPU:
+            continue
+        launch = launches.get(r.arguments.get("correlation"))
+        around = _enclosing(launch, by_code) if launch is not None else ""
+        around = around or _enclosing(r, by_stream)
+        yield Event(r.name, r.start, r.end, int(r.arguments.get("stream", 0)), around)
+
+
+def _enclosing(inner: _Range, marked: Sequence[_Range]) -> str:
+    found = (
+        m.name for m in marked if m.thread == inner.thread and m.start <= inner.start and inner.end <= m.end
+    )
+    return next(found, "")
+
+
+def _innermost(ranges: Sequence[_Range], thread: Any) -> Iterator[Event]:
+    """Yield the intervals of a thread with the innermost operator of each; ranges nest."""
+    nested = [r for r in ranges if r.thread == thread and r.kind in ("cpu_op", "user_annotation")]
+    stack: list[_Range] = []
+    now = 0.0
+
+    def until(when: float) -> Iterator[Event]:
+        if stack and when > now and stack[-1].kind == "cpu_op":
+            annotation = next((r.name for r in stack if _is_category_range(r.name)), "")
+            yield Event(stack[-1].name, now, when, 0, annotation)
+
+    for r in sorted(nested, key=lambda r: (r.start, -r.end)):
+        while stack and stack[-1].end <= r.start:
+            yield from until(stack[-1].end)
+            now = max(now, stack.pop().end)
+        yield from until(r.start)
+        now = max(now, r.start)
+        stack.append(r)
+    while stack:
+        yield from until(stack[-1].end)
+        now = max(now, stack.pop().end)
+
+
+def _is_category_range(name: str) -> bool:
+    return name in (LOSS, OPTIMIZER) or is_attention(name)

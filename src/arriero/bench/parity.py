@@ -1,13 +1,14 @@
-"""Any layout, the same loss: train the same steps in each and compare with one process."""
+"""`bench parity`: train the same steps in every layout, compare with one process, and write the page."""
 
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arriero.bench.cases import BASE, Case
+from arriero.bench.cases import BASE, BF16, BF16_WEIGHTS, FLOAT8, FP32, STATES, Case, Tolerance, cases
 from arriero.checkpoint.formats.hf_directory import load_hf
 from arriero.config.fields import toml_value
 from arriero.config.load import load_run
 from arriero.errors import UserError
-from arriero.model.presets import expand
+from arriero.model.presets import expand, resolve
 from arriero.parallel.spawn import RankFailed, run_ranks
 from arriero.train.device import choose_device
 from arriero.train.run import run
 
-# softmax does not see what is added to all keys alike: its gradient is rounding, which AdamW makes large
-UNSEEN = "attention.k.bias"
+# softmax ignores a bias on all keys: its gradient is rounding noise, which AdamW amplifies
+IGNORED_BIAS = "attention.k.bias"
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What a short run leaves to be compared."""
+class ShortRun:
+    """Losses, gradient norms and final weights of a run."""
 
     losses: list[float]
     norms: list[float]
@@ -41,8 +42,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Relative differences: of losses the largest, of gradient norms the first, of final weights the largest
-    over kinds of weight. `error` is what a run that did not finish said."""
+    """Relative differences: the largest of the losses, the first gradient norm's, the largest of the weights.
+
+    `error` is the message of a run that did not finish.
+    """
 
     case: Case
     loss: float
@@ -58,9 +61,9 @@ class Verdict:
 
 
 class Parity:
-    """Cases against the references they name; each reference is trained once.
+    """Compare cases with their references; each reference is trained once.
 
-    `sets` are keys for all runs, references too.
+    `sets` are keys for all runs, references included.
     """
 
     def __init__(self, model: str, cache_dir: Path, sets: Mapping[str, Any] | None = None) -> None:
@@ -68,14 +71,14 @@ class Parity:
         self._sets = BASE | where | dict(sets or {})
         self._reference = cache(lambda key: self._trace(dict(key), 1))
 
-    def expected(self, case: Case) -> Trace:
+    def expected(self, case: Case) -> ShortRun:
         return self._reference(tuple(case.against.items()))
 
-    def judge(self, case: Case) -> Verdict:
-        with _without_threads():
-            return self._judge(case)
+    def compare(self, case: Case) -> Verdict:
+        with _single_thread():
+            return self._compare(case)
 
-    def _judge(self, case: Case) -> Verdict:
+    def _compare(self, case: Case) -> Verdict:
         try:
             expected = self.expected(case)
             found = self._trace(case.sets, case.ranks)
@@ -84,13 +87,13 @@ class Parity:
             return Verdict(case, nothing, nothing, nothing, 0.0, str(error))
         return Verdict(
             case,
-            _largest(_apart(a, b) for a, b in zip(found.losses, expected.losses, strict=True)),
-            _apart(found.norms[0], expected.norms[0]),
-            _weights_apart(found.weights, expected.weights),
+            nan_max(_difference(a, b) for a, b in zip(found.losses, expected.losses, strict=True)),
+            _difference(found.norms[0], expected.norms[0]),
+            weight_difference(found.weights, expected.weights),
             found.seconds,
         )
 
-    def _trace(self, sets: Mapping[str, Any], ranks: int) -> Trace:
+    def _trace(self, sets: Mapping[str, Any], ranks: int) -> ShortRun:
         folder = tempfile.mkdtemp(prefix="arriero-parity-")
         try:
             every = self._sets | dict(sets) | {"run.dir": folder, "run.name": "run"}
@@ -100,24 +103,18 @@ class Parity:
             result = run(config, nproc=ranks)
             seconds = time.monotonic() - start
             weights, _ = load_hf(Path(folder) / "run" / "model")
-            return Trace([*result.losses.values()], [*result.grad_norms.values()], weights, seconds)
+            return ShortRun([*result.losses.values()], [*result.grad_norms.values()], weights, seconds)
         finally:
             shutil.rmtree(folder)
 
 
-def judge_all(model: str, wanted: Iterable[Case], cache_dir: Path, device: str = "cpu") -> Iterator[Verdict]:
-    parity = Parity(model, cache_dir, {"run.device": device, "run.share_gpu": device == "cuda"})
-    for case in wanted:
-        yield parity.judge(case)
-
-
-def refuse_absent(device: str) -> None:
-    """Asked in a process of its own: one that has looked for GPUs cannot fork others that use them."""
+def check_device(device: str) -> None:
+    """Check a device in a separate process: one that has looked for GPUs cannot fork others that use them."""
     run_ranks(lambda: choose_device(device).name, 1, leader_prints=False)
 
 
 @contextmanager
-def _without_threads() -> Iterator[None]:
+def _single_thread() -> Iterator[None]:
     """Use one thread here and in forked ranks: a process that has used torch's threads cannot fork others."""
     threads, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(1)
@@ -132,31 +129,118 @@ def _without_threads() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = variable
 
 
-def _apart(a: float, b: float) -> float:
-    """Two infinite norms, of fp16 steps that were skipped, are alike."""
+def _difference(a: float, b: float) -> float:
+    """Return the relative difference; two infinite norms, of skipped fp16 steps, are equal."""
     return 0.0 if a == b else abs(a - b) / abs(b)
 
 
-def _largest(differences: Iterable[float]) -> float:
-    """Not a number if any is not, which max() would pass over."""
+def nan_max(differences: Iterable[float]) -> float:
+    """Return the maximum, or NaN if any value is NaN, because max() ignores NaN."""
     known = list(differences)
     return float("nan") if any(map(isnan, known)) else max(known)
 
 
-def _weights_apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Of the kind of weight that differs most: |found - expected| / |expected| over all tensors of a name,
-    whatever their block, so that a small kind is not lost beside a large one."""
+def weight_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the largest |found - expected| / |expected| over groups of weights.
+
+    A group is all tensors of one name over the blocks, so that small tensors count as much as large ones.
+    """
     if found.keys() != expected.keys():
         return float("nan")
     kinds: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, tensor in expected.items():
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
-        if not kind.endswith(UNSEEN):
+        if not kind.endswith(IGNORED_BIAS):
             kinds.setdefault(kind, []).append((found[name], tensor))
-    return _largest(_relative(pairs) for pairs in kinds.values())
+    return nan_max(_relative(pairs) for pairs in kinds.values())
 
 
 def _relative(pairs: list[tuple[Tensor, Tensor]]) -> float:
     off = sum((a.double() - b.double()).square().sum() for a, b in pairs)
     size = sum(b.double().square().sum() for _, b in pairs)
     return float((off / size) ** 0.5)
+
+
+_PAGE = """\
+# Any layout, the same loss
+
+Written by `make parity`, that is `arriero bench parity --write docs/parity.md`; do not edit.
+
+**{held} of {judged} cases hold**, of {every} there are, with torch {torch} on {place}.
+
+## What is compared
+The same {horizon} of {batch} in sequences of {seq_len}, with the same seed, in each layout and in one
+process. Unless said otherwise AdamW, lr {lr:g} after {warmup} of warm-up, clipped at 1, fp32, not compiled;
+on text of known entropy (`builtin:synthetic`).
+
+{models}
+
+A case holds when these relative differences are within bounds and the run ended without an error:
+
+- *loss*: the largest over the losses of all steps;
+- *gradient*: that of the first step's global gradient norm, before clipping;
+- *weights*: of the final weights as exported. |found - expected| / |expected| is taken for each kind of
+  weight, a kind being a name without its block's number; the largest counts.
+
+GPT-2's `{unseen}` is left out of the last: a bias on all keys alike does not change a softmax, so its
+gradient is zero but for rounding, and AdamW makes steps of any gradient, however small.
+
+| cases | loss | gradient | weights |
+|---|---:|---:|---:|
+{bounds}
+"""
+
+_BOUNDS = {
+    "fp32, all layouts": FP32,
+    "bf16 against fp32; fp16 against fp16": BF16,
+    "bf16 weights, against fp32": BF16_WEIGHTS,
+    "float8, against fp32": FLOAT8,
+} | {f"optimizer state in {bits}, against fp32": bounds for bits, bounds in STATES.items()}
+
+_HEAD = "| layout | ranks | loss | gradient | weights | seconds | |\n|---|---:|---:|---:|---:|---:|---|"
+
+
+def parity_page(verdicts: Mapping[str, Sequence[Verdict]], device: str) -> str:
+    judged = [verdict for each in verdicts.values() for verdict in each]
+    top = _PAGE.format(
+        held=sum(verdict.holds for verdict in judged),
+        judged=len(judged),
+        every=sum(len(cases(model)) for model in verdicts),
+        torch=torch.__version__,
+        place="one GPU that all ranks share" if device == "cuda" else "a CPU (gloo)",
+        models="\n".join(f"- {_describe(model)}" for model in verdicts),
+        unseen=IGNORED_BIAS,
+        bounds="\n".join(f"| {name} | {_cells(bounds)} |" for name, bounds in _BOUNDS.items()),
+        **{key.partition(".")[2]: value for key, value in BASE.items()},
+    )
+    return top + "\n".join(_tables(verdicts)) + "\n"
+
+
+def _describe(model: str) -> str:
+    own = {key.removeprefix("model."): value for key, value in BASE.items() if key.startswith("model.")}
+    spec = resolve(f"{model}-test", own)
+    tied = "head tied to the embedding" if spec.tied else "head and embedding apart"
+    return (
+        f"{model}: {spec.parameters:,} parameters, {spec.layers} blocks of width {spec.dim}, "
+        f"{spec.heads} heads, {spec.kv_heads} of keys and values, vocabulary {spec.vocab_size}, {tied}."
+    )
+
+
+def _cells(tolerance: Tolerance) -> str:
+    return " | ".join(f"{value:.0e}" for value in (tolerance.loss, tolerance.norm, tolerance.weights))
+
+
+def _tables(verdicts: Mapping[str, Sequence[Verdict]]) -> Iterator[str]:
+    for model, judged in verdicts.items():
+        yield f"\n## {model}"
+        for group, members in groupby(judged, lambda verdict: verdict.case.group):
+            yield f"\n### {group}"
+            yield _HEAD
+            yield from map(_row, members)
+
+
+def _row(verdict: Verdict) -> str:
+    numbers = [f"{value:.1e}" for value in (verdict.loss, verdict.norm, verdict.weights)]
+    holds = "holds" if verdict.holds else "**fails**"
+    cells = [verdict.case.name, str(verdict.case.ranks), *numbers, f"{verdict.seconds:.0f}", holds]
+    return f"| {' | '.join(cells)} |"

@@ -1,18 +1,23 @@
-"""The result of a benchmark as it lies in a file: what was computed, where, how fast, and whether rightly."""
+"""The stored result of `bench step`, the comparison of two results, and tables of many."""
 
+import os
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from arriero.errors import UserError
-from arriero.model.spec import OLD_FORMULA_NAMES
+from arriero.model.spec import FLOP_FORMULAS, OLD_FORMULA_NAMES
 
-SCHEMA = 1
-# steps whose quartiles say what to expect of the next
-ENOUGH = 20
+# of a profiled step; while several overlap, time counts for the first of these
+COMPUTE = ("GEMM", "attention", "elementwise", "loss", "optimizer")
+CATEGORIES = (*COMPUTE, "communication", "copies", "idle")
+# number of steps above which the spread is reported without the number
+_MANY_STEPS = 20
 
 
 class Part(BaseModel):
@@ -20,7 +25,7 @@ class Part(BaseModel):
 
 
 class Stored(Part):
-    """What lies in a file of its own; `MADE_BY` is the command that leaves it."""
+    """A JSON file; `MADE_BY` is the command that writes it."""
 
     MADE_BY: ClassVar[str]
 
@@ -41,13 +46,13 @@ class Stored(Part):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "it"
             raise UserError(
-                f"{path} is no benchmark result of this version ({where}: {first['msg']})",
-                f"make it anew with `{cls.MADE_BY}`",
+                f"{path} is not a benchmark result of this version ({where}: {first['msg']})",
+                f"measure again with `{cls.MADE_BY}`",
             ) from None
 
 
-class Work(Part):
-    """What was computed, whoever computed it and how: speeds are compared only where all of it is equal."""
+class MeasuredWork(Part):
+    """What was computed, independent of how: only speeds of equal work are compared."""
 
     model: dict[str, Any]
     parameters: int
@@ -63,7 +68,7 @@ class Work(Part):
     optimizer_state: str
     clip: float | Literal[False]
 
-    def differences(self, other: "Work") -> Iterator[tuple[str, Any, Any]]:
+    def differences(self, other: "MeasuredWork") -> Iterator[tuple[str, Any, Any]]:
         for name in type(self).model_fields:
             mine, theirs = getattr(self, name), getattr(other, name)
             if isinstance(mine, dict):
@@ -75,7 +80,7 @@ class Work(Part):
 
 
 class Timing(Part):
-    """Milliseconds of each timed step, in order; `tokens_per_s` are those of all ranks at the median."""
+    """Milliseconds of each timed step, in order; `tokens_per_s` is of all ranks, at the median step."""
 
     warmup_steps: int
     step_ms: tuple[float, ...]
@@ -89,11 +94,11 @@ class Timing(Part):
 
     @property
     def spread(self) -> str:
-        """The quartiles; and how many steps, where they are fewer than `bench step` takes by itself."""
+        """Format the quartiles, and the number of steps if there are few."""
         cold = ", the first" if self.warmup_steps == 0 else ""
         if len(self.step_ms) == 1:
             return f"one step{cold}"
-        few = f" of {len(self.step_ms)} steps" if len(self.step_ms) < ENOUGH else ""
+        few = f" of {len(self.step_ms)} steps" if len(self.step_ms) < _MANY_STEPS else ""
         among = f"{cold} among them" if cold else ""
         return f"{self.lower_quartile_ms:,.1f}-{self.upper_quartile_ms:,.1f}{few}{among}"
 
@@ -115,7 +120,7 @@ class Timing(Part):
 
 
 class Rate(Part):
-    """By one way of counting. Shares of the peak are null where the peak, or the count, is not known."""
+    """Speed by one FLOP formula. MFU is null if the peak or the FLOP count is unknown."""
 
     convention: Annotated[str, AfterValidator(lambda name: OLD_FORMULA_NAMES.get(name, name))]
     formula: str
@@ -126,21 +131,21 @@ class Rate(Part):
 
 
 class Memory(Part):
-    """Of the fullest rank: of its GPU, or on a CPU of its process."""
+    """Peak memory of the rank that uses most: of its GPU, or of its process on a CPU."""
 
     allocated_gib: float
     reserved_gib: float | None
 
 
 class Energy(Part):
-    """Of all devices of the run, as their own meters say."""
+    """Energy of all GPUs of the run, from their own meters."""
 
     joules_per_step: float
     tokens_per_joule: float
 
 
 class Breakdown(Part):
-    """Milliseconds of a profiled step of the first rank, by what the device did; they sum to the step."""
+    """Milliseconds of a profiled step of rank 0 by category; they add up to the step."""
 
     steps: int
     step_ms: float
@@ -148,7 +153,7 @@ class Breakdown(Part):
 
 
 class Losses(Part):
-    """Of the first and the last logged step, before each update."""
+    """Losses and gradient norms of the first and the last logged step."""
 
     first_step: int
     first: float
@@ -159,8 +164,8 @@ class Losses(Part):
 
 
 class Gate(Part):
-    """The mode on a small model beside fp32. `needed` is false for the reference itself; `holds` is null
-    where it was not judged."""
+    """Comparison of the mode with fp32 on a small model. `needed` is false for plain fp32; `holds` is null if
+    it was not checked."""
 
     needed: bool
     holds: bool | None
@@ -174,8 +179,8 @@ class Gate(Part):
     error: str = ""
 
 
-class Machine(Part):
-    """Clocks and limits as the driver tells them; null where it does not."""
+class DeviceInfo(Part):
+    """The device of a measurement; clocks and limits as reported by the driver, null if it reports none."""
 
     name: str
     count: int
@@ -187,8 +192,8 @@ class Machine(Part):
     cores: int
 
 
-class Code(Part):
-    """`commit` is null outside a checkout; `source` is a digest of the package's files, whatever git says."""
+class CodeVersion(Part):
+    """`commit` is null if it is unknown; `source` is a digest of the package's files."""
 
     commit: str | None
     dirty: bool | None
@@ -196,10 +201,12 @@ class Code(Part):
     versions: dict[str, str | None]
 
 
-class Result(Stored):
+class StepResult(Stored):
+    """The result of `bench step`; old files have the same schema."""
+
     MADE_BY = "arriero bench step --json"
 
-    schema_version: Literal[1] = SCHEMA
+    schema_version: Literal[1] = 1
     name: str
     time: str
     command: list[str]
@@ -207,7 +214,7 @@ class Result(Stored):
     layout: str
     ranks: int
     micro_batch: int
-    work: Work
+    work: MeasuredWork
     timing: Timing
     rates: list[Rate]
     memory: Memory
@@ -217,9 +224,145 @@ class Result(Stored):
     gate: Gate
     inside: list[str]
     left_out: list[str]
-    device: Machine
-    code: Code
+    device: DeviceInfo
+    code: CodeVersion
     config: dict[str, Any]
 
     def rate(self, convention: str) -> Rate:
         return next(rate for rate in self.rates if rate.convention == convention)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How many times as fast the second result is: at the medians, and at the quartiles furthest apart."""
+
+    ratio: float
+    least: float
+    most: float
+    problem: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        if self.problem:
+            return f"undecided: {self.problem}"
+        if self.least > 1:
+            return "the second is faster"
+        return "the first is faster" if self.most < 1 else "no difference beyond the spread"
+
+
+def compare_results(first: StepResult, second: StepResult) -> Comparison:
+    """Compare two results of equal work; raise UserError if the work differs."""
+    if different := [f"{name} is {a} and {b}" for name, a, b in first.work.differences(second.work)]:
+        raise UserError(f"the work differs: {'; '.join(different)}", "compare results of the same work")
+    return compare_timings(first.timing, second.timing)
+
+
+def compare_timings(first: Timing, second: Timing) -> Comparison:
+    problem = None
+    if 0 in (first.warmup_steps, second.warmup_steps):
+        problem = "a first step, in which blocks are compiled, was timed"
+    elif 1 in (len(first.step_ms), len(second.step_ms)):
+        problem = "one step has no spread"
+    return Comparison(
+        first.median_ms / second.median_ms,
+        first.lower_quartile_ms / second.upper_quartile_ms,
+        first.upper_quartile_ms / second.lower_quartile_ms,
+        problem,
+    )
+
+
+Kept = tuple[Path, StepResult]
+
+
+def read_results(paths: Sequence[Path]) -> list[Kept]:
+    """Read result files, and all results of directories, in order of device and file name."""
+    files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    return sorted(((file, StepResult.read(file)) for file in files), key=lambda kept: kept[1].device.name)
+
+
+def replace_section(text: str, name: str, generated: str, where: str) -> str:
+    """Return a page with the text between <!-- name --> and <!-- /name --> replaced."""
+    first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
+    if not begin or not end:
+        raise UserError(f"{where} has no {first} ... {last}", "add both where the tables belong")
+    return f"{before}{first}\n{generated}{last}{after}"
+
+
+def tables(results: Sequence[Kept], relative_to: Path) -> str:
+    """Format results as Markdown tables by device; links are relative to a directory."""
+    if not results:
+        return "No results yet.\n"
+    parts: list[str] = []
+    for device, group in groupby(results, lambda kept: kept[1].device.name):
+        members = list(group)
+        parts += [f"### {device}\n", *_speed_table(members, relative_to), ""]
+        parts += ["Share of the bf16 peak, by each way of counting:\n", *_mfu_table(members), ""]
+        if any(result.breakdown for _, result in members):
+            parts += ["Where a step goes, in ms:\n", *_breakdown_table(members), ""]
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _speed_table(members: Sequence[Kept], relative_to: Path) -> Iterator[str]:
+    heads = (
+        "work",
+        "mode",
+        "layout",
+        "tok/s",
+        "ms a step (quartiles)",
+        "GiB",
+        "J a step",
+        "loss checked",
+        "code",
+        "file",
+    )
+    yield f"| {' | '.join(heads)} |"
+    yield "|---|---|---|---:|---:|---:|---:|---|---|---|"
+    for path, result in members:
+        t, work = result.timing, result.work
+        link = os.path.relpath(path, relative_to)
+        cells = (
+            f"{result.name}, {work.tokens_per_step // work.seq_len} x {work.seq_len}",
+            result.mode,
+            result.layout,
+            f"{t.tokens_per_s:,.0f}",
+            f"{t.median_ms:,.1f} ({t.spread})",
+            f"{result.memory.allocated_gib:.1f}",
+            f"{result.energy.joules_per_step:,.0f}" if result.energy else "not reported",
+            _loss_check(result),
+            f"{(result.code.commit or 'no commit')[:7]}{'+' if result.code.dirty else ''}",
+            f"[{path.name}]({link})",
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def _loss_check(result: StepResult) -> str:
+    gate = result.gate
+    if not gate.needed:
+        return "is the reference"
+    return f"{gate.loss:.0e} of {gate.loss_bound:.0e}" if gate.holds else "**no**"
+
+
+def _mfu_table(members: Sequence[Kept]) -> Iterator[str]:
+    """Show MFU, or TFLOP/s if the peak of the precision is unknown."""
+    yield f"| file | {' | '.join(FLOP_FORMULAS)} |"
+    yield f"|---|{'---:|' * len(FLOP_FORMULAS)}"
+    for path, result in members:
+        cells = []
+        for name in FLOP_FORMULAS:
+            rate = result.rate(name)
+            speed = "-" if rate.tflops_per_device is None else f"{rate.tflops_per_device:.3g} TFLOP/s"
+            shares = f"{rate.mfu:.1%}" if rate.mfu is not None else speed
+            float8 = rate.mfu_of_float8_peak
+            cells.append(shares if float8 is None else f"{shares} ({float8:.1%} of float8's)")
+        yield f"| {path.stem} | {' | '.join(cells)} |"
+
+
+def _breakdown_table(members: Sequence[Kept]) -> Iterator[str]:
+    yield f"| file | profiled step | {' | '.join(CATEGORIES)} |"
+    yield f"|---|{'---:|' * (len(CATEGORIES) + 1)}"
+    for path, result in members:
+        if result.breakdown is not None:
+            parts = [f"{result.breakdown.parts[each]:,.1f}" for each in CATEGORIES]
+            yield f"| {path.stem} | {result.breakdown.step_ms:,.1f} | {' | '.join(parts)} |"

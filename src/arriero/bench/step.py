@@ -1,25 +1,38 @@
-"""`bench step`: one configuration, trained as `arriero train` trains it, judged and measured."""
+"""`bench step`: check the loss of a mode on a small model, then measure steps of an ordinary run."""
 
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from arriero.bench.gate import Mode, as_written, judge, mode_of, sets_of
+from arriero.bench.cases import BF16, BF16_WEIGHTS, FLOAT8, FP32, STATES, Case, Tolerance
 from arriero.bench.machine import describe_code
-from arriero.bench.measure import Measured, Plan, measure
-from arriero.bench.result import Code, Energy, Gate, Memory, Rate, Result, Timing, Work
+from arriero.bench.measure import Measured, StepCounts, measure
+from arriero.bench.parity import Parity
+from arriero.bench.result import (
+    CodeVersion,
+    Energy,
+    Gate,
+    MeasuredWork,
+    Memory,
+    Rate,
+    StepResult,
+    Timing,
+)
 from arriero.config.schema import RunConfig, SourceSection
 from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import ShardWriter, dtype_for
 from arriero.errors import UserError
+from arriero.events import finite
 from arriero.kernels import usable_on
 from arriero.model.spec import FLOP_FORMULAS, ModelSpec, attended_by, flops_per_token
 from arriero.parallel.spawn import run_ranks
@@ -28,12 +41,30 @@ from arriero.plan.hardware import peak_of
 from arriero.train.arrange import arrange
 from arriero.units import Span
 
-INSIDE = ["data", "forward", "backward", "clipping", "optimizer", "logging"]
-LEFT_OUT = ["evaluation", "checkpoints", "export"]
+TIMED = ["data", "forward", "backward", "clipping", "optimizer", "logging"]
+OMITTED = ["evaluation", "checkpoints", "export"]
+GATE_STEPS = 10
+# half of the 16 sequences of a step, so that gradients accumulate
+_MICRO_BATCH = 8
+# a step of 1024 tokens has several such chunks, a sequence of 64 several such tiles
+_LOSS_CHUNK, _FFN_TILE = 128, 24
+_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_PLAIN: dict[str, Any] = {
+    "master": "fp32",
+    "float8": "off",
+    "float8_exclude": [],
+    "float8_all_gather": False,
+    "float8_head": False,
+    "kernels": False,
+}
+# compiled code sums in another order
+COMPILED = Tolerance(1e-4, 1e-4, inf)
+# below fp32: short documents attend to few keys, and their gradients are noisier
+MASKED = Tolerance(1e-3, 5e-3, inf)
 
 
 def benchmark_run(config: RunConfig, steps: int, folder: Path) -> RunConfig:
-    """The run cut to so many steps, without what `LEFT_OUT` names; the schedule keeps its shape."""
+    """Shorten a run to `steps` steps without what `OMITTED` names; the schedule keeps its shape."""
     horizon = config.train.horizon
     shape = config.schedule.horizon or (horizon if horizon.unit != "s" else None)
     changes = {
@@ -51,7 +82,7 @@ def benchmark_run(config: RunConfig, steps: int, folder: Path) -> RunConfig:
 
 @dataclass(frozen=True)
 class DocumentLengths:
-    """Log-normal lengths in tokens; `sigma` is the standard deviation of their logarithm."""
+    """Log-normal document lengths in tokens; `sigma` is the standard deviation of the logarithm."""
 
     mean: float
     sigma: float = 1.0
@@ -77,7 +108,7 @@ class DocumentLengths:
 
 
 def with_documents(config: RunConfig, lengths: DocumentLengths, steps: int, folder: Path) -> RunConfig:
-    """The same run with document masks on random tokens, of which every step reads others."""
+    """Return the run with document masks on random tokens, enough for steps without repetition."""
     tokenizer = Tokenizer(BPE())
     tokenizer.add_special_tokens(["<|endoftext|>"])
     folder.mkdir()
@@ -102,78 +133,209 @@ def with_documents(config: RunConfig, lengths: DocumentLengths, steps: int, fold
 
 
 @dataclass(frozen=True)
-class Here:
-    """How a run computes on this machine, and by what code."""
+class Mode:
+    """Everything resolved about a run that can make its losses differ from those of plain fp32."""
+
+    compute: str
+    compiled: bool
+    precision: Mapping[str, Any]
+    memory: Mapping[str, Any]
+    optim: Mapping[str, Any]
+    data: Mapping[str, Any]
+    parallel: Mapping[str, Any]
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is plain fp32 with PyTorch's own kernels, not compiled, without recomputation."""
+        return self.compute == "float32" and self == reference_of(self)
+
+    def __str__(self) -> str:
+        checkpointing = self.memory["activation_checkpointing"]
+        weights = ", bf16 weights" if self.precision["master"] == "bf16" else ""
+        parts = [
+            _NAMES[self.compute] + weights,
+            "compiled" if self.compiled else "",
+            f"float8 {self.precision['float8']}" if self.precision["float8"] != "off" else "",
+            "float8 head" if self.precision["float8_head"] else "",
+            f"{checkpointing} activation checkpointing" if checkpointing != "none" else "",
+            "activations in host memory" if self.memory["offload_activations"] else "",
+            "ffn in tiles" if self.memory["ffn_tile"] else "",
+            "" if self.optim["name"] == "adamw" else self.optim["name"],
+            f"{self.optim['state']} states" if self.optim["state"] != "fp32" else "",
+        ]
+        return ", ".join(filter(None, parts))
+
+
+def mode_of(config: RunConfig, compute: str, compiled: bool, kernels: bool) -> Mode:
+    precision = config.precision.model_dump(mode="json", include=set(_PLAIN)) | {"kernels": kernels}
+    memory = config.memory.model_dump(
+        mode="json", include={"activation_checkpointing", "offload_activations", "ffn_tile"}
+    )
+    chunk = _LOSS_CHUNK if config.memory.loss_chunk else False
+    memory["ffn_tile"] = _FFN_TILE if config.memory.ffn_tile else False
+    optim = config.optim.model_dump(mode="json", exclude={"lr"}, exclude_none=True)
+    data = config.data.model_dump(mode="json", include={"document_mask", "packing"})
+    parallel = _float8_layout(config)
+    return Mode(compute, compiled, precision, memory | {"loss_chunk": chunk}, optim, data, parallel)
+
+
+def _float8_layout(config: RunConfig) -> dict[str, int]:
+    """Return the layout of the check: split layers and float8 all-gather use other kernels."""
+    if config.precision.float8 == "off":
+        return {}
+    split = {"tp": 2} if config.parallel.tp > 1 else {}
+    return split | ({"dp_shard": 2} if config.precision.float8_all_gather else {})
+
+
+def reference_of(mode: Mode) -> Mode:
+    """Return the same optimizer and documents in fp32; plain fp16 for fp16, because both skip first steps."""
+    plain = {
+        **mode.memory,
+        "activation_checkpointing": "none",
+        "offload_activations": False,
+        "ffn_tile": False,
+    }
+    return Mode(
+        mode.compute if mode.compute == "float16" else "float32",
+        False,
+        _PLAIN,
+        plain,
+        {**mode.optim, "state": "fp32"},
+        mode.data,
+        {},
+    )
+
+
+def tolerance_of(mode: Mode) -> Tolerance:
+    """Add up the bounds of everything the mode does; final weights are compared by `bench parity` only."""
+    bounds = [FP32]
+    if mode.compiled:
+        bounds.append(COMPILED)
+    if mode.precision["master"] == "bf16":
+        bounds.append(BF16_WEIGHTS)
+    elif mode.compute != "float32":
+        bounds.append(BF16)
+    if mode.data["document_mask"] and mode.compute != "float32":
+        bounds.append(MASKED)
+    if mode.precision["float8"] != "off":
+        bounds.append(FLOAT8)
+    if mode.optim["state"] != "fp32":
+        bounds.append(STATES[mode.optim["state"]])
+    return Tolerance(sum(b.loss for b in bounds), sum(b.norm for b in bounds), inf)
+
+
+def sets_of(mode: Mode) -> dict[str, Any]:
+    sets: dict[str, Any] = {
+        "precision.compute": _NAMES[mode.compute],
+        "precision.compile": mode.compiled,
+        "train.micro_batch": _MICRO_BATCH,
+    }
+    for section in ("precision", "memory", "optim", "data", "parallel"):
+        for name, value in getattr(mode, section).items():
+            sets[f"{section}.{name}"] = tuple(value) if isinstance(value, list) else value
+    return sets
+
+
+def check_loss(mode: Mode, family: str, device: str, cache_dir: Path) -> Gate:
+    """Train a small model in this mode and in its reference, in separate processes, and compare."""
+    if mode == reference_of(mode):
+        return Gate(needed=not mode.is_reference, holds=None)
+    bounds, sets = tolerance_of(mode), sets_of(mode)
+    case = Case("gate", str(mode), sets, sets_of(reference_of(mode)), bounds)
+    common = {"run.device": device, "train.horizon": f"{GATE_STEPS} steps"}
+    verdict = Parity(family, cache_dir, common).compare(case)
+    return Gate(
+        needed=True,
+        holds=verdict.holds,
+        model=f"{family}-test",
+        settings=as_written(sets),
+        steps=GATE_STEPS,
+        loss=finite(verdict.loss),
+        loss_bound=bounds.loss,
+        norm=finite(verdict.norm),
+        norm_bound=bounds.norm,
+        error=verdict.error,
+    )
+
+
+def as_written(sets: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings as they are read back from a file."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in sets.items()}
+
+
+@dataclass(frozen=True)
+class ResolvedMode:
+    """The mode of a run on this machine, and the code that runs it."""
 
     mode: Mode
     device: str
     device_name: str
-    code: Code
+    code: CodeVersion
 
 
-def mode_here(config: RunConfig, ranks: int) -> Here:
-    """Asked in a process of its own, as one that has looked for GPUs cannot fork others that use them.
-    Refuses what the run itself would refuse."""
+def resolve_mode(config: RunConfig, ranks: int) -> ResolvedMode:
+    """Resolve the run in another process: one that has looked for GPUs cannot fork others that use them."""
 
-    def decide() -> Here:
+    def decide() -> ResolvedMode:
         plan = arrange(config, World(0, ranks, 0, ranks))
         kernels = config.precision.kernels and usable_on(plan.device.torch_device)
         decided = config.model_copy(update={"memory": plan.resolved.memory})
         mode = mode_of(decided, str(plan.dtype).removeprefix("torch."), plan.resolved.compiled, kernels)
-        return Here(mode, plan.device.torch_device.type, plan.device.name, describe_code())
+        return ResolvedMode(mode, plan.device.torch_device.type, plan.device.name, describe_code())
 
     return run_ranks(decide, 1, leader_prints=False)
 
 
-def _gate(here: Here, family: str, cache_dir: Path, earlier: Result | None) -> Gate:
+def _gate(here: ResolvedMode, family: str, cache_dir: Path, earlier: StepResult | None) -> Gate:
+    """Return the check of an earlier result of the same mode, device and code, or a new one."""
     if earlier is not None:
         gate = earlier.gate
         same = (gate.model, gate.settings) == (f"{family}-test", as_written(sets_of(here.mode)))
         if gate.holds and same and (earlier.device.name, earlier.code) == (here.device_name, here.code):
             return gate
-    return judge(here.mode, family, here.device, cache_dir)
+    return check_loss(here.mode, family, here.device, cache_dir)
 
 
 def benchmark(
     config: RunConfig,
     name: str,
-    plan: Plan,
+    counts: StepCounts,
     ranks: int,
     gated: bool,
-    earlier: Result | None,
-    tell: Callable[[str], None],
+    earlier: StepResult | None,
+    report: Callable[[str], None],
     documents: DocumentLengths | None = None,
-) -> Result | Gate | None:
-    """A gate that did not hold instead of a result; None on ranks that do not lead.
+) -> StepResult | Gate | None:
+    """Check the loss, then measure; return the failed check instead of a result, and None on ranks above 0.
 
-    `earlier` is a result whose gate serves here too, if it is of the same mode, device and code.
-    With `documents` the steps train on random tokens in packed documents of these lengths.
+    `earlier` is a result whose check is reused if mode, device and code are the same. With `documents` the
+    steps train on random tokens in packed documents of these lengths.
     """
     launched = world_from().size > 1
     if launched and gated:
         raise UserError(
-            "the gate trains in processes of its own, and a launcher has started several",
-            "leave the launcher and give --nproc, or give --no-gate",
+            "the loss check starts its own processes, and a launcher has started several",
+            "use --nproc instead of the launcher, or --no-gate",
         )
     with tempfile.TemporaryDirectory(prefix="arriero-bench-") as folder:
-        run = benchmark_run(config, plan.steps, Path(folder))
+        run = benchmark_run(config, counts.steps, Path(folder))
         if documents is not None:
-            run = with_documents(run, documents, plan.steps, Path(folder) / "documents")
+            run = with_documents(run, documents, counts.steps, Path(folder) / "documents")
         gate, begun = Gate(needed=True, holds=None), time.time()
         if not launched:
-            here = mode_here(run, ranks)
+            here = resolve_mode(run, ranks)
             if gated:
-                tell(f"the gate: {here.mode}")
+                report(f"checking the loss: {here.mode}")
                 gate = _gate(here, _spec(run).family, Path(config.data.cache), earlier)
                 if gate.holds is False:
                     return gate
-        plan = replace(plan, started=plan.started + time.time() - begun)
-        tell(f"{plan.warmup} + {plan.timed} steps")
-        found = measure(run, plan) if launched else run_ranks(lambda: measure(run, plan), ranks)
-    # without the temporary folders of this measurement
+        counts = replace(counts, started=counts.started + time.time() - begun)
+        report(f"{counts.warmup} + {counts.timed} steps")
+        found = measure(run, counts) if launched else run_ranks(lambda: measure(run, counts), ranks)
+    # stored without the temporary directories
     data = run.data.model_copy(update={"sources": config.data.sources})
-    told = run.model_copy(update={"run": config.run, "data": data})
-    return None if found is None else _result(told, name, plan, found, gate, documents)
+    stored = run.model_copy(update={"run": config.run, "data": data})
+    return None if found is None else _result(stored, name, counts, found, gate, documents)
 
 
 def _spec(config: RunConfig) -> ModelSpec:
@@ -183,15 +345,15 @@ def _spec(config: RunConfig) -> ModelSpec:
 def _result(
     config: RunConfig,
     name: str,
-    plan: Plan,
+    counts: StepCounts,
     found: Measured,
     gate: Gate,
     documents: DocumentLengths | None,
-) -> Result:
+) -> StepResult:
     work = _work(config, found, documents)
-    timing = Timing.of(found.step_ms, found.real_tokens, plan.warmup, found.start_up_s)
-    joules = found.joules / plan.timed if found.joules else None
-    return Result(
+    timing = Timing.of(found.step_ms, found.real_tokens, counts.warmup, found.start_up_s)
+    joules = found.joules / counts.timed if found.joules else None
+    return StepResult(
         name=name,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         command=["arriero", *sys.argv[1:]],
@@ -212,17 +374,17 @@ def _result(
         breakdown=found.breakdown,
         losses=found.losses,
         gate=gate,
-        inside=INSIDE,
-        left_out=[*LEFT_OUT, *(["warm-up steps"] if plan.warmup else [])],
+        inside=TIMED,
+        left_out=[*OMITTED, *(["warm-up steps"] if counts.warmup else [])],
         device=found.device,
         code=found.code,
         config=config.model_dump(mode="json"),
     )
 
 
-def _work(config: RunConfig, found: Measured, documents: DocumentLengths | None) -> Work:
+def _work(config: RunConfig, found: Measured, documents: DocumentLengths | None) -> MeasuredWork:
     spec = _spec(config)
-    return Work(
+    return MeasuredWork(
         model=spec.to_dict(),
         parameters=spec.parameters,
         tokens_per_step=config.train.batch.amount,
@@ -240,7 +402,7 @@ def _work(config: RunConfig, found: Measured, documents: DocumentLengths | None)
 
 
 def _rates(config: RunConfig, found: Measured, timing: Timing) -> list[Rate]:
-    """Against the bf16 peak, which fp32 work has no share of; float8 work against both peaks."""
+    """Return the speed by every FLOP formula: MFU of the bf16 peak, for float8 also of its own peak."""
     spec = _spec(config)
     peak = peak_of(found.device.name) if found.compute == "bfloat16" else None
     float8_peak = peak.fp8 if peak and config.precision.float8 != "off" else None
@@ -262,8 +424,10 @@ def _rates(config: RunConfig, found: Measured, timing: Timing) -> list[Rate]:
 
 
 def _count(config: RunConfig, spec: ModelSpec, convention: str, counted: float) -> float | None:
-    """FLOPs per token by a convention; None where it asks for the recomputed parts of blocks, which are not
-    known. `counted` is what the run itself counted, document by document where they are masked."""
+    """Return FLOPs per token by a formula; None if it needs the recomputed part of a block, which is unknown.
+
+    `counted` is what the run counted itself, per document if documents are masked.
+    """
     checkpointing = config.memory.activation_checkpointing
     if convention == "hfu" and (
         checkpointing.is_selective or checkpointing.kind == "budget" or config.memory.ffn_tile

@@ -1,7 +1,6 @@
 """Metrics of a logged step, the stopwatch that measures them, and the hooks that write files of a run."""
 
 import io
-import math
 import os
 import socket
 import time
@@ -19,7 +18,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from arriero.checkpoint.manager import SaveReport
 from arriero.data.order.ledger import LEDGER, Stretch, begin_ledger, ledger_bytes
-from arriero.events import EVENTS, EventLog, GrowingFile, LineFile, Tolerant
+from arriero.events import EVENTS, EventLog, GrowingFile, LineFile, Tolerant, finite
 from arriero.files import publish_file
 from arriero.interrupt import Interrupted
 from arriero.parallel.mesh import Mesh
@@ -51,16 +50,9 @@ class StepMetrics:
     save_s: float | None = None
 
     def line(self) -> dict[str, Any]:
-        """Without keys of what did not happen at this step; `save_s` is how long training waited for a save.
-
-        A loss or norm that is not finite, of a skipped update, is null: JSON has no infinity.
-        """
+        """Return the metrics without keys of what did not happen at this step."""
         optional = ("eval_loss", "save_s")
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(self).items()
-            if value is not None or name not in optional
-        }
+        return {k: value for k, value in asdict(self).items() if value is not None or k not in optional}
 
 
 class Stopwatch:
@@ -251,7 +243,7 @@ class TensorBoard(Hook):
         line = metrics.line()
         step = line.pop("step")
         line.pop("eval_loss", None)
-        self._add(step, {name: value for name, value in line.items() if value is not None})
+        self._add(step, {name: value for name, value in line.items() if finite(value) is not None})
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
         self._add(step, {"eval_loss": loss})
