@@ -69,7 +69,7 @@ def read_fms_path(store: "TokenStore", seq_len: int = 8192, rows: int = 512) -> 
     """Read like fms-fsdp: a batch per document, chunks through `to_pylist`, a list as buffer."""
     import torch
 
-    from arriero.data.exchange.convert import export_dataset
+    from arriero.data.exchange import export_dataset
 
     with tempfile.TemporaryDirectory() as folder:
         export_dataset(store, "fms-arrow", Path(folder, "arrow"))

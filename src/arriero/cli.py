@@ -12,8 +12,8 @@ import typer
 import arriero.bench.commands as bench_verbs
 import arriero.checkpoint.commands as checkpoint_verbs
 import arriero.data.commands.datasets as dataset_verbs
-import arriero.data.commands.exchange as exchange_verbs
 import arriero.data.commands.prepare as prepare_verbs
+import arriero.data.commands.runs as run_data_verbs
 import arriero.model.commands as model_verbs
 import arriero.plan.commands as config_verbs
 import arriero.train.commands as train_verbs
@@ -39,10 +39,10 @@ app.add_typer(data, name="data")
 data.command()(prepare_verbs.prepare)
 data.command()(prepare_verbs.train_tokenizer)
 data.command()(dataset_verbs.pack)
-data.command()(dataset_verbs.show)
-data.command()(dataset_verbs.audit)
-data.command("import")(exchange_verbs.import_tokens)
-data.command("export")(exchange_verbs.export_tokens)
+data.command()(run_data_verbs.show)
+data.command()(run_data_verbs.audit)
+data.command("import")(dataset_verbs.import_tokens)
+data.command("export")(dataset_verbs.export_tokens)
 data.command()(dataset_verbs.inspect)
 data.command()(dataset_verbs.verify)
 app.add_typer(bench, name="bench")

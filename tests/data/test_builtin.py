@@ -174,7 +174,7 @@ def test_a_killed_preparation_of_text_in_a_run_file_is_resumed(tmp_path, tokeniz
     assert TokenStore.open(dataset_of(*about)).documents == 2
 
 
-def test_text_without_a_tokenizer_is_refused_with_the_way_to_one(tmp_path, tokenizer_file, counting_store):
+def test_text_without_a_tokenizer_is_rejected_with_the_way_to_one(tmp_path, tokenizer_file, counting_store):
     write_lines(tmp_path / "a.jsonl", ["one"])
     for path in (tmp_path, tmp_path / "a.jsonl", tmp_path / "*.jsonl"):
         with pytest.raises(UserError, match=r"as text it needs a tokenizer; .*arriero data train-tokenizer"):
@@ -223,7 +223,7 @@ def test_a_first_run_on_own_text_needs_one_command(tmp_path, tokenizer_file, arr
     assert len(list((tmp_path / "data" / "text").glob("*/manifest.json"))) == 1
 
 
-def test_an_unknown_builtin_is_refused_with_the_known_ones(tmp_path):
+def test_an_unknown_builtin_is_rejected_with_the_known_ones(tmp_path):
     with pytest.raises(UserError, match="builtin:stdlib"):
         prepare_builtin("builtin:stdlb", tmp_path)
 
@@ -241,7 +241,7 @@ def test_the_standard_library_is_read_without_packages_tests_or_undecodable_file
     assert stdlib_documents(tmp_path) == [("a/x.py", "x"), ("b.py", "b")]
 
 
-def test_a_stripped_standard_library_is_refused(tmp_path):
+def test_a_stripped_standard_library_is_rejected(tmp_path):
     (tmp_path / "os.pyc").write_bytes(b"")
     with pytest.raises(UserError, match="no source files"):
         stdlib_documents(tmp_path)
@@ -267,7 +267,7 @@ def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path):
         load_tokenizer(tmp_path / "tokenizer.json", eos="<fin>")
 
 
-def test_text_of_a_run_file_that_needs_an_option_is_refused_with_the_command(tmp_path, tokenizer_file):
+def test_text_of_a_run_file_that_needs_an_option_is_rejected_with_the_command(tmp_path, tokenizer_file):
     write_lines(tmp_path / "corpus" / "a.jsonl", ["one", "two"])
     (tmp_path / "corpus" / "README.md").write_text("about")
     with pytest.raises(UserError, match=r"--include .*: an option of `arriero data prepare`"):

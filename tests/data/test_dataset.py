@@ -25,7 +25,7 @@ def test_lengths_fall_into_powers_of_two(store):
     ]
 
 
-def test_of_many_shards_and_documents_a_part_is_looked_at(tmp_path, monkeypatch):
+def test_large_datasets_are_sampled(tmp_path, monkeypatch):
     monkeypatch.setattr(dataset_module, "SAMPLED_SHARDS", 3)
     monkeypatch.setattr(dataset_module, "SAMPLED_DOCUMENTS", 12)
     store = make_dataset(tmp_path / "set", [[[shard + 1] * 4 for _ in range(10)] for shard in range(20)])
@@ -98,7 +98,7 @@ def test_inspect_prints_one_json_object(store, command):
     assert one["document"]["text"] == "w7 <|end|>"
 
 
-def test_inspect_says_when_it_looked_at_a_part(tmp_path, arriero):
+def test_inspect_reports_sampling(tmp_path, arriero):
     store = make_dataset(tmp_path / "set", [[[1, 2, EOS]] for _ in range(40)])
     result = arriero("data", "inspect", store.directory, "--samples", "0")
     assert "24 of 40 shards" in result.stdout

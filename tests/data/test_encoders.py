@@ -232,7 +232,7 @@ def test_an_encoder_can_be_forced(tmp_path, tokenizer_file, name):
 
 
 @pytest.mark.usefixtures("faulty_encoder")
-def test_a_forced_encoder_with_other_ids_is_refused(tmp_path, tokenizer_file):
+def test_a_forced_encoder_with_other_ids_is_rejected(tmp_path, tokenizer_file):
     source = write_texts(tmp_path / "a.jsonl", ["ŋ"])
     with pytest.raises(
         UserError, match=r"--encoder gigatoken cannot be used .*differ from those of tokenizers"

@@ -20,7 +20,7 @@ from exchange_corpora import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arriero.data.exchange.convert import FORMATS, Import, export_dataset
+from arriero.data.exchange import FORMATS, Import, export_dataset
 from arriero.data.store.store import TokenStore
 from arriero.data.store.verify import verify_dataset
 from arriero.data.tokens.tokenizer import load_tokenizer

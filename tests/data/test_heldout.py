@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from exchange_corpora import EOS, make_dataset, tokenizer_file
 
-from arriero.data.exchange.convert import Import
+from arriero.data.exchange import Import
 from arriero.data.order import packing_plan as bestfit
 from arriero.data.order.packing import Packing, TokenSource
 from arriero.data.order.packing_plan import make_plan

@@ -82,7 +82,7 @@ def test_corpora_and_a_tokenizer_of_the_hub_are_downloaded_and_prepared(hub, tmp
     assert not {"pytorch_model.bin", "model.safetensors"} & fetched
 
 
-def test_a_name_the_hub_does_not_know_is_refused_in_a_sentence(hub, tmp_path):
+def test_a_name_the_hub_does_not_know_is_rejected_in_a_sentence(hub, tmp_path):
     done = prepare(hub, tmp_path / "set", "builtin:synthetic:1MB", "--tokenizer", "hf://owner/absent")
     assert done.returncode == 2
     assert "cannot load hf://owner/absent" in done.stderr

@@ -85,7 +85,7 @@ def test_the_limit_on_bad_records_is_a_number_or_a_percentage(tmp_path, tokenize
         prepared([source], tmp_path / "set", tokenizer_file, skip_bad=True, max_bad=limit)
 
 
-def test_a_source_without_a_usable_record_is_refused_before_the_work(tmp_path, tokenizer_file):
+def test_a_source_without_a_usable_record_is_rejected_before_the_work(tmp_path, tokenizer_file):
     write_jsonl(tmp_path / "good.jsonl", ["text"])
     write_jsonl(tmp_path / "wrong.jsonl", ["x"] * 2000, column="body")
     with pytest.raises(UserError, match=r"wrong\.jsonl: .* no column 'text'"):
@@ -94,7 +94,7 @@ def test_a_source_without_a_usable_record_is_refused_before_the_work(tmp_path, t
 
 
 @pytest.mark.parametrize("limit", ["x", "-1", "101%", "nan", "inf", ""])
-def test_a_limit_that_is_none_is_refused(limit):
+def test_an_invalid_limit_is_rejected(limit):
     with pytest.raises(UserError, match=f"--max-bad {limit} is not a limit"):
         readers.BadLimit.parse(limit)
 
@@ -154,7 +154,7 @@ def test_a_folder_of_source_code_needs_no_option(tmp_path, tokenizer_file):
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\x00\x00", b"caf\xe9 " * 50, "wide".encode("utf-16")])
-def test_files_that_are_not_text_are_refused_by_name_before_the_work(tmp_path, tokenizer_file, content):
+def test_files_that_are_not_text_are_rejected_by_name_before_the_work(tmp_path, tokenizer_file, content):
     (tmp_path / "in").mkdir()
     for i in range(40):
         (tmp_path / "in" / f"{i:02d}.py").write_text(f"x = {i}  # é" * 9000)
@@ -190,7 +190,7 @@ def test_include_and_exclude_match_names_and_paths(tmp_path):
         ("link", "in/out"),
     ],
 )
-def test_an_output_inside_a_source_is_always_refused(tmp_path, tokenizer_file, monkeypatch, source, output):
+def test_an_output_inside_a_source_is_always_rejected(tmp_path, tokenizer_file, monkeypatch, source, output):
     write_jsonl(tmp_path / "in" / "sub" / "a.jsonl", ["text"])
     (tmp_path / "link").symlink_to("in")
     monkeypatch.chdir(tmp_path)
@@ -206,7 +206,7 @@ def test_an_output_beside_the_files_a_pattern_names_is_accepted(tmp_path, tokeni
         assert prepared([tmp_path / "*.jsonl"], tmp_path / "out", tokenizer_file).documents == 1
 
 
-def test_prepares_at_once_into_one_directory_finish_or_are_refused(tmp_path, tokenizer_file):
+def test_prepares_at_once_into_one_directory_finish_or_are_rejected(tmp_path, tokenizer_file):
     source = write_jsonl(tmp_path / "a.jsonl", ["text"] * 5)
     start = threading.Barrier(6)
 
@@ -255,7 +255,7 @@ def test_workers_that_have_no_shard_to_make_are_reported(tmp_path, tokenizer_fil
     assert "--shard-size 1MB in a new directory gives work to all" in done.stdout
 
 
-def test_a_negative_seed_and_an_endless_vocabulary_are_refused(tmp_path, tokenizer_file, arriero):
+def test_a_negative_seed_and_an_endless_vocabulary_are_rejected(tmp_path, tokenizer_file, arriero):
     write_jsonl(tmp_path / "a.jsonl", ["text"])
     for command in (
         ["prepare", "a.jsonl", "-o", "set", "--tokenizer", tokenizer_file, "--seed", -1],

@@ -111,7 +111,7 @@ def test_a_sample_left_out_of_an_epoch_is_found(stream, monkeypatch):
     assert any("epoch 2 began when" in problem for problem in found)
 
 
-def test_a_dataset_that_changed_is_named_and_the_run_refused(stream, make_store, tmp_path):
+def test_a_dataset_that_changed_is_named_and_the_run_rejected(stream, make_store, tmp_path):
     (tmp_path / LEDGER).write_bytes(ledger_bytes(stream, ledger_of(stream, trained(stream, 0, 14))))
     check_data_unchanged(tmp_path, stream)
     other = TokenSource(make_store([[range(500)]], vocab_size=3000))

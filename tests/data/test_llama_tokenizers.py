@@ -134,13 +134,13 @@ def test_a_folder_stands_for_the_tokenizer_in_it(ranks_file):
         (b"", "neither base64 ranks"),
     ],
 )
-def test_a_damaged_model_file_is_refused(tmp_path, content, complaint):
+def test_a_damaged_model_file_is_rejected(tmp_path, content, complaint):
     (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(UserError, match=complaint):
         read_definition(tmp_path / "tokenizer.model")
 
 
-def test_a_sentencepiece_model_of_another_kind_is_refused(tmp_path, real_texts):
+def test_a_sentencepiece_model_of_another_kind_is_rejected(tmp_path, real_texts):
     import sentencepiece
 
     (tmp_path / "text").write_text("\n".join(real_texts[:5]))

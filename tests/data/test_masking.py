@@ -89,7 +89,9 @@ def test_without_the_mask_documents_see_each_other(model, documents, make_store,
 
 
 @pytest.mark.parametrize("kind", ["concat", "bestfit", "none"])
-def test_a_documents_own_prompt_is_read_but_not_learnt(model, documents, make_store, tmp_path, kind):
+def test_a_documents_own_prompt_is_read_but_excluded_from_the_loss(
+    model, documents, make_store, tmp_path, kind
+):
     """By prompt lengths and by a mask over the same tokens, which are written and read in different ways."""
     lengths = [min(3, n) for n in LENGTHS]
     one, two = (make_store([documents[:7], documents[7:]]) for _ in range(2))

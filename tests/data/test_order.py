@@ -72,7 +72,7 @@ def test_the_order_is_the_one_that_earlier_runs_used(counting_store):
     assert shuffle.at(np.arange(40, 50), block_keys(7, np.array([1]))).tolist() == SHUFFLED
 
 
-def test_a_run_of_an_unknown_order_version_is_refused(counting_store):
+def test_a_run_of_an_unknown_order_version_is_rejected(counting_store):
     with pytest.raises(UserError, match="ordered by version 3"):
         Stream([TokenSource(counting_store)], 16, 1, version=3)
 
@@ -228,7 +228,7 @@ def test_heldout_is_the_tail_and_shares_no_document(counting_store, tokens):
 
 
 @pytest.mark.parametrize("tokens", [560, 1049, 1050, 10**9])
-def test_too_large_a_heldout_part_is_refused(counting_store, tokens):
+def test_too_large_a_heldout_part_is_rejected(counting_store, tokens):
     with pytest.raises(UserError, match="for training"):
         split_heldout(counting_store, tokens)
 
@@ -238,7 +238,7 @@ def test_one_gigantic_document_cannot_be_split(make_store):
         split_heldout(make_store([[range(500)]]), 10)
 
 
-def test_unusable_sources_are_refused(counting_store, make_store):
+def test_unusable_sources_are_rejected(counting_store, make_store):
     with pytest.raises(UserError, match="no data source"):
         Stream([], 8, 1)
     with pytest.raises(UserError, match="needs 1051"):

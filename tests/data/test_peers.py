@@ -4,7 +4,7 @@ import numpy as np
 from exchange_corpora import EOS, LARGE, SMALL, documents_of, make_dataset, tokenizer_file
 from peer_python import ask_peer, peer_python
 
-from arriero.data.exchange.convert import Import, export_dataset
+from arriero.data.exchange import Import, export_dataset
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import load_tokenizer
 

@@ -90,7 +90,7 @@ def test_a_cap_on_repetition_stops_the_stream_at_its_sample(three_stores):
             next(loader)
 
 
-def test_phases_out_of_order_or_with_a_source_twice_are_refused(three_stores):
+def test_phases_out_of_order_or_with_a_source_twice_are_rejected(three_stores):
     first = mixture(three_stores, [1, 0, 0])
     for changes in ([Change(0, first)], [Change(5, first), Change(5, first)]):
         with pytest.raises(UserError, match="out of order"):
@@ -103,7 +103,7 @@ def test_phases_out_of_order_or_with_a_source_twice_are_refused(three_stores):
 
 
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
-def test_a_weight_that_is_no_share_is_refused_by_name(three_stores, weight):
+def test_an_invalid_weight_is_rejected_by_name(three_stores, weight):
     with pytest.raises(UserError, match=rf"{three_stores[1].directory} has weight"):
         Stream([TokenSource(three_stores[0]), TokenSource(three_stores[1], None, weight)], 16, 1)
 
@@ -194,7 +194,7 @@ def read_by(stream, widths):
 
 
 def test_an_audit_finds_a_token_that_comes_twice_after_a_change_of_length(three_stores):
-    """A change that cut the whole source anew would repeat what the epoch has read."""
+    """A change that cut the whole source again would repeat tokens that the epoch has read."""
     stream = Stream(mixture(three_stores, [1, 0, 0]), 8, 3, changes=[Change(20, seq_len=16)])
     leg = stream.source_orders[0].legs[1]
     stream.source_orders[0].legs[1] = leg.__class__(leg.first, leg.seq_len, leg.epoch, leg.whole, leg.whole)

@@ -215,7 +215,7 @@ def test_a_finished_prepare_is_found_again(corpus, tokenizer_file, tmp_path, mon
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_other_settings_or_inputs_in_the_same_directory_are_refused(
+def test_other_settings_or_inputs_in_the_same_directory_are_rejected(
     corpus, tokenizer_file, tmp_path, monkeypatch, finished
 ):
     def interrupted(*_):
@@ -252,7 +252,7 @@ def test_a_directory_with_other_files_is_left_alone(corpus, tokenizer_file, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_refused_prepare_leaves_no_directory(tokenizer_file, tmp_path):
+def test_a_rejected_prepare_leaves_no_directory(tokenizer_file, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
     with pytest.raises(UserError, match="not a string"):
         prepare(
@@ -308,7 +308,7 @@ def test_tiny_and_gigantic_documents(tokenizer_file, tmp_path, texts):
     assert documents_of(store) == wanted
 
 
-def test_an_empty_file_is_refused(tokenizer_file, tmp_path):
+def test_an_empty_file_is_rejected(tokenizer_file, tmp_path):
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(UserError, match="no text"):
         prepare(
@@ -340,7 +340,7 @@ def test_separators_are_as_asked(tokenizer_file, tmp_path):
 
 
 @pytest.mark.parametrize("marks", [{"bos": "auto"}, {"bos": "<nope>"}, {"eos": "<nope>"}])
-def test_a_separator_the_tokenizer_lacks_is_refused(corpus, tokenizer_file, tmp_path, marks):
+def test_a_separator_the_tokenizer_lacks_is_rejected(corpus, tokenizer_file, tmp_path, marks):
     with pytest.raises(UserError, match="the tokenizer has no token"):
         prepare(request(corpus, tmp_path / "set", tokenizer_file, **marks), 1, PrepareWatcher())
 
@@ -361,7 +361,7 @@ def test_the_tokenizers_own_template_does_not_double_the_separators(tokenizer_fi
     assert documents_of(store) == [[inner.token_to_id("a"), end]]
 
 
-def test_texts_that_already_end_with_the_end_token_are_refused(tokenizer_file, tmp_path):
+def test_texts_that_already_end_with_the_end_token_are_rejected(tokenizer_file, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [f"some text{END}\n", f"more {END}", "other"])
     asked = {"sources": (str(tmp_path / "a.jsonl"),), "tokenizer": tokenizer_file}
     with pytest.raises(UserError, match=r"2 of the first 3 documents end with the text <\|end_of_text\|>"):
@@ -372,7 +372,7 @@ def test_texts_that_already_end_with_the_end_token_are_refused(tokenizer_file, t
     assert np.count_nonzero(store.read(0, store.tokens) == store.eos_id) == 3
 
 
-def test_ids_that_already_end_with_the_separator_are_refused(tmp_path):
+def test_ids_that_already_end_with_the_separator_are_rejected(tmp_path):
     """A vocabulary in which plain text becomes the separator's id."""
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "stop": 1, "?": 2}, unk_token="?"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -412,7 +412,7 @@ def test_the_command_line_end_to_end(corpus, tmp_path, arriero):
     done = arriero("data", "prepare", corpus[0], "-o", "set", "--tokenizer", "t.json", "--shard-size", "1MB")
     assert done.returncode == 0, done.stderr
     assert "gigatoken" in done.stdout
-    assert "2 empty ones left out" in done.stdout
+    assert "2 empty ones skipped" in done.stdout
     store = TokenStore.open(tmp_path / "set")
     assert store.vocab_size == 600
     assert store.documents == sum(map(bool, corpus[1]))

@@ -107,7 +107,7 @@ def test_patterns_reach_into_folders(tmp_path):
     assert read(tmp_path / "**" / "*.jsonl") == read(tmp_path / "x") == ["x/2.jsonl", "x/y/1.jsonl"]
 
 
-def test_a_file_named_twice_is_refused(tmp_path):
+def test_a_file_named_twice_is_rejected(tmp_path):
     plain(tmp_path / "a.jsonl")
     with pytest.raises(UserError, match="named twice"):
         find_inputs([str(tmp_path), str(tmp_path / "a.jsonl")])
@@ -215,12 +215,12 @@ def test_bad_parquet_is_named(tmp_path):
         ("hf://nothing-known", "choose one of zyda-2-dclm"),
     ],
 )
-def test_a_source_that_is_not_there_is_refused(source, complaint):
+def test_a_source_that_is_not_there_is_rejected(source, complaint):
     with pytest.raises(UserError, match=complaint):
         find_inputs([source])
 
 
-def test_an_empty_folder_is_refused(tmp_path):
+def test_an_empty_folder_is_rejected(tmp_path):
     with pytest.raises(UserError, match="no files"):
         find_inputs([str(tmp_path)])
 

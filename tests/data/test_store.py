@@ -66,7 +66,7 @@ def test_a_large_vocabulary_is_stored_as_int32(make_store):
     assert (store.directory / "00000.idx").read_bytes()[17] == 4
 
 
-def test_a_token_beyond_the_vocabulary_is_refused_and_leaves_no_shard(tmp_path):
+def test_a_token_beyond_the_vocabulary_is_rejected_and_leaves_no_shard(tmp_path):
     with pytest.raises(UserError, match="token id 1000"), ShardWriter(tmp_path, "00000", 1000) as writer:
         writer.add(np.array([3, 1000]))
     assert list(tmp_path.iterdir()) == []
@@ -264,7 +264,7 @@ def test_a_missing_cut_or_foreign_shard_file_is_named(make_store):
         foreign.document_starts(0, 3)
 
 
-def test_an_index_for_another_token_width_is_refused(make_store):
+def test_an_index_for_another_token_width_is_rejected(make_store):
     store = make_store([[[1, 2, 3]]])
     index = bytearray((store.directory / "00000.idx").read_bytes())
     index[17] = 4

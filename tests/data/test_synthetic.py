@@ -23,7 +23,7 @@ def test_the_stated_length_is_that_of_the_text(documents):
 
 
 def test_a_model_that_knows_the_chain_reaches_the_stated_entropy_and_none_does_better(documents):
-    """Counts of word pairs learnt on one half code the other half at the entropy, words alone do not."""
+    """Counts of word pairs of one half code the other half at the entropy, words alone do not."""
     half = len(documents) // 2
     pairs, singles = defaultdict(Counter), Counter()
     for words in documents[:half]:

@@ -84,7 +84,7 @@ def test_counts_that_differ_from_the_manifest_are_named(store):
 
 def test_an_index_that_would_mislead_a_reader_is_named(store):
     rewrite(store, "00000.idx", lambda raw: raw[:34] + struct.pack("<2i", 2, 3) + raw[42:])
-    assert ("00000.idx", "sequence 1 begins at byte 6, by the lengths before it at 4") in problems(store)
+    assert ("00000.idx", "sequence 1 begins at byte 6, the sequences before it end at 4") in problems(store)
 
 
 def test_an_index_that_is_consistent_but_not_the_written_one_is_found(store):
@@ -101,7 +101,7 @@ def test_documents_without_an_end_or_with_two_are_found(tmp_path):
     store = make_dataset(tmp_path / "b", [[[5, EOS], [EOS], [6, EOS], [EOS]]])
     ((file, what),) = problems(store)
     assert file == "00000.bin"
-    assert what.startswith("2 of 4 documents hold the end-of-document token alone")
+    assert what.startswith("2 of 4 documents are only the end-of-document token")
 
 
 def test_documents_known_to_lack_their_end_are_only_remarked_on(tmp_path):

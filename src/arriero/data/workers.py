@@ -1,4 +1,4 @@
-"""Worker processes of a command."""
+"""Worker processes of a command, and the callback for their progress."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 def worker_pool(
     workers: int, begin: Callable[..., None] | None = None, *arguments: Any
 ) -> Iterator[ProcessPoolExecutor]:
-    """Spawned processes that end with this one, also when it is killed; each calls `begin` first."""
+    """Start processes that call `begin` first and end with this process, even if it is killed."""
     with ProcessPoolExecutor(workers, CONTEXT, _begin, (begin, arguments)) as pool:
         try:
             yield pool
@@ -44,7 +44,7 @@ def _end_with(sentinel: int) -> None:
 
 
 class ProgressCallback(Protocol):
-    """Called with a stage in words and how much of it is done."""
+    """Called with the name of a stage, the amount done and the total."""
 
     def __call__(self, stage: str, done: int, total: int) -> None: ...
 

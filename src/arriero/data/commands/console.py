@@ -1,4 +1,4 @@
-"""What a person sees while text is prepared."""
+"""Progress and summary of `data prepare` and `data train-tokenizer`."""
 
 import time
 from collections import Counter
@@ -23,12 +23,12 @@ FAST_HINT = "[yellow]hint[/]  pip install 'arriero\\[fast]': encoding is then ab
 
 
 class PrepareBar(PrepareWatcher):
-    """A bar with MB/s, tokens and the time left; in a log file, a line at each tenth."""
+    """Shows a bar with MB/s, tokens and the time left; without a terminal a line at each tenth."""
 
     def __init__(self) -> None:
         self._console = make_console()
         self._progress = LiveBar(self._console)
-        self._status = self._console.status("looking at the inputs and checking the encoder")
+        self._status = self._console.status("reading the inputs and checking the encoder")
         self._read = self._tokens = self._tenth = 0
         self._total = 1
         self._began = time.monotonic()
@@ -73,7 +73,7 @@ class PrepareBar(PrepareWatcher):
             (
                 "documents",
                 f"{store.documents:,}",
-                f"{counted(about['empty_documents'], 'empty one')} left out",
+                f"{counted(about['empty_documents'], 'empty one')} skipped",
             ),
             (
                 "shards",
@@ -117,7 +117,7 @@ def _skipped_rows(about: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _input_rows(text: TextSources, inputs: Sequence[Input]) -> Iterator[tuple[str, str, str]]:
-    """What is read, by kind, and how it becomes documents."""
+    """Yield the inputs by kind, and how they become documents."""
     kinds: dict[str, list[Input]] = {}
     for each in inputs:
         kinds.setdefault(each.kind, []).append(each)
@@ -152,6 +152,7 @@ _HOW = {
 
 
 def _decisions(preparation: Preparation, todo: Sequence[int], workers: int):
+    """Return the table of derived settings."""
     separators = preparation.separators
     marks = [
         f"{word} {mark.token}"
@@ -160,11 +161,11 @@ def _decisions(preparation: Preparation, todo: Sequence[int], workers: int):
     ]
     done = len(preparation.shards) - len(todo)
     backend = preparation.backend
-    reasons = [f"{each['name']}: {each['outcome']}" for each in backend.tried] or ["as asked"]
+    reasons = [f"{each['name']}: {each['outcome']}" for each in backend.tried] or ["as requested"]
     reasons += ["spot-checked in each shard"] if backend.used != REFERENCE else []
     rows = [
         *_input_rows(preparation.text, preparation.inputs),
-        ("shards", f"{len(todo):,} to make", f"{done:,} finished earlier or for others" if done else ""),
+        ("shards", f"{len(todo):,} to make", f"{done:,} finished earlier or by other parts" if done else ""),
         ("encoder", f"{backend.used} {backend.version}", "; ".join(reasons)),
         ("separators", ", ".join(marks) or "none", _template_note(preparation)),
     ]
@@ -176,7 +177,7 @@ def _decisions(preparation: Preparation, todo: Sequence[int], workers: int):
 
 
 def _smaller_shards(preparation: Preparation, workers: int) -> str:
-    """A process makes whole shards, so that the bytes do not depend on the number of processes."""
+    """Suggest a shard size that gives every process work; a shard is made by one process."""
     total = sum(preparation.shard_bytes(number) for number in range(len(preparation.shards)))
     size = total // workers // 10**6
     done = "a shard is made by one process"
@@ -186,7 +187,7 @@ def _smaller_shards(preparation: Preparation, workers: int) -> str:
 def _template_note(preparation: Preparation) -> str:
     added = added_by_template(preparation.definition)
     return (
-        f"the tokenizer's own template ({' '.join(added)}) is not applied, so nothing doubles"
+        f"the tokenizer's own template ({' '.join(added)}) is not applied, so separators are not doubled"
         if added
         else ""
     )
@@ -224,10 +225,10 @@ def train_tokenizer_with_bar(
         for text in texts:
             taken, documents = taken + len(text), documents + 1
             if documents % 256 == 0:
-                status.update(f"learning {vocab_size:,} tokens from {human_bytes(taken)} of text")
+                status.update(f"training {vocab_size:,} tokens on {human_bytes(taken)} of text")
             yield text
 
-    with console.status(f"learning {vocab_size:,} tokens") as status:
+    with console.status(f"training {vocab_size:,} tokens") as status:
         texts = watched(sample_texts(text, inputs, limit_bytes, bad, BadLimit.parse(max_bad), seed))
         tokenizer = train_tokenizer(texts, vocab_size, output, split=LLAMA3_PATTERN, end=end)
     console.print(

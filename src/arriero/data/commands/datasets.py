@@ -1,14 +1,12 @@
-"""`arriero data pack`, `show` and `audit`: what a run was or will be trained on, and the proof of it."""
+"""Verbs of `arriero data` for prepared datasets: inspect, verify, pack, import, export."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from arriero.config.options import AsJson, Sets
+from arriero.config.options import AsJson
 from arriero.errors import UserError
 from arriero.ui import (
     Console,
@@ -22,34 +20,22 @@ from arriero.ui import (
     make_console,
     panel,
     print_json,
-    styled,
 )
 from arriero.units import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
-    from arriero.config.schema import RunConfig
-    from arriero.config.timeline import Timeline
     from arriero.data.dataset import Document, Lengths
-    from arriero.data.order.ledger import Audit
-    from arriero.data.order.loader import Batch
-    from arriero.data.order.order import Stream
-    from arriero.data.order.streams import Streams
+    from arriero.data.exchange import Imported
     from arriero.data.store.store import TokenStore
     from arriero.data.store.verify import Problem, Verified
-    from arriero.data.tokens.tokenizer import Tokenizer
 
 DatasetPath = Annotated[Path, typer.Argument(metavar="DIR", help="A prepared dataset.")]
 _SAMPLE_TOKENS = 120
-Run = Annotated[Path, typer.Argument(help="A run directory, or a run file.", show_default=False)]
-LISTED = 16
-LAST_STEP = 10**9
 
 
 def pack(
     dataset: Annotated[Path, typer.Argument(help="A prepared dataset.", show_default=False)],
-    seq_len: Annotated[
-        int, typer.Option(help="data.seq_len of the runs to come.", min=1, show_default=False)
-    ],
+    seq_len: Annotated[int, typer.Option(help="data.seq_len of the runs.", min=1, show_default=False)],
     packing: Annotated[
         Literal["bestfit", "none"], typer.Option(help="data.packing of the runs.")
     ] = "bestfit",
@@ -57,16 +43,16 @@ def pack(
         Literal["split", "truncate", "drop"], typer.Option(help="data.long_docs of the runs.")
     ] = "split",
     heldout: Annotated[str, typer.Option(help="eval.heldout of the runs, like '1M tok'.")] = "0 tok",
-    prompt: Annotated[str | None, typer.Option(help="The source's prompt, if it has one.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prompt of the source in the run file.")] = None,
     workers: Annotated[int, typer.Option(help="Number of processes.", min=1)] = 1,
     cache: Annotated[
-        Path | None, typer.Option(help="data.cache of the runs, where the dataset cannot be written.")
+        Path | None, typer.Option(help="data.cache of the runs, if the dataset is read-only.")
     ] = None,
 ) -> None:
-    """Plan the packing of a dataset ahead of training: which documents make up each row.
+    """Make the packing plan of a dataset before training: which documents make up each row.
 
-    The plan is kept in DATASET/plans, or in CACHE/plans, where `arriero train` finds it. Interrupted, the
-    same command resumes. Datasets of up to 50 million documents are planned when a run starts.
+    The plan is stored in DATASET/plans, or in CACHE/plans, where `arriero train` finds it. An interrupted
+    command resumes when it is repeated. A run makes the plan itself for up to 50 million documents.
 
     Example: arriero data pack data/web --seq-len 8192 --heldout '10M tok' --workers 32
     """
@@ -93,7 +79,11 @@ def pack(
         request = Packing(packing, long_docs).request(TokenSource(store, tokens, prompt=ids), seq_len)
         path, found = folder / request.name, find_plan(folder, request)
         found = None if found is None or found.problems() else found
-        plan = found or _drawn(make_plan, folder, request, workers, console=console)
+        if found is None:
+            with StageProgress(console) as progress:
+                plan = make_plan(folder, request, workers, progress)
+        else:
+            plan = found
         filled = plan.counts["tokens"] / max(1, plan.rows * seq_len)
         console.print(
             f"{part}: {plan.counts['documents']:,} documents in {plan.rows:,} rows of {seq_len}, "
@@ -102,270 +92,11 @@ def pack(
         )
 
 
-def show(
-    run: Run,
-    step: Annotated[int, typer.Option(help="A step of the run, from 1.", min=1)] = 1,
-    sample: Annotated[int, typer.Option(help="Which sequence of the step's batch, from 0.", min=0)] = 0,
-    sets: Sets = [],
-    as_json: AsJson = False,
-) -> None:
-    """Print exactly what was or will be trained on at a step, decoded.
-
-    A line separates documents. Text in double brackets is excluded from the loss. If the data was moved, give
-    its new place: --set data.sources=[{path='...'}].
-
-    Example: arriero data show runs/demo --step 81234 --sample 3
-    """
-    from arriero.config.timeline import total_steps
-    from arriero.data.order.loader import Loader
-    from arriero.data.tokens.tokenizer import separators_of, tokenizer_of
-
-    console = make_console(as_json)
-    config = _config(run, sets)
-    streams = _streams(config, _directory(run), console)
-    timeline = streams.timeline
-    if step > LAST_STEP:
-        raise UserError(f"--step {step} is beyond any run", f"give a step up to {LAST_STEP:,}")
-    phase = timeline.at(step - 1)
-    per_step = phase.sequences
-    if sample >= per_step:
-        raise UserError(f"a step has {per_step} sequences, and --sample is {sample}", "count from 0")
-    first = timeline.samples_after(step - 1)
-    if as_json:
-        print_json(_shown(config, streams, step, sample))
-        return
-    console.print(
-        f"step {step}: samples {first:,} to {first + per_step - 1:,}, "
-        f"{per_step} sequences of {phase.seq_len} tokens, packing {config.data.packing}"
-    )
-    steps = total_steps(config)
-    if steps is not None and step > steps:
-        console.print(f"[yellow]the run ends before this step, after {config.train.horizon}")
-    console.print(_listing(streams.train, first, per_step, sample))
-    with Loader(streams.train, 1, first + sample, documents=config.data.document_mask) as loader:
-        batch = next(loader)
-    source = int(streams.train.locate(_one(first + sample)).source[0])
-    store = streams.train.sources[source].store
-    end = separators_of(store).eos
-    console.print(f"\n[bold]sample {sample}[/] of the step, {batch.real_tokens} tokens")
-    _print_sequence(console, batch, tokenizer_of(store), end.id if end else None)
-
-
-def _shown(config: "RunConfig", streams: "Streams", step: int, sample: int) -> dict[str, Any]:
-    import numpy as np
-
-    from arriero.data.order.loader import IGNORED, Loader
-    from arriero.data.tokens.tokenizer import tokenizer_of
-
-    stream, phase = streams.train, streams.timeline.at(step - 1)
-    per_step, first = phase.sequences, streams.timeline.samples_after(step - 1)
-    located = stream.locate(np.arange(first, first + per_step))
-    with Loader(stream, 1, first + sample, documents=config.data.document_mask) as loader:
-        batch = next(loader)
-    tokenizer = tokenizer_of(stream.sources[located.source[sample]].store)
-    tokens = batch.tokens_BT[0, : batch.real_tokens].tolist()
-    labels = batch.labels_BT[0, : batch.real_tokens].tolist()
-    documents = None if batch.documents_BT is None else batch.documents_BT[0, : batch.real_tokens].tolist()
-    names = ("source", "epoch", "index")
-    samples = [
-        dict(zip(names, (stream.sources[s].name, int(epoch), int(index)), strict=True))
-        for s, epoch, index in zip(*located, strict=True)
-    ]
-    return {
-        "step": step,
-        "first_sample": first,
-        "sequences": per_step,
-        "seq_len": phase.seq_len,
-        "packing": config.data.packing,
-        "samples": samples,
-        "sample": {
-            "number": sample,
-            "tokens": tokens,
-            "labels": [None if label == IGNORED else label for label in labels],
-            "documents": documents,
-            "text": tokenizer.decode(tokens),
-        },
-    }
-
-
-def audit(
-    run: Annotated[Path, typer.Argument(help="The directory of a run that has trained.", show_default=False)],
-    checksums: Annotated[
-        bool, typer.Option("--checksums", help="Also hash every shard that was read; reads all of it.")
-    ] = False,
-    sets: Sets = [],
-    as_json: AsJson = False,
-) -> None:
-    """Prove a run's ledger: what was seen, how often, nothing twice within an epoch, nothing skipped.
-
-    Ends with exit code 1 and a sentence when it does not hold. Needs no GPU.
-
-    Example: arriero data audit runs/demo
-    """
-    from arriero.data.order.ledger import Audit, read_ledger
-
-    console = make_console(as_json)
-    directory = _directory(run)
-    ledger = read_ledger(directory)
-    streams = _streams(_config(run, sets), directory, console)
-    proof = Audit(ledger, streams.train)
-    with StageProgress(console) as draw:
-        proof.run(partial(draw, "replaying the order"))
-    if not proof.problems:
-        proof.problems += _changed_files(streams.train, checksums, console)
-    if as_json:
-        print_json(_audited(directory, proof, streams.timeline, checksums))
-        raise typer.Exit(1 if proof.problems else 0)
-    if proof.problems:
-        for problem in proof.problems:
-            console.print(f"[bold red]does not hold:[/] {escape(problem)}")
-        raise typer.Exit(1)
-    _print_proof(console, proof, streams.timeline, checksums)
-
-
-def _audited(directory: Path, proof: "Audit", timeline: "Timeline", checksums: bool) -> dict[str, Any]:
-    ledger, stream = proof.ledger, proof.stream
-    steps = timeline.steps_before(ledger.samples)
-    sources = []
-    if not proof.problems:
-        for source, cut, drawn in zip(stream.sources, stream.cuts, stream.drawn(ledger.samples), strict=True):
-            sources.append({"source": source.name, "samples_seen": int(drawn), "samples": int(cut.count)})
-    return {
-        "run": str(directory),
-        "holds": not proof.problems,
-        "problems": proof.problems,
-        "samples": ledger.samples,
-        "steps": steps,
-        "tokens": timeline.tokens_after(steps),
-        "read_again": proof.discarded,
-        "checksums_compared": checksums,
-        "sources": sources,
-    }
-
-
-def _print_proof(console: Console, proof: "Audit", timeline: "Timeline", read_all: bool) -> None:
-    ledger, stream = proof.ledger, proof.stream
-    table = Table("source", ">samples seen", ">of", ">epochs", ">each sample was seen")
-    for i, drawn in enumerate(stream.drawn(ledger.samples).tolist()):
-        whole, partly = stream.source_orders[i].epochs_before(drawn)
-        times = f"{whole} or {whole + 1} times" if partly else f"{whole} times"
-        epochs, name = stream.source_orders[i].epochs(drawn), stream.sources[i].name
-        table.row(name, f"{drawn:,}", f"{stream.counts[i]:,}", f"{epochs:.4g}", times)
-    console.print(table)
-    steps = timeline.steps_before(ledger.samples)
-    bytes_proved = "every byte was compared" if read_all else "their bytes were not read (--checksums does)"
-    console.print(
-        f"holds: {ledger.samples:,} samples in {steps:,} steps, "
-        f"{human_count(timeline.tokens_after(steps))} slots; none twice within an epoch, none skipped; "
-        f"the datasets' manifests are the ones the run began with, {bytes_proved}",
-    )
-    if proof.discarded:
-        console.print(
-            f"{proof.discarded:,} samples were read more than once because the run began again before them",
-        )
-
-
-def _changed_files(stream: "Stream", read_all: bool, console: Console) -> Iterator[str]:
-    """Shards that are missing or of another size; with `read_all` whatever `verify` finds."""
-    from arriero.data.store.verify import verify_dataset
-
-    for source in stream.sources:
-        store = source.store
-        yield from store.shard_size_problems()
-        if read_all:
-            size = store.tokens * store.dtype.itemsize
-            with byte_progress(console, f"reading {store.directory}", size) as advance:
-                found = verify_dataset(store, advance=advance)
-            yield from (f"{store.directory / problem.file}: {problem.what}" for problem in found.problems)
-
-
-def _listing(stream: "Stream", first: int, per_step: int, chosen: int) -> Table:
-    import numpy as np
-
-    begin = max(0, min(chosen - LISTED // 2, per_step - LISTED))
-    samples = np.arange(first + begin, first + min(per_step, begin + LISTED))
-    located = stream.locate(samples)
-    table = Table(">", ">sample", "source", ">epoch", ">number in the epoch")
-    for k, (source, epoch, index) in enumerate(zip(*located, strict=True), begin):
-        mark = ">" if k == chosen else ""
-        name = stream.sources[source].name
-        count = stream.cut_of(first, int(source), int(epoch)).count
-        table.row(mark, k, name, epoch + 1, f"{index:,} of {count:,}")
-    if per_step > LISTED:
-        table.caption = f"{len(samples)} of {per_step}"
-    return table
-
-
-def _print_sequence(console: Console, batch: "Batch", tokenizer: "Tokenizer", end_id: int | None) -> None:
-    """A token is learnt where it is the label of the token before it."""
-    from arriero.data.order.loader import IGNORED
-
-    tokens, labels = batch.tokens_BT[0].tolist(), batch.labels_BT[0].tolist()
-    documents = batch.documents_BT[0].tolist() if batch.documents_BT is not None else [0] * len(tokens)
-    learnt = [False] + [label != IGNORED for label in labels]
-    ends = batch.real_tokens
-    begin = 0
-    for end in range(1, ends + 1):
-        changed = end < ends and documents[end] != documents[begin]
-        ended = tokens[end - 1] == end_id
-        if end < ends and not changed and not ended and learnt[end] == learnt[begin]:
-            continue
-        text = tokenizer.decode(tokens[begin:end])
-        console.print(Text(text) if learnt[begin] else styled(f"⟦{text}⟧", "dim"), end="")
-        if end < ends and (changed or ended):
-            console.print(f"\n[cyan]-- token {end}: next document --[/]")
-        begin = end
-    if labels[ends - 1] != IGNORED:
-        last = tokenizer.decode(labels[ends - 1 : ends])
-        console.plain(f"\n(last label: {last!r})", "dim")
-    console.print()
-
-
-def _one(sample: int):
-    import numpy as np
-
-    return np.array([sample])
-
-
-def _directory(run: Path) -> Path:
-    if not run.exists() and not run.is_absolute() and (Path("runs") / run).is_dir():
-        return Path("runs") / run
-    return run
-
-
-def _config(run: Path, sets: list[str]) -> "RunConfig":
-    from arriero.config.load import load_run
-    from arriero.model.presets import expand
-
-    directory = _directory(run)
-    if directory.is_dir():
-        if not (directory / "run.toml").exists():
-            raise UserError(f"{directory} holds no run.toml", "give the directory of a run")
-        directory = directory / "run.toml"
-    return load_run(directory, sets, expand).config
-
-
-def _streams(config: "RunConfig", run: Path, console: Console):
-    from arriero.data.order.ledger import order_version
-    from arriero.data.order.streams import build_streams
-
-    return _drawn(lambda draw: build_streams(config, draw, order_version(run)), console=console)
-
-
-T = TypeVar("T")
-
-
-def _drawn(work: Callable[..., T], *arguments: object, console: Console) -> T:
-    """Call `work` with these arguments and a progress bar."""
-    with StageProgress(console) as draw:
-        return work(*arguments, draw)
-
-
 def inspect(
     directory: DatasetPath,
-    samples: Annotated[int, typer.Option(min=0, help="How many documents to decode.")] = 3,
-    document: Annotated[int | None, typer.Option(min=0, help="Decode this one, whole.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the samples.")] = 1,
+    samples: Annotated[int, typer.Option(min=0, help="Number of documents to decode.")] = 3,
+    document: Annotated[int | None, typer.Option(min=0, help="Decode this document in full.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of samples.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Show what a dataset holds: counts, origin, lengths of documents, decoded samples.
@@ -421,12 +152,12 @@ def _inspected(store: "TokenStore", lengths: "Lengths", samples: "list[Document]
 
 def verify(
     directory: DatasetPath,
-    workers: Annotated[int, typer.Option(min=1, help="Shards checked at once.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Number of shards to check at the same time.")] = 2,
     as_json: AsJson = False,
 ) -> None:
     """Check every byte of a dataset: checksums, ids, indexes, counts, ends of documents, packing plans.
 
-    Exit code 1 and the names of the bad files if anything is wrong.
+    The exit code is 1 if anything is wrong; every bad file is listed.
 
     Example: arriero data verify data/web --workers 8
     """
@@ -453,7 +184,7 @@ def verify(
 
 def _facts(store: "TokenStore", lengths: "Lengths"):
     all_seen = lengths.documents == store.documents
-    of = "" if all_seen else f"of {lengths.documents} documents in {lengths.shards} shards looked at"
+    of = "" if all_seen else f"of {lengths.documents} sampled documents in {lengths.shards} shards"
     per_token = (
         f"{store.text_bytes / store.tokens:.2f} bytes a token" if store.text_bytes and store.tokens else ""
     )
@@ -520,3 +251,128 @@ def _show_verified(console: Console, directory: Path, found: "Verified") -> None
 
 def _line(problem: "Problem") -> str:
     return f"{escape(problem.file)}: {escape(problem.what)}"
+
+
+Format = Literal["megatron", "datatrove", "olmo", "fms-arrow", "hf-parquet"]
+Linking = Literal["auto", "hard", "symbolic", "copy"]
+
+_LINK_HELP = "How raw token files are placed: auto is a hard link, or a symbolic link across file systems."
+_SAMPLE_TOKENS = 120
+
+
+def import_tokens(
+    format: Annotated[Format, typer.Argument(help="Format of the files.")],
+    sources: Annotated[list[Path], typer.Argument(metavar="SRC", help="Token files, or their directories.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Dataset to write.")],
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="Tokenizer that made the tokens: a file, a directory, or hf://OWNER/MODEL."),
+    ],
+    eos: Annotated[
+        str | None, typer.Option(help="Token that ends a document; by default common names are tried.")
+    ] = None,
+    separator: Annotated[
+        Literal["add", "keep"],
+        typer.Option(
+            help="fms-arrow and hf-parquet: add a missing end-of-document token, or keep documents unchanged."
+        ),
+    ] = "add",
+    column: Annotated[
+        str | None, typer.Option(help="Column of token ids in Arrow and Parquet files.")
+    ] = None,
+    dtype: Annotated[
+        Literal["uint16", "int32"] | None,
+        typer.Option(help="Type of the tokens in files without an index; int32 also reads uint32."),
+    ] = None,
+    link: Annotated[Linking, typer.Option(help=_LINK_HELP)] = "auto",
+) -> None:
+    """Make a dataset from token files of another system; raw tokens are linked, not copied.
+
+    Every byte is read once, to compute checksums and to reject ids outside the vocabulary.
+
+    Example: arriero data import datatrove tokens/ -o data/web --tokenizer tokenizer.json
+    """
+    from arriero.data.exchange import Import
+    from arriero.data.text.hub import local_model
+    from arriero.data.tokens.tokenizer import load_tokenizer
+
+    console = make_console()
+    job = Import(
+        format,
+        sources,
+        load_tokenizer(local_model(tokenizer), eos),
+        dtype=dtype,
+        column=column,
+        separator=separator,
+        link=link,
+    )
+    with byte_progress(console, f"importing {len(job.files)} files", job.total_bytes) as advance:
+        made = job.into(out, advance)
+    _show_import(console, out, made)
+
+
+def export_tokens(
+    directory: DatasetPath,
+    format: Annotated[Format, typer.Argument(help="Format to write.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
+    column: Annotated[str, typer.Option(help="Column of token ids in Parquet files.")] = "input_ids",
+    link: Annotated[Linking, typer.Option(help=_LINK_HELP)] = "auto",
+) -> None:
+    """Write a dataset in another system's format; formats of raw tokens are linked, not copied.
+
+    Example: arriero data export data/web megatron exported/web
+    """
+    from arriero.data.exchange import export_dataset
+    from arriero.data.store.store import TokenStore
+
+    console = make_console()
+    store = TokenStore.open(directory)
+    store.check_tokenizer()
+    total = store.tokens * store.dtype.itemsize
+    with byte_progress(console, f"exporting {store.shards} shards", total) as advance:
+        made = export_dataset(store, format, target, column=column, link=link, advance=advance)
+    how = ", ".join(f"{count} by {how}" for how, count in made.placed.items()) or "rewritten"
+    held = f"{human_count(store.tokens)} tokens in {counted(store.documents, 'document')}"
+    console.print(
+        f"{held} -> {escape(str(target))}: {counted(made.files, f'{format} file')} ({how})",
+    )
+    if format == "fms-arrow":
+        console.print("end-of-document tokens are removed: fms-fsdp's loader adds its own")
+    if made.kept_eos:
+        console.print(
+            f"[yellow]but kept in {made.kept_eos} files[/] in which some documents lack one; "
+            "let fms-fsdp strip them, or it sees separators twice",
+        )
+    if made.empty and format in ("datatrove", "olmo"):
+        console.print(
+            f"[yellow]{counted(made.empty, 'document')} without a token[/]: datatrove then counts "
+            "positions wrong, OLMo-core rejects one at the end of a file",
+        )
+    console.print(f"the tokenizer stays at {escape(str(store.tokenizer_path))}")
+
+
+def _show_import(console: Console, out: Path, made: "Imported") -> None:
+    how = ", ".join(f"{count} by {how}" for how, count in made.placed.items())
+    console.print(
+        f"{human_count(made.tokens)} tokens in {counted(made.documents, 'document')} -> {escape(str(out))}: "
+        f"{counted(len(made.shards), 'shard')}, {how}",
+    )
+    if made.placed["hard link"] or made.placed["symbolic link"]:
+        console.print("the original files are now part of the dataset: do not change them in place")
+    if made.placed["symbolic link"]:
+        console.print("symbolic links break when the originals move; --link copy avoids that")
+    if made.eos_added:
+        added = counted(made.eos_added, "document")
+        console.print(f"an end-of-document token was added to {added}")
+    if made.empty:
+        are = "is" if made.empty == 1 else "are"
+        console.print(f"{counted(made.empty, 'document')} {are} empty")
+    if made.without_eos:
+        do = "does" if made.without_eos == 1 else "do"
+        console.print(
+            f"[yellow]{counted(made.without_eos, 'document')} {do} not end with the end-of-document token",
+        )
+    for remark in made.remarks[:10]:
+        console.print(escape(remark))
+    if len(made.remarks) > 10:
+        console.print(f"and {len(made.remarks) - 10} more remarks")

@@ -1,6 +1,11 @@
-"""The verbs of `arriero data`."""
+"""`arriero data prepare` and `train-tokenizer`."""
 
+import shlex
+import shutil
+import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,7 +16,6 @@ from arriero.errors import UserError
 
 if TYPE_CHECKING:
     from arriero.data.prepare.planning import PrepareRequest
-    from arriero.data.prepare.slurm import Cluster
     from arriero.data.text.sources import TextSources
 
 SMALLEST = 10**6
@@ -30,7 +34,7 @@ Columns = Annotated[
     typer.Option(
         "--column",
         metavar="[SOURCE=]COLUMN",
-        help="The column that holds the text, of all sources or of one. May be repeated.",
+        help="Column of the text, for all sources or for one. May be repeated.",
         show_default="text",
     ),
 ]
@@ -38,19 +42,17 @@ Include = Annotated[
     list[str], typer.Option("--include", metavar="PATTERN", help="Read only these files. May be repeated.")
 ]
 Exclude = Annotated[
-    list[str], typer.Option("--exclude", metavar="PATTERN", help="Leave these files out. May be repeated.")
+    list[str], typer.Option("--exclude", metavar="PATTERN", help="Skip these files. May be repeated.")
 ]
 ReadAs = Annotated[
     Literal["auto", "mixed", "text", "jsonl", "parquet", "arrow"],
     typer.Option(
         "--as",
-        help="How files are read: by suffix, refusing folders that mix kinds (auto); by suffix (mixed); "
+        help="How files are read: by suffix, rejecting folders that mix kinds (auto); by suffix (mixed); "
         "or all as one kind. A text file is one document.",
     ),
 ]
-SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="Leave out records that cannot be read; count them.")
-]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip and count records that cannot be read.")]
 MaxBad = Annotated[
     str | None,
     typer.Option(
@@ -65,7 +67,7 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of the shuffle.")]
 
 def prepare(
     sources: Sources,
-    directory: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="The dataset to write.")],
+    directory: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Dataset to write.")],
     tokenizer: Annotated[
         str,
         typer.Option(
@@ -77,36 +79,35 @@ def prepare(
     include: Include = [],
     exclude: Exclude = [],
     read_as: ReadAs = "auto",
-    bos: Annotated[str, typer.Option(help="Before each document: none, auto or a token.")] = "none",
-    eos: Annotated[str, typer.Option(help="After each document: auto, none or a token.")] = "auto",
+    bos: Annotated[str, typer.Option(help="Token before each document: none, auto or a token.")] = "none",
+    eos: Annotated[str, typer.Option(help="Token after each document: auto, none or a token.")] = "auto",
     literal_eos: Annotated[
-        bool, typer.Option("--literal-eos", help="Texts may end with the end token spelled out.")
+        bool, typer.Option("--literal-eos", help="Allow texts that end with the end token spelled out.")
     ] = False,
     skip_bad: SkipBad = False,
     max_bad: MaxBad = None,
-    shard_size: Annotated[str, typer.Option(help="Text that goes into a shard.")] = "1GB",
+    shard_size: Annotated[str, typer.Option(help="Text per shard.")] = "1GB",
     seed: Seed = 1,
     encoder: Annotated[
         Literal["auto", "tokenizers", "gigatoken", "fastokens"],
         typer.Option(help="Encoder to use; auto takes the fastest with the same ids as tokenizers."),
     ] = "auto",
-    workers: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Spread over a Slurm array.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit a Slurm array.")] = False,
     tasks: Annotated[int, typer.Option(min=1, help="Slurm: size of the array.")] = 16,
     partition: Annotated[str | None, typer.Option(help="Slurm: partition.")] = None,
     account: Annotated[str | None, typer.Option(help="Slurm: account.")] = None,
     time: Annotated[str, typer.Option(help="Slurm: time limit of each job.")] = "04:00:00",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Slurm: print the scripts, submit nothing.")
+        bool, typer.Option("--dry-run", help="Slurm: print the scripts without submitting them.")
     ] = False,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Turn text into token shards that training reads. Killed? The same command goes on where it was.
+    """Tokenise text into a dataset for training. An interrupted command resumes when it is repeated.
 
     Example: arriero data prepare corpus/*.jsonl.zst -o data/corpus --tokenizer tokenizer.json --workers 8
     """
     from arriero.data.prepare.planning import PrepareRequest
-    from arriero.data.prepare.slurm import Cluster
     from arriero.data.text.hub import local_model
 
     _stay_offline_unless_asked([*sources, tokenizer])
@@ -138,23 +139,21 @@ def prepare(
 
 def train_tokenizer(
     sources: Sources,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="The tokenizer.json to write.")
-    ],
-    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 32000,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="tokenizer.json to write.")],
+    vocab_size: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 32000,
     column: Columns = [],
     include: Include = [],
     exclude: Exclude = [],
     read_as: ReadAs = "auto",
     skip_bad: SkipBad = False,
     max_bad: MaxBad = None,
-    end: Annotated[str, typer.Option(help="The token that will end a document.")] = "<|end_of_text|>",
+    end: Annotated[str, typer.Option(help="Token that ends a document.")] = "<|end_of_text|>",
     sample: Annotated[
-        str, typer.Option(help="Text to learn from, taken from all over the sources.")
+        str, typer.Option(help="Amount of text to train on, sampled from all sources.")
     ] = "200MB",
     seed: Seed = 1,
 ) -> None:
-    """Learn a byte-level BPE tokenizer with Llama 3's word pattern from the same sources as prepare.
+    """Train a byte-level BPE tokenizer with Llama 3's word pattern on the sources that prepare accepts.
 
     Example: arriero data train-tokenizer corpus/*.jsonl -o tokenizer.json --vocab-size 32000
     """
@@ -232,7 +231,6 @@ def _prepare_on_slurm(request: "PrepareRequest", cluster: "Cluster", dry_run: bo
     from arriero.data.commands.console import show_submission
     from arriero.data.prepare.planning import draft
     from arriero.data.prepare.prepare import plan_for_slurm
-    from arriero.data.prepare.slurm import array_script, finish_script, submit
 
     preparation = draft(request) if dry_run else plan_for_slurm(request)
     tasks = max(1, min(cluster.tasks, len(preparation.unfinished())))
@@ -246,3 +244,60 @@ def _prepare_on_slurm(request: "PrepareRequest", cluster: "Cluster", dry_run: bo
     for path, script in zip(paths, (array, finish), strict=True):
         path.write_text(script)
     show_submission(preparation, tasks, submit(*paths))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Resources that the Slurm jobs request."""
+
+    partition: str | None = None
+    account: str | None = None
+    time: str = "04:00:00"
+    tasks: int = 16
+    cpus: int = 1
+
+
+def array_script(command: Sequence[str], cluster: Cluster, tasks: int, logs: Path) -> str:
+    """Return the script of the array: task i of n makes every n-th shard and skips finished ones."""
+    part = [*command, "--workers", str(cluster.cpus), "--part"]
+    head = _head("arriero-prepare", cluster, logs / "part-%a.log", [f"--array=0-{tasks - 1}"])
+    return f'{head}\nexec {shlex.join(part)} "$SLURM_ARRAY_TASK_ID/{tasks}"\n'
+
+
+def finish_script(command: Sequence[str], cluster: Cluster, logs: Path) -> str:
+    """Return the script that makes the shards of failed tasks and writes the manifest."""
+    head = _head("arriero-finish", cluster, logs / "finish.log", [])
+    return f"{head}\nexec {shlex.join([*command, '--workers', str(cluster.cpus)])}\n"
+
+
+def submit(array: Path, finish: Path) -> tuple[str, str]:
+    """Submit the array and the job that follows it; return their ids."""
+    if shutil.which("sbatch") is None:
+        raise UserError("sbatch is not on this machine", "run on a login node, or without --slurm")
+    first = _sbatch([str(array)])
+    return first, _sbatch([f"--dependency=afterany:{first}", str(finish)])
+
+
+def _head(name: str, cluster: Cluster, log: Path, more: Sequence[str]) -> str:
+    options = [
+        f"--job-name={name}",
+        *([f"--partition={cluster.partition}"] if cluster.partition else []),
+        *([f"--account={cluster.account}"] if cluster.account else []),
+        f"--time={cluster.time}",
+        "--ntasks=1",
+        f"--cpus-per-task={cluster.cpus}",
+        f"--output={log}",
+        "--open-mode=append",
+        "--requeue",
+        *more,
+    ]
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options)])
+
+
+def _sbatch(arguments: Sequence[str]) -> str:
+    done = subprocess.run(["sbatch", "--parsable", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(
+            f"Slurm rejected the job: {done.stderr.strip()}", "check --partition, --account and --time"
+        )
+    return done.stdout.strip().partition(";")[0]

@@ -1,8 +1,8 @@
-"""What data a run has consumed, in `ledger.json`. `audit.py` proves it.
+"""The ledger of a run, `ledger.json`: which data it consumed, and the audit that verifies it.
 
-Each process that trains appends one stretch of samples with a checksum over what its loader really handed
-out. A stretch that begins before the one before it ended took back what lay beyond: those samples were read
-by weights that a restart threw away.
+Each process that trains appends one range of samples ("stretch") with a checksum of what its loader returned.
+A stretch that begins before the end of the previous one replaces the overlap: those samples were read before
+a restart discarded the weights.
 """
 
 import json
@@ -38,7 +38,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Ledger:
-    """`stated` is the number of samples that a ledger file itself gives; the audit compares it."""
+    """A ledger. `stated` is the number of samples that its file states, which the audit compares."""
 
     batch_sequences: int
     order: dict[str, Any]
@@ -55,7 +55,7 @@ class Ledger:
 
 
 def checksum(samples: np.ndarray, located: Located) -> int:
-    """Sums over samples add up, so ranks and processes may each sum their own."""
+    """Return a checksum of samples. It is a sum, so ranks and processes can add their own."""
     mixed = samples.astype(np.uint64)
     for column in located:
         mixed = block_keys(0, mixed) ^ column.astype(np.uint64)
@@ -159,8 +159,7 @@ def read_ledger(directory: Path) -> Ledger:
 
 
 def order_version(*directories: Path) -> int:
-    """The version of the order that the first of these directories with a ledger recorded: a run keeps its
-    own, and the newest is for new runs."""
+    """Return the order version in the first of these directories that has a ledger, else the newest."""
     for directory in directories:
         if (directory / LEDGER).exists():
             return read_ledger(directory).order.get("order", 1)
@@ -170,9 +169,9 @@ def order_version(*directories: Path) -> int:
 def begin_ledger(
     directory: Path, stream: Stream, batch_sequences: int, checkpoint: Path | None = None
 ) -> Ledger:
-    """The ledger of this run directory, to be continued; a new one where there is none.
+    """Return the ledger of a run directory to append to, or a new one.
 
-    `checkpoint` is what the run goes on from. Its own ledger serves where the run's does not reach it.
+    `checkpoint` is where the run resumes. Its ledger is used if the run's own does not reach it.
     """
     names = [source.name for source in stream.sources]
     fresh = Ledger(batch_sequences, stream.identity, names, [])
@@ -184,7 +183,7 @@ def begin_ledger(
 
 
 def check_data_unchanged(directory: Path, stream: Stream) -> None:
-    """A run goes on only with the data it began with; what lies beyond its last sample may be new."""
+    """Raise UserError if the data of the samples that a run has read has changed since."""
     if not (directory / LEDGER).exists():
         return
     ledger = read_ledger(directory)
@@ -193,7 +192,7 @@ def check_data_unchanged(directory: Path, stream: Stream) -> None:
 
 
 def check_same_order(state: dict[str, Any], stream: Stream, what: str) -> None:
-    """`state` is a loader's: its samples must be the ones this stream gives."""
+    """Raise UserError if a loader's state was saved with another order than this stream."""
     expected = fingerprint_of(stream.identity_until(int(state["sample"])))
     if state["fingerprint"] != expected:
         raise UserError(
@@ -204,7 +203,7 @@ def check_same_order(state: dict[str, Any], stream: Stream, what: str) -> None:
 
 
 def difference(saved: dict[str, Any], names: list[str], stream: Stream, samples: int) -> str | None:
-    """What no longer gives the first `samples` samples, in words."""
+    """Describe the first difference that changes the first `samples` samples; None if there is none."""
     now = stream.identity_until(samples)
     kept = trimmed(saved, samples)
     if kept == now:
@@ -223,7 +222,10 @@ CHUNK = 2**16
 
 
 class Audit:
-    """Replays a run's order and compares it with its ledger, in memory bounded by one bit per sample."""
+    """Replays a run's order and compares it with its ledger, with one bit of memory per sample.
+
+    The tokens are not read, so it runs on any machine.
+    """
 
     def __init__(self, ledger: Ledger, stream: Stream) -> None:
         self.ledger, self.stream = ledger, stream
@@ -278,8 +280,10 @@ class Audit:
 
 
 class _Epochs:
-    """One bit per sample of each source's current epoch. Where the sequence length changes, a bit stands for
-    as many tokens as all lengths are multiples of."""
+    """One bit per sample of each source's current epoch.
+
+    If the sequence length changes, a bit stands for the greatest common divisor of all lengths in tokens.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -289,7 +293,7 @@ class _Epochs:
         self._unit = gcd(stream.seq_len, *(length for _, length in stream.lengths))
 
     def see(self, first_sample: int, located: Located) -> str | None:
-        """Samples from `first_sample` on, all of one sequence length."""
+        """Mark samples of one sequence length, from `first_sample` on; return a problem, if there is one."""
         for source in np.unique(located.source):
             mine = located.source == source
             for epoch in np.unique(located.epoch[mine]):
@@ -310,7 +314,7 @@ class _Epochs:
         return (cut.positions(inputs) - first) // self._unit
 
     def _expected(self, source: int, epoch: int) -> int:
-        """Units of a whole epoch: all of the source but for what fills no sample."""
+        """Return the units of a whole epoch: the source without the tokens that fill no sample."""
         if not self._stream.lengths:
             return self._stream.counts[source]
         read = self._stream.source_orders[source].tokens_of_epoch(epoch)

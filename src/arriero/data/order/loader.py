@@ -1,4 +1,9 @@
-"""Batches for one rank, read ahead by threads. The whole state is one integer and a fingerprint."""
+"""Batches for one rank, prefetched by threads. The whole state is one integer and a fingerprint.
+
+A label is the next token of the same document. Where a document ends, the label is the first token of the
+next document in the row, or ignored if documents are masked. Labels that the loss mask excludes are ignored
+too. With a document mask, positions count from the beginning of a document, or of its part in the row.
+"""
 
 import queue
 import threading
@@ -22,24 +27,24 @@ IGNORED = -100
 
 
 class Rows:
-    """Writes samples into arrays; a worker of one thread, because its buffers are used again."""
+    """Fills arrays with samples. Each thread has its own instance, because the buffers are reused."""
 
     def __init__(self, stream: Stream | EvalStream, document_mask: bool) -> None:
         self._stream = stream
         self._mask = document_mask
         longest = stream.longest_sequence
         self._row = {s.store.dtype: np.empty(longest + 1, s.store.dtype) for s in stream.sources}
-        self._learnt = lru_cache(maxsize=None)(lambda source: _learnt(stream.sources[source]))
+        self._loss_mask = lru_cache(maxsize=None)(lambda source: _loss_mask(stream.sources[source]))
         self._count = np.arange(longest, dtype=np.int32)
         self.padding_id = stream.sources[0].store.eos_id
 
     @property
     def marks_documents(self) -> bool:
-        """A row that holds one document needs no marks: attention looks back only, padding is behind it."""
+        """Whether batches carry document ids; rows of one document do not need them."""
         return self._mask and self._stream.packing.kind != "none"
 
     def width(self, first_sample: int, located: Located) -> int:
-        """Slots of a row: the sequence length, or the longest sample where rows are padded."""
+        """Return the slots of a row: the sequence length, or the longest sample if rows are padded."""
         if self._stream.packing.kind != "none":
             return self._stream.seq_len_at(first_sample)
         rows = zip(*(column.tolist() for column in located), strict=True)
@@ -48,7 +53,7 @@ class Rows:
     def fill(
         self, first_sample: int, located: Located, tokens_BT: np.ndarray, labels_BT: np.ndarray
     ) -> tuple[int, list]:
-        """Returns the real tokens, and for each row where in it a document, or the padding, begins."""
+        """Fill rows; return the number of real tokens, and where documents and padding begin in each row."""
         begins, real = [], 0
         numbers = zip(*(column.tolist() for column in located), strict=True)
         for (source, epoch, index), tokens_T, labels_T in zip(numbers, tokens_BT, labels_BT, strict=False):
@@ -65,7 +70,7 @@ class Rows:
         return real, begins
 
     def mark(self, begins: list, positions_BT: np.ndarray, documents_BT: np.ndarray) -> None:
-        """Positions and numbers of documents, from where they begin."""
+        """Fill in the positions and the document ids."""
         width = positions_BT.shape[1]
         positions_BT[len(begins) :] = self._count[:width]
         documents_BT[len(begins) :] = 0
@@ -98,8 +103,8 @@ class Rows:
         store.read_into(start, row)
         tokens_T[:] = row[:-1]
         labels_T[:] = row[1:]
-        if learnt := self._learnt(source):
-            labels_T[~learnt.read(start + 1, len(labels_T))] = IGNORED
+        if mask := self._loss_mask(source):
+            labels_T[~mask.read(start + 1, len(labels_T))] = IGNORED
         if not self._mask:
             return _NOWHERE
         begins = store.document_starts(start + 1, len(labels_T)) - start
@@ -119,13 +124,13 @@ class Rows:
                 first += prompt
                 row[begin:first] = source.prompt
             begin += slots
-            # a piece that goes on fills its row, so its last label has room behind it
+            # a segment that continues fills its row, so there is room for its last label behind it
             source.store.read_into(start, row[first : begin + bool(flags & CONTINUES)])
-        goes_on = bool(flags & CONTINUES)
+        continues = bool(flags & CONTINUES)
         tokens_T[:begin] = row[:begin]
         tokens_T[begin:] = self.padding_id
-        labels_T[: begin - 1 + goes_on] = row[1 : begin + goes_on]
-        labels_T[begin - 1 + goes_on :] = IGNORED
+        labels_T[: begin - 1 + continues] = row[1 : begin + continues]
+        labels_T[begin - 1 + continues :] = IGNORED
         ends = segments["slots"].cumsum()
         self._ignore_labels(number, segments, ends, labels_T)
         return (ends if begin < len(tokens_T) else ends[:-1]), begin
@@ -133,7 +138,7 @@ class Rows:
     def _ignore_labels(
         self, number: int, segments: np.ndarray, ends: np.ndarray, labels_T: np.ndarray
     ) -> None:
-        """Across the edge of a document, inside prompts, and where the dataset says so."""
+        """Ignore labels across document boundaries, inside prompts, and where the loss mask excludes them."""
         prompt = len(self._stream.sources[number].prompt)
         begins_here = (segments["flags"] & BEGINS).astype(bool)
         edges = ends[:-1] if self._mask or prompt else ends[:-1][~begins_here[1:]]
@@ -142,19 +147,19 @@ class Rows:
         if prompt:
             for end in first[begins_here].tolist():
                 labels_T[end - prompt : end - 1] = IGNORED
-        if learnt := self._learnt(number):
+        if mask := self._loss_mask(number):
             counts = ends - first + (segments["flags"] & CONTINUES > 0)
             for start, at, count in zip(
                 segments["start"].tolist(), first.tolist(), counts.tolist(), strict=True
             ):
-                skipped = np.flatnonzero(~learnt.read(int(start), int(count))) + at - 1
+                skipped = np.flatnonzero(~mask.read(int(start), int(count))) + at - 1
                 labels_T[skipped[skipped >= 0]] = IGNORED
 
 
 _NOWHERE = np.empty(0, dtype=np.int64)
 
 
-def _learnt(source: TokenSource) -> LossMask | None:
+def _loss_mask(source: TokenSource) -> LossMask | None:
     return LossMask(source.store) if source.store.labels else None
 
 
@@ -175,16 +180,16 @@ class Batch:
     checksum: int = 0
 
     def split(self, sequences: int) -> "Iterator[Batch]":
-        """Micro-batches of at most `sequences` rows; the counts stay those of the whole batch."""
+        """Yield micro-batches of at most `sequences` rows; the counts stay those of the whole batch."""
         for begin in range(0, len(self.tokens_BT), sequences):
             rows = slice(begin, begin + sequences)
             documents = None if self.documents_BT is None else self.documents_BT[rows]
-            # plain causal attention is faster where every row is one document
+            # plain causal attention is faster if every row is one document
             documents = documents if documents is not None and _several(documents) else None
             yield replace(self._map(lambda tensor, rows=rows: tensor[rows]), documents_BT=documents)
 
     def to(self, device: torch.device) -> "Batch":
-        """Documents stay on the host, which lays out the attention between them."""
+        """Copy to a device; document ids stay on the CPU, where the attention layout is computed."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
@@ -197,16 +202,16 @@ class Batch:
 
 
 def _several(documents_BT: torch.Tensor) -> bool:
-    """True if a row holds more than one document, or a document and padding."""
+    """Return whether a row holds more than one document, or a document and padding."""
     return bool((documents_BT[:, 0] != documents_BT[:, -1]).any())
 
 
 class Loader:
-    """Global batches from `start_sample` on, cut into one consecutive part per rank.
+    """Iterates over one rank's consecutive part of each global batch, from `start_sample` on.
 
-    `batch_sequences` is the size of a batch, or says it for the batch that begins at a sample. All ranks get
-    equally many rows: a part that is one sequence shorter than others, and the last batch of a finite stream,
-    are filled up with rows whose labels are ignored.
+    `batch_sequences` is the global batch size, or a function that returns it for the batch that begins at a
+    sample. All ranks get the same number of rows: a shorter part, and the last batch of a finite stream, are
+    padded with rows whose labels are ignored.
     """
 
     def __init__(
@@ -238,12 +243,12 @@ class Loader:
         self._thread.start()
 
     def state(self) -> dict[str, int | str]:
-        """What was handed out, not what was read ahead."""
+        """Return the position after the last batch returned, without prefetched ones."""
         until = self._stream.identity_until(self._consumed)
         return {"sample": self._consumed, "fingerprint": fingerprint_of(until)}
 
     def read(self) -> Stretch:
-        """What this loader has handed out since it was made, for the ledger."""
+        """Return the range of samples this loader has returned, for the ledger."""
         return Stretch(self._first, self._consumed, self._checksum, self._real_tokens, self._slots)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -320,7 +325,7 @@ class Loader:
     def _fill(
         self, first_sample: int, located: Located, tokens_BT: np.ndarray, labels_BT: np.ndarray
     ) -> tuple[int, list]:
-        """Each thread fills a part of the rows."""
+        """Fill rows; with several threads, each fills a part."""
         if self._pool is None:
             return self._readers[0].fill(first_sample, located, tokens_BT, labels_BT)
         edges = [len(tokens_BT) * n // len(self._readers) for n in range(len(self._readers) + 1)]

@@ -1,4 +1,4 @@
-"""From a run file to its streams of samples, and a forecast of how often each source will be read."""
+"""Build the sample streams of a run file and forecast how often each source will be read."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from arriero.data.tokens.tokenizer import separators_of, tokenizer_of
 from arriero.data.workers import ProgressCallback
 from arriero.errors import UserError
 
-# a vocabulary may be rounded up, but not several times over
+# a larger model.vocab_size is rounding only up to this factor
 _MOST_UNUSED = 2
 
 
@@ -31,14 +31,14 @@ class Streams:
 
     @property
     def reader_threads(self) -> int:
-        """For a rank, where data.reader_threads is not given."""
+        """The default of data.reader_threads."""
         return 4 if max(store.shards for store in self.stores) > 64 else 1
 
 
 def build_streams(config: RunConfig, progress: ProgressCallback, version: int = ORDER_VERSION) -> Streams:
-    """Open the datasets, prepare built-in ones that do not exist yet, and plan their packing.
+    """Open the datasets, prepare text that is not prepared yet, and make packing plans.
 
-    `version` is that of the order; a run that has begun keeps its own.
+    `version` is the order version; a resumed run keeps its own.
     """
     data, timeline = config.data, Timeline.of(config)
     sections = [*data.sources, *(source for phase in data.phases for source in phase.sources or ())]
@@ -71,13 +71,13 @@ def build_streams(config: RunConfig, progress: ProgressCallback, version: int = 
 
 
 def max_steps_by_epochs(streams: Streams) -> int | None:
-    """The whole steps that every source's max_epochs allows; None when none is capped."""
+    """Return the steps that every source's max_epochs allows; None if none has one."""
     beyond = streams.train.first_beyond_cap(BLOCK * 2**32)
     return None if beyond is None else streams.timeline.steps_before(beyond[0])
 
 
 def check_max_epochs(streams: Streams, steps: int | None) -> None:
-    """Ends a run before it begins where a max_epochs forbids a step of it: by wall time, the first one."""
+    """Raise UserError if a step of the run (with a wall-time horizon, the first) exceeds a max_epochs."""
     beyond = streams.train.first_beyond_cap(streams.timeline.samples_after(steps or 1))
     if beyond is not None:
         sample, number = beyond
@@ -91,7 +91,7 @@ def check_max_epochs(streams: Streams, steps: int | None) -> None:
 
 @dataclass(frozen=True)
 class SourceForecast:
-    """How a source fares over a run. `epochs` is None when the end of the run is not known."""
+    """How a source is used over a run. `epochs` is None if the end of the run is not known."""
 
     name: str
     share: float
@@ -103,9 +103,9 @@ class SourceForecast:
 
 
 def forecast(streams: Streams, steps: int | None, vocab_size: int = 0) -> list[SourceForecast]:
-    """For each source: its share of the first phase's tokens, and when it begins again.
+    """Forecast each source: its share of the first phase's tokens, its epochs and its first repetition.
 
-    `vocab_size` is the model's, if there is a model.
+    `vocab_size` is that of the model, if there is one.
     """
     stream, timeline = streams.train, streams.timeline
     ever = timeline.samples_after(steps) if steps else BLOCK * 2**32
@@ -156,7 +156,7 @@ def _misfits(store: TokenStore, first: TokenStore, vocab_size: int) -> Iterator[
 def _open(
     sections: Sequence[SourceSection], cache: Path, progress: ProgressCallback
 ) -> dict[str, TokenStore]:
-    """By path. A source named again, as in a later phase, need not repeat how its text is prepared."""
+    """Open datasets by path. A source that is named again need not repeat its tokenizer and column."""
     how: dict[str, dict[str, str]] = {}
     for section in sections:
         given = {"tokenizer": section.tokenizer, "column": section.column}

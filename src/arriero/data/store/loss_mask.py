@@ -1,8 +1,8 @@
-"""Which tokens of a dataset are learnt: prompts and other people's turns are read, but not predicted.
+"""The loss mask of a dataset: which tokens are included in the loss.
 
-A dataset may carry one of two files beside each shard: `NAME.plen`, one int32 per document, the number of
-tokens of its prompt; or `NAME.mask`, one bit per token (the first token in the lowest bit), 1 where the token
-is learnt. The manifest says which; their checksums are part of the dataset's fingerprint.
+A dataset may have one of two files beside each shard: `NAME.plen`, one int32 per document, the number of
+prompt tokens, which are excluded; or `NAME.mask`, one bit per token (the first token in the lowest bit), 1
+where the token is included. The manifest names the kind; the checksums are part of the dataset's fingerprint.
 """
 
 import json
@@ -22,7 +22,7 @@ PROMPT_LENGTHS, MASK = "plen", "mask"
 
 
 def attach_prompt_lengths(directory: Path, lengths: Sequence[Sequence[int]]) -> TokenStore:
-    """Write each document's prompt length, shard by shard, and make them part of the dataset."""
+    """Add the prompt length of each document, shard by shard, to a dataset."""
     store = TokenStore.open(directory)
     _check_shards(store, lengths)
     for shard, column in enumerate(lengths):
@@ -37,11 +37,11 @@ def attach_prompt_lengths(directory: Path, lengths: Sequence[Sequence[int]]) -> 
     return _register(store, PROMPT_LENGTHS)
 
 
-def attach_loss_masks(directory: Path, learnt: Sequence[Sequence[bool]]) -> TokenStore:
-    """Write for each token whether it is learnt, shard by shard, and make that part of the dataset."""
+def attach_loss_masks(directory: Path, included: Sequence[Sequence[bool]]) -> TokenStore:
+    """Add a loss mask, one truth value per token, shard by shard, to a dataset."""
     store = TokenStore.open(directory)
-    _check_shards(store, learnt)
-    for shard, column in enumerate(learnt):
+    _check_shards(store, included)
+    for shard, column in enumerate(included):
         values = np.asarray(column, dtype=bool)
         if len(values) != store.shard_tokens(shard):
             raise UserError(
@@ -77,32 +77,32 @@ def _register(store: TokenStore, kind: str) -> TokenStore:
 
 
 class LossMask:
-    """Reads the label files of a dataset, one map per shard, opened when first needed."""
+    """Reads the loss mask of a dataset; the file of a shard is mapped when it is first needed."""
 
     def __init__(self, store: TokenStore) -> None:
         self._store = store
 
     def read(self, start: int, n: int) -> np.ndarray:
-        """True for each token of [start, start + n) that is learnt."""
-        learnt = np.ones(n, dtype=bool)
+        """Return True for each token of [start, start + n) that is included in the loss."""
+        included = np.ones(n, dtype=bool)
         filled = 0
         for shard, first, count in self._store.shard_ranges(start, n):
-            part = learnt[filled : filled + count]
-            (self._by_bits if self._store.labels == MASK else self._by_prompts)(shard, first, part)
+            part = included[filled : filled + count]
+            (self._read_bits if self._store.labels == MASK else self._read_prompts)(shard, first, part)
             filled += count
-        return learnt
+        return included
 
-    def _by_bits(self, shard: int, first: int, learnt: np.ndarray) -> None:
-        begin, end = first // 8, (first + len(learnt) + 7) // 8
+    def _read_bits(self, shard: int, first: int, included: np.ndarray) -> None:
+        begin, end = first // 8, (first + len(included) + 7) // 8
         raw = np.frombuffer(self._file(shard), dtype=np.uint8, count=end - begin, offset=begin)
         bits = np.unpackbits(raw, bitorder="little")
-        learnt[:] = bits[first - 8 * begin :][: len(learnt)]
+        included[:] = bits[first - 8 * begin :][: len(included)]
 
-    def _by_prompts(self, shard: int, first: int, learnt: np.ndarray) -> None:
-        number, begins = self._store.documents_touching(shard, first, len(learnt))
+    def _read_prompts(self, shard: int, first: int, included: np.ndarray) -> None:
+        number, begins = self._store.documents_touching(shard, first, len(included))
         lengths = np.frombuffer(self._file(shard), dtype="<i4", count=len(begins), offset=4 * number)
         for begin, end in zip(begins - first, begins - first + lengths, strict=True):
-            learnt[max(begin, 0) : max(end, 0)] = False
+            included[max(begin, 0) : max(end, 0)] = False
 
     def _file(self, shard: int) -> mmap.mmap:
         return self._store.open_file(("labels", shard), partial(self._open, shard))

@@ -1,8 +1,8 @@
-"""Reading the manifest of a million shards without a Python object for each of its four million values.
+"""The manifest of a dataset: plain JSON whose last key is `shards`, a table by column.
 
-The manifest is plain JSON whose last key is `shards`, a table by column. Its numbers are parsed straight
-into arrays, and names of equal length are cut out of the text when asked for. JSON laid out in any other way
-is read as JSON.
+A million shards are parsed in a fraction of a second: their numbers are parsed directly into arrays, and
+names of equal length are taken from the text when they are needed. Any other layout is read as ordinary JSON.
+The checksums are in `checksums.sha256` (readable by `sha256sum -c`), whose own checksum is in the manifest.
 """
 
 import hashlib
@@ -38,14 +38,14 @@ class _NamedFile(BaseModel):
     sha256: str
 
 
-class _Mark(BaseModel, extra="forbid"):
+class _Separator(BaseModel, extra="forbid"):
     token: str
     id: _Count
 
 
-class _Marks(BaseModel):
-    bos: _Mark | None
-    eos: _Mark | None
+class _Separators(BaseModel):
+    bos: _Separator | None
+    eos: _Separator | None
 
 
 class _Inputs(BaseModel):
@@ -64,12 +64,12 @@ class _SourceCounts(BaseModel):
 
 
 class _About(BaseModel):
-    """The keys that are read again later; others may hold anything."""
+    """The keys that are read again; others may hold anything."""
 
     origin: list[Any] = Field([], alias="from")
     heldout_seed: int | None = None
     documents_without_eos: _Count = 0
-    separators: _Marks | None = None
+    separators: _Separators | None = None
     settings: dict[str, Any] = {}
     inputs: _Inputs | None = None
     backend: _Backend = _Backend()
@@ -79,7 +79,7 @@ class _About(BaseModel):
 
 
 class Head(BaseModel):
-    """Types and ranges of all keys of a manifest but `version` and `shards`."""
+    """The types and ranges of all keys of a manifest except `version` and `shards`."""
 
     about: _About
     tokenizer: _NamedFile
@@ -112,7 +112,7 @@ class ShardColumns(NamedTuple):
 
 
 def parse_manifest(raw: bytes) -> tuple[dict[str, Any], ShardColumns]:
-    """The manifest without its table of shards, and that table."""
+    """Parse a manifest; return it without its table of shards, and that table."""
     at = raw.rfind(b'"shards": {"name": [')
     table = _TABLE.match(raw, at) if at > 0 else None
     if table is None:
@@ -153,7 +153,7 @@ def _numbers(raw: bytes, begin: int, end: int) -> np.ndarray:
 
 
 class _EqualNames:
-    """Quoted names of one length in the text of the manifest."""
+    """A sequence of quoted names of one length in the text of the manifest."""
 
     def __init__(self, text: bytes, stride: int) -> None:
         self._text, self._stride = text, stride
@@ -170,9 +170,9 @@ def _names(text: bytes, count: int) -> "list[str] | _EqualNames":
     stride, rest = divmod(len(text) + 2, count) if count else (0, 1)
     if rest == 0 and stride > 4 and b"\\" not in text and text.isascii():
         letters = np.frombuffer(text, dtype=np.uint8)
-        framed = letters.min() >= ord(" ") and text.count(b'"') == 2 * count
-        framed = framed and all((letters[at::stride] == ord('"')).all() for at in (0, stride - 3))
-        if framed and text.count(b'", "') == count - 1:
+        is_quoted = letters.min() >= ord(" ") and text.count(b'"') == 2 * count
+        is_quoted = is_quoted and all((letters[at::stride] == ord('"')).all() for at in (0, stride - 3))
+        if is_quoted and text.count(b'", "') == count - 1:
             return _EqualNames(text, stride)
     return _file_names(json.loads(b"[" + text + b"]"))
 
@@ -193,7 +193,7 @@ def write_manifest(
     dtype: str,
     about: dict[str, Any],
 ) -> None:
-    """Call last: a directory without a manifest is not a dataset. `tokenizer` names a file in `directory`."""
+    """Write the checksums and, last, the manifest. `tokenizer` is the name of a file in `directory`."""
     tokenizer_sha256 = sha256_of_file(directory / tokenizer)
     sums = [(tokenizer_sha256, tokenizer)]
     for shard in shards:
@@ -219,7 +219,7 @@ def write_manifest(
 
 
 def manifest_text(manifest: dict[str, Any]) -> bytes:
-    """One key per line; `shards` comes last."""
+    """Format a manifest with one key per line and `shards` last."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
     return f"{{\n{lines}\n}}\n".encode()
 

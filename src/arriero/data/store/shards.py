@@ -1,9 +1,13 @@
-"""Writing one shard: little-endian tokens in `.bin`, the documents in a Megatron v1 `.idx`."""
+"""A shard: little-endian tokens in `.bin`, the documents in a Megatron v1 `.idx`."""
 
+import bisect
+import errno
 import hashlib
+import mmap
 import os
 import struct
 from array import array
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +20,9 @@ from arriero.files import publish_file, sha256_of, sync
 
 IDX_MAGIC = b"MMIDIDX\x00\x00"
 IDX_VERSION = 1
+SMALL_INDEX = 2**22
+LENGTH, POINTER = struct.Struct("<i"), struct.Struct("<q")
+REMAKE = "prepare the dataset again, or restore the file from a copy"
 IDX_HEADER = struct.Struct("<9sQBQQ")
 
 
@@ -41,7 +48,7 @@ class Shard(NamedTuple):
 
 
 class ShardWriter:
-    """Writes under `.tmp` names; `close()` makes the shard appear whole. An exception leaves nothing."""
+    """Writes a shard under a temporary name; `close()` publishes it, an exception removes it."""
 
     def __init__(self, directory: Path, name: str, vocab_size: int) -> None:
         self.name = name
@@ -72,7 +79,7 @@ class ShardWriter:
         self.text_bytes += text_bytes
 
     def add_many(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Documents one after another in `ids`; their ids are known to be in the vocabulary."""
+        """Add consecutive documents whose ids are known to be in the vocabulary."""
         raw = ids.astype(self._layout.numpy, copy=False).data
         self._file.write(raw)
         self._digest.update(raw)
@@ -111,7 +118,7 @@ class ShardWriter:
 
 
 def index_bytes(lengths: np.ndarray, layout: Layout) -> bytes:
-    """A Megatron v1 index of documents that lie one after another, one sequence each."""
+    """Return the Megatron v1 index of consecutive documents of one sequence each."""
     n = len(lengths)
     pointers = np.zeros(n, dtype="<i8")
     np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
@@ -128,7 +135,7 @@ _OTHER_CODES = {1: "uint8", 2: "int8", 3: "int16", 5: "int64", 6: "float64", 7: 
 
 
 class Index(NamedTuple):
-    """`table` holds the number of the first sequence of each document, and of the one after the last."""
+    """A Megatron index. `table` holds the first sequence of each document, then the number of sequences."""
 
     dtype: str
     lengths: np.ndarray
@@ -145,7 +152,7 @@ class Index(NamedTuple):
 
 
 def read_index(path: Path) -> Index:
-    """The tables are mapped, not read: opening costs the same for any number of documents."""
+    """Open and check an index. Its tables are memory-mapped, so the cost does not depend on their size."""
     try:
         raw = np.memmap(path, dtype=np.uint8, mode="r")
     except FileNotFoundError:
@@ -159,7 +166,7 @@ def read_index(path: Path) -> Index:
         raise _not_an_index(path, "it does not begin with MMIDIDX and version 1")
     if code not in _CODES:
         name = _OTHER_CODES.get(code, f"type code {code}")
-        raise UserError(f"{path} says the tokens are {name}", "Arriero reads uint16 and int32 tokens")
+        raise UserError(f"{path} declares {name} tokens", "Arriero reads uint16 and int32 tokens")
     sizes = (4 * sequences, 8 * sequences, 8 * rows)
     if len(raw) < IDX_HEADER.size + sum(sizes):
         raise UserError(
@@ -175,7 +182,7 @@ def read_index(path: Path) -> Index:
 
 
 def index_problems(index: Index) -> list[str]:
-    """What would make a reader fetch the wrong tokens."""
+    """List what would make a reader return wrong tokens."""
     problems = []
     if (bad := np.flatnonzero(index.lengths < 0)).size:
         problems.append(f"sequence {bad[0]} has length {index.lengths[bad[0]]}")
@@ -185,7 +192,7 @@ def index_problems(index: Index) -> list[str]:
     if (bad := np.flatnonzero(index.pointers != expected)).size:
         k = bad[0]
         problems.append(
-            f"sequence {k} begins at byte {index.pointers[k]}, by the lengths before it at {expected[k]}"
+            f"sequence {k} begins at byte {index.pointers[k]}, the sequences before it end at {expected[k]}"
         )
     table = index.table
     if not len(table) or table[0] != 0 or table[-1] != len(index.lengths) or (np.diff(table) < 0).any():
@@ -194,7 +201,7 @@ def index_problems(index: Index) -> list[str]:
 
 
 def document_lengths(index: Index) -> np.ndarray:
-    """Tokens per document; a document may be several sequences."""
+    """Return the tokens per document; a document may have several sequences."""
     ends = np.zeros(len(index.lengths) + 1, dtype=np.int64)
     np.cumsum(index.lengths, dtype=np.int64, out=ends[1:])
     return np.diff(ends[index.table])
@@ -202,3 +209,109 @@ def document_lengths(index: Index) -> np.ndarray:
 
 def _not_an_index(path: Path, why: str) -> UserError:
     return UserError(f"{path} is not a Megatron v1 index: {why}", "give the .bin/.idx pair of a dataset")
+
+
+class TokenFile:
+    """An open token file. It is closed with its last reference, never while another thread reads it."""
+
+    def __init__(self, path: Path, tokens: int, itemsize: int) -> None:
+        self._path, self._itemsize = path, itemsize
+        self._fd = _open_sized(path, tokens * itemsize)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # at interpreter exit the module's names may be gone
+        if (fd := getattr(self, "_fd", None)) is not None:
+            close(fd)
+
+    def read_into(self, first: int, out: np.ndarray) -> None:
+        view = out.view(np.uint8).data
+        offset = first * self._itemsize
+        while len(view):
+            got = os.preadv(self._fd, [view], offset)
+            if not got:
+                raise UserError(f"{self._path} ends before byte {offset + len(view)}", REMAKE)
+            view, offset = view[got:], offset + got
+
+
+class DocumentIndex:
+    """The index of a shard of a dataset, whose size and header are checked: where its documents begin."""
+
+    def __init__(self, path: Path, documents: int, itemsize: int) -> None:
+        self._path, self._documents, self._itemsize = path, documents, itemsize
+        self._content = self._read()
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def document_starts(self, first: int, count: int) -> np.ndarray:
+        starts = self._starts_from(self._search(first), first + count)
+        return starts if (starts[1:] > starts[:-1]).all() else np.unique(starts)
+
+    def starts(self, document: int, end: int) -> np.ndarray:
+        """Return where documents [document, end) begin."""
+        offset = IDX_HEADER.size + 4 * self._documents + 8 * document
+        return np.frombuffer(self._content, "<i8", end - document, offset) // self._itemsize
+
+    def touching(self, first: int, count: int) -> tuple[int, np.ndarray]:
+        lo = self._search(first + 1) - 1
+        return lo, self._starts_from(lo, first + count)
+
+    def document_span(self, document: int) -> tuple[int, int]:
+        (length,) = LENGTH.unpack_from(self._content, IDX_HEADER.size + 4 * document)
+        return self.starts(document, document + 1)[0].item(), length
+
+    def _starts_from(self, document: int, end: int) -> np.ndarray:
+        """Return where this document and its successors before token `end` begin."""
+        some = 32
+        while True:
+            some = min(some, self._documents - document)
+            starts = self.starts(document, document + some)
+            if document + some == self._documents or starts[-1] >= end:
+                return starts[: starts.searchsorted(end)]
+            some *= 8
+
+    def _search(self, token: int) -> int:
+        """Return the first document that begins at `token` or later."""
+        base = IDX_HEADER.size + 4 * self._documents
+        return bisect.bisect_left(
+            range(self._documents),
+            token * self._itemsize,
+            key=lambda document: POINTER.unpack_from(self._content, base + 8 * document)[0],
+        )
+
+    def _read(self) -> bytes | mmap.mmap:
+        n = self._documents
+        size = index_size(n)
+        fd = _open_sized(self._path, size)
+        try:
+            content = (
+                mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if size > SMALL_INDEX else os.pread(fd, size, 0)
+            )
+        finally:
+            os.close(fd)
+        magic, version, code, *counts = IDX_HEADER.unpack_from(content)
+        codes = {
+            layout.code for layout in DTYPES.values() if np.dtype(layout.numpy).itemsize == self._itemsize
+        }
+        if (magic, version, *counts) != (IDX_MAGIC, IDX_VERSION, n, n + 1) or code not in codes:
+            raise UserError(f"{self._path} is not the index of this dataset", REMAKE)
+        return content
+
+
+def index_size(documents: int) -> int:
+    return IDX_HEADER.size + (4 + 8) * documents + 8 * (documents + 1)
+
+
+def _open_sized(path: Path, size: int) -> int:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing", REMAKE) from None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise UserError(f"{path} cannot be read ({error.strerror})", "make it readable") from None
+    if (found := os.fstat(fd).st_size) != size:
+        os.close(fd)
+        raise UserError(f"{path} has {found} bytes, the manifest says {size}", REMAKE)
+    return fd

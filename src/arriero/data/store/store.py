@@ -1,18 +1,10 @@
-"""A prepared dataset at rest: Megatron v1 `.bin/.idx` shards and one `manifest.json`.
+"""Read a prepared dataset: Megatron v1 `.bin/.idx` shards and one `manifest.json`."""
 
-The manifest lists shards by column, so that a million of them parse in a fraction of a second. Checksums lie
-beside it in `checksums.sha256` (readable by `sha256sum -c`), and the manifest holds that file's checksum.
-"""
-
-import bisect
 import errno
 import itertools
 import json
-import mmap
-import os
 import resource
 import shlex
-import struct
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -34,7 +26,7 @@ from arriero.data.store.manifest import (
     fingerprint_of_manifest,
     parse_manifest,
 )
-from arriero.data.store.shards import DTYPES, IDX_HEADER, IDX_MAGIC, IDX_VERSION
+from arriero.data.store.shards import DTYPES, REMAKE, SMALL_INDEX, DocumentIndex, TokenFile, index_size
 from arriero.errors import UserError, first_problem
 from arriero.files import sha256_of_file
 
@@ -43,9 +35,9 @@ INDEX_BYTES = 2**28
 
 
 class Cache:
-    """The items used last, up to a total weight; safe for threads.
+    """A thread-safe LRU cache with a total weight, shared by all datasets of a process.
 
-    An item is closed when its last user lets go of it, so dropping one that is in use does no harm.
+    An item is closed when its last reference is gone, so evicting one that is in use does no harm.
     """
 
     def __init__(self, capacity: Callable[[], int], weigh: Callable[[Any], int] = lambda _: 1) -> None:
@@ -57,14 +49,16 @@ class Cache:
         self._gone: deque[int] = deque()
 
     def limit(self, capacity: int | None) -> None:
-        """None derives it again."""
+        """Set the capacity; None derives it again."""
         with self._lock:
             self._capacity = capacity
             self._shrink()
 
     def get(self, owner: int, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The item of an owner, made now if it is not held. Where the system has no more files to give, fewer
-        are kept open from then on."""
+        """Return an item of an owner; make it if it is not cached.
+
+        When the system has no file descriptors left, fewer files are kept open from then on.
+        """
         with self._lock:
             while self._gone:
                 self._drop(self._gone.popleft())
@@ -86,7 +80,7 @@ class Cache:
         return item
 
     def halve(self) -> bool:
-        """Hold half as many items from now on; false where there was none to drop."""
+        """Halve the capacity; return False if there was nothing to evict."""
         with self._lock:
             if not self._items:
                 return False
@@ -99,7 +93,7 @@ class Cache:
             self._drop(owner)
 
     def forget_later(self, owner: int) -> None:
-        """For finalizers, which may run at any moment, also while this thread holds the lock."""
+        """Forget an owner at the next `get`: a finalizer may run while this thread holds the lock."""
         self._gone.append(owner)
 
     def _drop(self, owner: int) -> None:
@@ -114,7 +108,7 @@ class Cache:
 
 
 def _files_allowed() -> int:
-    """Half of what the process may open, after raising the soft limit as far as it is needed and allowed."""
+    """Raise the soft limit of open files as far as needed and allowed; return half of it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     wanted = 2 * MOST_FILES if hard == unlimited else min(hard, 2 * MOST_FILES)
@@ -128,11 +122,7 @@ FILES = Cache(_files_allowed)
 INDEXES = Cache(lambda: INDEX_BYTES, len)
 
 
-SMALL_INDEX = 2**22
-
 _OWNERS = itertools.count()
-_LENGTH, _POINTER = struct.Struct("<i"), struct.Struct("<q")
-_REMAKE = "prepare the dataset again, or restore the file from a copy"
 
 
 def check_finished(directory: Path) -> None:
@@ -148,7 +138,7 @@ def check_finished(directory: Path) -> None:
 
 
 class TokenStore:
-    """All shards as one sequence of tokens. Opening reads the manifest alone; shards open when first read."""
+    """All shards as one sequence of tokens. Opening reads only the manifest; shards open when first read."""
 
     def __init__(self, directory: Path, manifest: dict[str, Any], columns: ShardColumns) -> None:
         self.directory = directory
@@ -183,9 +173,9 @@ class TokenStore:
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror})", "make it readable") from None
         except json.JSONDecodeError as error:
-            raise UserError(f"{path} is not valid JSON ({error})", _REMAKE) from None
+            raise UserError(f"{path} is not valid JSON ({error})", REMAKE) from None
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", _REMAKE) from None
+            raise UserError(f"{path} is damaged ({type(error).__name__}: {error})", REMAKE) from None
         version = manifest.get("version")
         if version != VERSION:
             raise UserError(
@@ -195,7 +185,7 @@ class TokenStore:
         try:
             Head.model_validate(manifest, strict=True)
         except ValidationError as error:
-            raise UserError(f"{path} is damaged ({first_problem(error.errors())})", _REMAKE) from None
+            raise UserError(f"{path} is damaged ({first_problem(error.errors())})", REMAKE) from None
         return cls(Path(directory), manifest, columns)
 
     def check_tokenizer(self) -> None:
@@ -204,11 +194,11 @@ class TokenStore:
         try:
             found = sha256_of_file(path)
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror})", _REMAKE) from None
+            raise UserError(f"{path} cannot be read ({error.strerror})", REMAKE) from None
         if found != self.tokenizer_sha256:
             raise UserError(
                 f"{path} is not the tokenizer this dataset was made with (sha256 {found[:12]}, the manifest "
-                f"says {self.tokenizer_sha256[:12]}): its ids stand for other text",
+                f"says {self.tokenizer_sha256[:12]}): its ids mean other text",
                 "restore the file from a copy, or prepare the dataset again",
             )
 
@@ -226,7 +216,7 @@ class TokenStore:
             filled += count
 
     def document_starts(self, start: int, n: int) -> np.ndarray:
-        """Positions in [start, start + n) at which a document begins, ascending."""
+        """Return the positions in [start, start + n) at which a document begins, ascending."""
         self._check_range(start, n)
         found = []
         for shard, first, count in self.shard_ranges(start, n):
@@ -236,13 +226,13 @@ class TokenStore:
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
     def document_start_before(self, position: int) -> int:
-        """Where the document that holds the token at `position` begins."""
+        """Return the position of the first token of the document at `position`."""
         self._check_range(position, 1)
         shard, first, _ = self.shard_ranges(position, 1)[0]
         return position - first + self._index(shard).touching(first, 1)[1][0].item()
 
     def document_edges(self, shard: int, first: int, end: int) -> np.ndarray:
-        """Where documents [first, end) of a shard begin, and where the last of them ends."""
+        """Return the positions at which documents [first, end) of a shard begin and the last one ends."""
         edges = self._index(shard).starts(first, min(end + 1, self.shard_documents(shard)))
         if end == self.shard_documents(shard):
             edges = np.append(edges, self.shard_tokens(shard))
@@ -251,8 +241,8 @@ class TokenStore:
         return edges + (self._ends[shard] - self.shard_tokens(shard))
 
     def documents_touching(self, shard: int, first: int, count: int) -> tuple[int, np.ndarray]:
-        """Of a shard: the number of the document that holds token `first`, and where it and those after
-        it begin, up to `first + count`."""
+        """Return the document of a shard that holds token `first`, and where it and its successors up to
+        `first + count` begin."""
         return self._index(shard).touching(first, count)
 
     def document_span(self, number: int) -> tuple[int, int]:
@@ -280,7 +270,7 @@ class TokenStore:
         return self.directory / f"{self._name(shard)}{suffix}"
 
     def shard_size_problems(self) -> Iterator[str]:
-        """What is wrong with shards that are missing or not as long as the manifest says."""
+        """Yield shards that are missing or whose size differs from the manifest."""
         for shard in range(self.shards):
             path = self.shard_path(shard, ".bin")
             expected = self.shard_tokens(shard) * self.dtype.itemsize
@@ -297,24 +287,27 @@ class TokenStore:
             cache.forget(self._owner)
 
     def open_file(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """A file of this dataset, kept open with those that were used last."""
+        """Return a file of this dataset from the cache of open files."""
         return FILES.get(self._owner, key, make)
 
-    def _shard(self, shard: int) -> "_OpenShard":
-        return self.open_file(shard, partial(_OpenShard, self, shard))
+    def _shard(self, shard: int) -> TokenFile:
+        path = self.shard_path(shard, ".bin")
+        return self.open_file(shard, partial(TokenFile, path, self.shard_tokens(shard), self.dtype.itemsize))
 
-    def _index(self, shard: int) -> "_Index":
-        """Small ones are read whole and kept in memory, so that their files need not be opened again."""
-        if _index_size(self.shard_documents(shard)) <= SMALL_INDEX:
-            return INDEXES.get(self._owner, shard, partial(_Index, self, shard))
-        return self.open_file(("index", shard), partial(_Index, self, shard))
+    def _index(self, shard: int) -> DocumentIndex:
+        """Return an index; small ones are kept in memory, so that their files are not opened again."""
+        documents = self.shard_documents(shard)
+        make = partial(DocumentIndex, self.shard_path(shard, ".idx"), documents, self.dtype.itemsize)
+        if index_size(documents) <= SMALL_INDEX:
+            return INDEXES.get(self._owner, shard, make)
+        return self.open_file(("index", shard), make)
 
     def _check_range(self, start: int, n: int) -> None:
         if start < 0 or n < 0 or start + n > self.tokens:
             raise IndexError(f"tokens [{start}, {start + n}) of {self.directory}, which has {self.tokens}")
 
     def shard_ranges(self, start: int, n: int) -> list[tuple[int, int, int]]:
-        """(shard, first token in it, tokens) of a range."""
+        """Return (shard, first token in it, tokens) of the parts of a range."""
         ranges = []
         shard = int(self._ends.searchsorted(start, side="right"))
         while n > 0:
@@ -324,111 +317,3 @@ class TokenStore:
                 ranges.append((shard, start - begin, count))
             start, n, shard = start + count, n - count, shard + 1
         return ranges
-
-
-class _OpenShard:
-    """The file closes when the last reader lets go, so one thread cannot close what another is reading."""
-
-    def __init__(self, store: TokenStore, shard: int) -> None:
-        self._path = store.shard_path(shard, ".bin")
-        self._fd = _open_sized(self._path, store.shard_tokens(shard) * store.dtype.itemsize)
-        self._itemsize = store.dtype.itemsize
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # at the end of a process the module's names may be gone
-        if (fd := getattr(self, "_fd", None)) is not None:
-            close(fd)
-
-    def read_into(self, first: int, out: np.ndarray) -> None:
-        view = out.view(np.uint8).data
-        offset = first * self._itemsize
-        while len(view):
-            got = os.preadv(self._fd, [view], offset)
-            if not got:
-                raise UserError(f"{self._path} ends before byte {offset + len(view)}", _REMAKE)
-            view, offset = view[got:], offset + got
-
-
-class _Index:
-    """Where the documents of a shard begin."""
-
-    def __init__(self, store: TokenStore, shard: int) -> None:
-        self._path = store.shard_path(shard, ".idx")
-        self._documents, self._itemsize = store.shard_documents(shard), store.dtype.itemsize
-        self._content = self._read()
-
-    def __len__(self) -> int:
-        return len(self._content)
-
-    def document_starts(self, first: int, count: int) -> np.ndarray:
-        starts = self._starts_from(self._search(first), first + count)
-        return starts if (starts[1:] > starts[:-1]).all() else np.unique(starts)
-
-    def starts(self, document: int, end: int) -> np.ndarray:
-        """Where documents [document, end) begin."""
-        offset = IDX_HEADER.size + 4 * self._documents + 8 * document
-        return np.frombuffer(self._content, "<i8", end - document, offset) // self._itemsize
-
-    def touching(self, first: int, count: int) -> tuple[int, np.ndarray]:
-        lo = self._search(first + 1) - 1
-        return lo, self._starts_from(lo, first + count)
-
-    def document_span(self, document: int) -> tuple[int, int]:
-        (length,) = _LENGTH.unpack_from(self._content, IDX_HEADER.size + 4 * document)
-        return self.starts(document, document + 1)[0].item(), length
-
-    def _starts_from(self, document: int, end: int) -> np.ndarray:
-        """Where this document and those after it begin, before token `end`; read in growing ranges."""
-        some = 32
-        while True:
-            some = min(some, self._documents - document)
-            starts = self.starts(document, document + some)
-            if document + some == self._documents or starts[-1] >= end:
-                return starts[: starts.searchsorted(end)]
-            some *= 8
-
-    def _search(self, token: int) -> int:
-        """The first document that begins at `token` or later."""
-        base = IDX_HEADER.size + 4 * self._documents
-        return bisect.bisect_left(
-            range(self._documents),
-            token * self._itemsize,
-            key=lambda document: _POINTER.unpack_from(self._content, base + 8 * document)[0],
-        )
-
-    def _read(self) -> bytes | mmap.mmap:
-        n = self._documents
-        size = _index_size(n)
-        fd = _open_sized(self._path, size)
-        try:
-            content = (
-                mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if size > SMALL_INDEX else os.pread(fd, size, 0)
-            )
-        finally:
-            os.close(fd)
-        magic, version, code, *counts = IDX_HEADER.unpack_from(content)
-        codes = {
-            layout.code for layout in DTYPES.values() if np.dtype(layout.numpy).itemsize == self._itemsize
-        }
-        if (magic, version, *counts) != (IDX_MAGIC, IDX_VERSION, n, n + 1) or code not in codes:
-            raise UserError(f"{self._path} is not the index of this dataset", _REMAKE)
-        return content
-
-
-def _index_size(documents: int) -> int:
-    return IDX_HEADER.size + (4 + 8) * documents + 8 * (documents + 1)
-
-
-def _open_sized(path: Path, size: int) -> int:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing", _REMAKE) from None
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise
-        raise UserError(f"{path} cannot be read ({error.strerror})", "make it readable") from None
-    if (found := os.fstat(fd).st_size) != size:
-        os.close(fd)
-        raise UserError(f"{path} has {found} bytes, the manifest says {size}", _REMAKE)
-    return fd

@@ -1,4 +1,4 @@
-"""Is a prepared dataset what its manifest says, byte for byte? All problems are reported."""
+"""Compare every byte of a dataset with its manifest and report all problems."""
 
 import hashlib
 import io
@@ -23,13 +23,17 @@ CHUNK_BYTES = 2**22
 Advance = Callable[[int], None]
 
 
-def unseen(_: int) -> None:
-    """Progress nobody watches."""
+def no_advance(_: int) -> None:
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """`beyond` and `doubled` say where the first such token lies; a doubled EOS lies within one document."""
+    """The result of one pass over a token file.
+
+    `beyond` is the position and id of the first token outside the vocabulary, `doubled` the position of the
+    first end-of-document token that follows another within a document.
+    """
 
     sha256: str
     tokens: int
@@ -43,14 +47,17 @@ class Scan:
 
     @property
     def mostly_eos(self) -> bool:
-        """As if each document were followed by one that holds nothing but the separator."""
+        """Whether at least every second document is only a separator, as if it had been written twice."""
         return self.documents >= 4 and 2 * self.only_eos >= self.documents
 
 
 def scan_tokens(
-    path: Path, dtype: str, lengths: np.ndarray, vocab_size: int, eos_id: int, advance: Advance = unseen
+    path: Path, dtype: str, lengths: np.ndarray, vocab_size: int, eos_id: int, advance: Advance = no_advance
 ) -> Scan:
-    """`lengths` are the documents' and add up to the file's tokens."""
+    """Read a token file: its checksum, ids outside the vocabulary, and how documents end.
+
+    `lengths` are the tokens of its documents and add up to the file.
+    """
     layout = np.dtype(DTYPES[dtype].numpy)
     ends = np.cumsum(lengths, dtype=np.int64)
     pass_ = _Pass(ends[lengths > 0] - 1, ends[lengths == 1] - 1, vocab_size, eos_id)
@@ -129,7 +136,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class Verified:
-    """`remarks` are worth knowing and not wrong."""
+    """Problems, remarks (which are not errors) and counts of a verified dataset."""
 
     problems: list[Problem] = field(default_factory=list)
     remarks: list[Problem] = field(default_factory=list)
@@ -141,8 +148,8 @@ class Verified:
     without_eos: int = 0
 
 
-def verify_dataset(store: TokenStore, workers: int = 1, advance: Advance = unseen) -> Verified:
-    """Reads every byte once. Threads are enough: hashing and comparing release the interpreter."""
+def verify_dataset(store: TokenStore, workers: int = 1, advance: Advance = no_advance) -> Verified:
+    """Read every byte once, with threads, because hashing and comparing release the GIL."""
     manifest = json.loads((store.directory / MANIFEST).read_bytes())
     found = Verified()
     sums = _checksums(store.directory, manifest["checksums"], found)
@@ -159,7 +166,7 @@ def verify_dataset(store: TokenStore, workers: int = 1, advance: Advance = unsee
 
 
 def _ends_documents(store: TokenStore) -> bool:
-    """Whether the dataset was made with a token after each document."""
+    """Return whether the dataset was made with a token after each document."""
     return store.about.get("separators", {}).get("eos", "unknown") is not None
 
 
@@ -199,14 +206,14 @@ def _check_shard(
     problems += [Problem(name, what) for what in _token_problems(store, name, scan, sums, indexed)]
     if not indexed:
         return _ShardCheck(problems, [], None)
-    inner = f"{scan.inner_eos} end-of-document tokens lie inside documents"
+    inner = f"{scan.inner_eos} end-of-document tokens are inside documents"
     return _ShardCheck(problems, [Problem(name, inner)] if scan.inner_eos else [], scan)
 
 
 def _check_index(
     store: TokenStore, number: int, dtype: str, sums: dict[str, str]
 ) -> tuple[np.ndarray | None, list[str]]:
-    """The documents' lengths if they can be trusted, and what is wrong."""
+    """Return the document lengths, or None if the index is unusable, and its problems."""
     path = store.shard_path(number, ".idx")
     try:
         index = read_index(path)
@@ -242,7 +249,7 @@ def _token_problems(
         yield f"the end-of-document token is doubled at tokens {scan.doubled - 1} and {scan.doubled}"
     if scan.mostly_eos:
         yield (
-            f"{scan.only_eos} of {scan.documents} documents hold the end-of-document token alone: "
+            f"{scan.only_eos} of {scan.documents} documents are only the end-of-document token: "
             "it was written twice"
         )
 
@@ -271,7 +278,7 @@ def _tokenizer_problems(store: TokenStore) -> list[Problem]:
     except OSError as error:
         return [Problem(path.name, error.strerror or "cannot be read")]
     if sha256_of(content) != store.tokenizer_sha256:
-        return [Problem(path.name, "differs from the tokenizer the manifest names: the ids mean other text")]
+        return [Problem(path.name, "is not the tokenizer that the manifest names: the ids mean other text")]
     try:
         tokenizer = tokenizer_of(store)
     except UserError as error:
@@ -283,7 +290,7 @@ def _tokenizer_problems(store: TokenStore) -> list[Problem]:
 
 
 def _companion_problems(store: TokenStore, sums: dict[str, str]) -> Iterator[Problem]:
-    """Listed files that are neither tokens, index nor tokenizer, like prompt lengths."""
+    """Check listed files other than tokens, index and tokenizer, such as loss masks."""
     for name, expected in sums.items():
         if name == store.tokenizer_path.name or Path(name).suffix in (".bin", ".idx"):
             continue
@@ -301,7 +308,7 @@ def _strays(store: TokenStore) -> list[Problem]:
 
 
 def _add(found: Verified, name: str, check: _ShardCheck) -> Problem | None:
-    """What the shard's documents lack at their end; whether that is wrong is decided over all shards."""
+    """Add the counts of a shard; return its documents without an end token, which are judged over all."""
     found.shards += 1
     found.problems += check.problems
     found.remarks += check.remarks

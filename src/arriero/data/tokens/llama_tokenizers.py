@@ -1,4 +1,4 @@
-"""The two kinds of `tokenizer.model` that Llama checkpoints carry, turned into a `tokenizer.json`.
+"""Convert the two kinds of `tokenizer.model` in Llama checkpoints to a `tokenizer.json`.
 
 Llama 3: lines of base64 token and rank, as tiktoken reads them.
 Llama 2: a sentencepiece model, BPE with byte fallback.
@@ -32,7 +32,7 @@ _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*\Z")
 
 
 def from_model_file(raw: bytes) -> tokenizers.Tokenizer:
-    """Raises ValueError with what is wrong."""
+    """Convert a `tokenizer.model`; raise ValueError if it is neither kind."""
     if _RANK_LINE.match(raw.partition(b"\n")[0]):
         return _from_ranks(_parse_ranks(raw))
     return _from_sentencepiece(_parse_sentencepiece(raw))
@@ -81,7 +81,7 @@ def _from_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
 
 
 def _byte_spelling() -> list[str]:
-    """The printable character by which byte-level BPE writes each byte."""
+    """Return the printable character that stands for each byte in byte-level BPE."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -135,7 +135,7 @@ def _piece(fields: dict) -> _Piece:
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, Any]]:
-    """The (number, value) pairs of a protobuf message."""
+    """Yield the (number, value) pairs of a protobuf message."""
     at = 0
     while at < len(raw):
         key, at = _varint(raw, at)
@@ -187,7 +187,7 @@ def _from_sentencepiece(model: _SentencePiece) -> tokenizers.Tokenizer:
 
 
 def _merges(pieces: list[_Piece]) -> list[tuple[str, str]]:
-    """Best score first. Control pieces take no part: text that spells one must not become it."""
+    """Return merges, best score first, without control pieces, which text must not become."""
     scores = {piece.text: piece.score for piece in pieces if piece.kind == NORMAL}
     merges = [
         (score, text[:cut], text[cut:])

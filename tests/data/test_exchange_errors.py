@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from exchange_corpora import EOS, LARGE, SMALL, make_dataset, tokenizer_file
 
-from arriero.data.exchange.convert import FORMATS, Import, export_dataset
+from arriero.data.exchange import FORMATS, Import, export_dataset
 from arriero.data.tokens.tokenizer import load_tokenizer
 from arriero.errors import UserError
 
@@ -77,12 +77,12 @@ def test_a_truncated_file_is_named(tmp_path, format, file, words):
     ("format", "file", "change", "words"),
     [
         ("megatron", "00000.idx", lambda raw: b"x" + raw[1:], "does not begin with MMIDIDX"),
-        ("megatron", "00000.idx", lambda raw: raw[:17] + b"\x05" + raw[18:], "the tokens are int64"),
+        ("megatron", "00000.idx", lambda raw: raw[:17] + b"\x05" + raw[18:], "declares int64 tokens"),
         (
             "megatron",
             "00000.idx",
             lambda raw: raw[:34] + struct.pack("<2i", 2, 3) + raw[42:],
-            "sequence 1 begins at byte 6, by the lengths before it at 4",
+            "sequence 1 begins at byte 6, the sequences before it end at 4",
         ),
         (
             "megatron",
@@ -120,7 +120,7 @@ def test_an_index_that_does_not_fit_the_data_is_named(tmp_path, format, file, ch
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_doubled_separator_is_refused(tmp_path, format):
+def test_a_doubled_separator_is_rejected(tmp_path, format):
     source = exported(tmp_path, format, [[[5, EOS], [6, 7, EOS, EOS]]])
     message = refusal(tmp_path, format, source)
     assert "end-of-document token is doubled" in message

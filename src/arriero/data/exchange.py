@@ -1,4 +1,4 @@
-"""Other systems' token files become a prepared dataset; files of raw tokens are linked, not copied."""
+"""Import token files of other systems and export datasets to them; raw tokens are linked, not copied."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,9 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from arriero.data.exchange import columns, raw
-from arriero.data.exchange.columns import EOS_KEPT, EOS_STRIPPED, ColumnFile
-from arriero.data.exchange.raw import RawFile, find_files, read_raw
+from arriero.data import token_formats as formats
 from arriero.data.order.shuffle import HELDOUT_SEED
 from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import (
@@ -23,12 +21,13 @@ from arriero.data.store.shards import (
     read_index,
 )
 from arriero.data.store.store import TokenStore
-from arriero.data.store.verify import Advance, Scan, scan_tokens, unseen
+from arriero.data.store.verify import Advance, Scan, no_advance, scan_tokens
+from arriero.data.token_formats import EOS_KEPT, EOS_STRIPPED, ColumnFile, RawFile, find_files, read_raw
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition
 from arriero.errors import UserError
 from arriero.files import LinkKind, link_or_copy, publish_file, sha256_of, space_for, staged_directory
 
-FORMATS = (*raw.SUFFIX, *columns.SUFFIX)
+FORMATS = (*formats.RAW_SUFFIX, *formats.COLUMN_SUFFIX)
 PROVENANCE = "imported.tsv"
 
 Separator = Literal["add", "keep"]
@@ -36,7 +35,7 @@ Separator = Literal["add", "keep"]
 
 @dataclass
 class Imported:
-    """What was made, and what the user should know of it."""
+    """The result of an import."""
 
     shards: list[Shard] = field(default_factory=list)
     placed: Counter[str] = field(default_factory=Counter)
@@ -55,7 +54,7 @@ class Imported:
 
 
 class Import:
-    """One import. `files` are known at once, so that a caller can show progress over `total_bytes`."""
+    """One import. `files` and `total_bytes` are known before it starts, for a progress bar."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Import:
         separator: Separator = "add",
         link: LinkKind = "auto",
     ) -> None:
-        suffixes = raw.SUFFIX | columns.SUFFIX
+        suffixes = formats.RAW_SUFFIX | formats.COLUMN_SUFFIX
         if format not in suffixes:
             raise UserError(
                 f"'{format}' is not a format of token files", f"choose one of {', '.join(FORMATS)}"
@@ -80,10 +79,10 @@ class Import:
         self._tokenizer = tokenizer
         self._dtype, self._column, self._separator, self._link = dtype, column, separator, link
 
-    def into(self, target: Path, advance: Advance = unseen) -> Imported:
+    def into(self, target: Path, advance: Advance = no_advance) -> Imported:
         made = Imported()
         with staged_directory(target) as making:
-            if self.format in raw.SUFFIX:
+            if self.format in formats.RAW_SUFFIX:
                 dtype = self._link_all(making, made, advance)
             else:
                 dtype = dtype_for(self._tokenizer.vocab_size)
@@ -130,7 +129,7 @@ class Import:
 
     def _rewrite_all(self, making: Path, made: Imported, advance: Advance) -> None:
         for number, path in enumerate(self.files):
-            source = columns.READERS[self.format](path, self._column)
+            source = formats.READERS[self.format](path, self._column)
             with ShardWriter(making, f"{number:05d}", self._tokenizer.vocab_size) as writer:
                 tokens, size = 0, path.stat().st_size
                 for document, ids in enumerate(source):
@@ -139,12 +138,12 @@ class Import:
                     if document % 256 == 255:
                         advance(size * 256 // source.documents)
                 if self.format == "fms-arrow":
-                    columns.check_counts(path, source.documents, tokens)
+                    formats.check_counts(path, source.documents, tokens)
                 made.shards.append(writer.close())
             made.placed["copy"] += 1
 
     def _ended(self, source: ColumnFile, document: int, ids: np.ndarray, made: Imported) -> np.ndarray:
-        """The document with its end-of-document token, checked."""
+        """Check a document and add its end-of-document token."""
         eos_id, where = self._tokenizer.eos_id, f"document {document}"
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size:
             k = int(np.flatnonzero((ids < 0) | (ids >= self._tokenizer.vocab_size))[0])
@@ -195,13 +194,13 @@ def _beyond(path: Path, where: str, bad: int, tokenizer: Tokenizer) -> UserError
 def _doubled(path: Path, where: str) -> UserError:
     return UserError(
         f"{path}: the end-of-document token is doubled, {where}",
-        "remove one of the two where the file was made; training on both teaches the model to repeat it",
+        "remove one of the two at its origin, or the model learns to repeat it",
     )
 
 
 @dataclass
 class Exported:
-    """`kept_eos` counts fms-arrow files that hold their separators, since not every document has one."""
+    """The result of an export. `kept_eos` counts fms-arrow files whose separators were not removed."""
 
     files: int = 0
     placed: Counter[str] = field(default_factory=Counter)
@@ -214,15 +213,15 @@ def export_dataset(
     format: str,
     target: Path,
     *,
-    column: str = columns.HF_COLUMN,
+    column: str = formats.HF_COLUMN,
     link: LinkKind = "auto",
-    advance: Advance = unseen,
+    advance: Advance = no_advance,
 ) -> Exported:
     if format not in FORMATS:
         raise UserError(f"'{format}' is not a format of token files", f"choose one of {', '.join(FORMATS)}")
     made = Exported()
     counts = ["dataset/filename,documents,tokens"]
-    rewritten = format not in raw.SUFFIX or link == "copy"
+    rewritten = format not in formats.RAW_SUFFIX or link == "copy"
     least = store.tokens * store.dtype.itemsize // 2 if rewritten else 0
     with space_for(target, least), staged_directory(target) as making:
         folder = making / _fms_folder(store.directory) if format == "fms-arrow" else making
@@ -230,15 +229,15 @@ def export_dataset(
         for number in range(store.shards):
             shard = _Shard(store, number)
             made.empty += int((shard.lengths == 0).sum())
-            if format in raw.SUFFIX:
+            if format in formats.RAW_SUFFIX:
                 made.placed[_link_raw(shard, format, folder, link)] += 1
             elif format == "hf-parquet":
                 path = folder / f"data-{number:05d}-of-{store.shards:05d}.parquet"
-                columns.write_parquet(path, shard.ids, shard.lengths, column)
+                formats.write_parquet(path, shard.ids, shard.lengths, column)
             else:
                 strip = shard.all_end_with(store.eos_id)
                 made.kept_eos += not strip
-                tokens = columns.write_arrow(folder / f"{shard.name}.arrow", shard.ids, shard.lengths, strip)
+                tokens = formats.write_arrow(folder / f"{shard.name}.arrow", shard.ids, shard.lengths, strip)
                 counts.append(f"/{folder.name}/{shard.name}.arrow,{len(shard.lengths)},{tokens}")
             made.files += 1
             advance(shard.bin.stat().st_size)
@@ -249,7 +248,7 @@ def export_dataset(
 
 
 def _fms_folder(directory: Path) -> str:
-    """fms-fsdp passes over folders with "meta" in their name."""
+    """Return the folder name of an fms-arrow export; fms-fsdp ignores folders with "meta" in their name."""
     name = directory.resolve().name
     return "tokens" if "meta" in name else name
 
@@ -277,12 +276,14 @@ class _Shard:
 
 
 def _link_raw(shard: _Shard, format: str, folder: Path, link: LinkKind) -> str:
-    target = folder / f"{shard.name}{raw.SUFFIX[format]}"
+    target = folder / f"{shard.name}{formats.RAW_SUFFIX[format]}"
     how = link_or_copy(shard.bin, target, link)
     if format == "megatron":
         link_or_copy(shard.idx, target.with_suffix(".idx"), link)
     elif format == "datatrove":
-        raw.write_ds_index(target, shard.lengths, str(shard.store.tokenizer_path), shard.store.dtype.itemsize)
+        formats.write_ds_index(
+            target, shard.lengths, str(shard.store.tokenizer_path), shard.store.dtype.itemsize
+        )
     else:
-        raw.write_csv_index(target, shard.lengths)
+        formats.write_csv_index(target, shard.lengths)
     return how

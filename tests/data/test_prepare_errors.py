@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
-from arriero.data.exchange.convert import export_dataset
+from arriero.data.exchange import export_dataset
 from arriero.data.prepare.planning import PrepareRequest, draft
 from arriero.data.prepare.prepare import PrepareWatcher, prepare
 from arriero.data.store.store import TokenStore
@@ -28,7 +28,7 @@ def in_one_sentence(done, words):
 
 
 @pytest.mark.parametrize("output", ["/proc/foo", "afile", "afile/x"])
-def test_a_place_that_cannot_hold_a_dataset_is_refused(tmp_path, tokenizer_file, output):
+def test_a_place_that_cannot_hold_a_dataset_is_rejected(tmp_path, tokenizer_file, output):
     (tmp_path / "afile").write_text("mine")
     source = write_jsonl(tmp_path / "a.jsonl", ["a"])
     target = tmp_path / output
@@ -38,7 +38,7 @@ def test_a_place_that_cannot_hold_a_dataset_is_refused(tmp_path, tokenizer_file,
 
 
 @pytest.mark.parametrize("size", ["0B", "1B", "999999B"])
-def test_a_shard_smaller_than_a_megabyte_is_refused(tmp_path, tokenizer_file, arriero, size):
+def test_a_shard_smaller_than_a_megabyte_is_rejected(tmp_path, tokenizer_file, arriero, size):
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     command = ["data", "prepare", "a.jsonl", "-o", "set", "--tokenizer", tokenizer_file]
     in_one_sentence(arriero(*command, "--shard-size", size), f"--shard-size {size} is too small; give 1MB")
@@ -50,7 +50,7 @@ def test_a_shard_smaller_than_a_megabyte_is_refused(tmp_path, tokenizer_file, ar
     [b'{"text": "a"}\n', b"\x0e{abc", b"\x0b\x0c", b"\x0a\x02\x08\x05", b"\x0a\x02\x12\x00"],
     ids=["JSONL", "group", "end", "number for text", "no text"],
 )
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
+def test_a_file_that_is_no_tokenizer_is_rejected(tmp_path, content):
     (tmp_path / "c.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=r"c\.jsonl is not a tokenizer|cannot use tokenizer .*c\.jsonl"):
         load_tokenizer(tmp_path / "c.jsonl")
@@ -61,7 +61,7 @@ def test_a_tokenizer_json_by_another_name_is_read(tmp_path, tokenizer_file):
     assert load_tokenizer(tmp_path / "tokenizer.backup").sha256 == load_tokenizer(tokenizer_file).sha256
 
 
-def test_places_that_cannot_be_written_are_refused_by_export_and_training(tmp_path, counting_store, arriero):
+def test_places_that_cannot_be_written_are_rejected_by_export_and_training(tmp_path, counting_store, arriero):
     exported = arriero("data", "export", counting_store.directory, "megatron", "/proc/x")
     in_one_sentence(exported, "cannot write /proc/x (No such file or directory)")
     write_jsonl(tmp_path / "a.jsonl", ["a"])
@@ -123,7 +123,7 @@ def test_end_tokens_spelled_out_late_in_the_corpus_are_counted_and_shown(tmp_pat
     assert "1 document begins with the text <s>" in done.stdout
 
 
-def test_half_of_the_texts_ending_with_the_end_token_are_enough_to_refuse(tmp_path, tokenizer_file):
+def test_half_of_the_texts_ending_with_the_end_token_are_enough_to_reject(tmp_path, tokenizer_file):
     source = write_jsonl(tmp_path / "a.jsonl", [f"a{END}", "b"])
     with pytest.raises(UserError, match="1 of the first 2 documents end with"):
         prepare(PrepareRequest((str(source),), tmp_path / "set", tokenizer_file), 1, PrepareWatcher())
@@ -145,7 +145,7 @@ def test_one_is_written_in_the_singular(tmp_path, tokenizer_file, arriero):
     command = ["data", "prepare", "a.jsonl", "-o", "set", "--tokenizer", tokenizer_file, "--skip-bad"]
     done = arriero(*command)
     assert done.returncode == 0, done.stderr
-    for words in ("1 file,", "1 bad record ", "1 empty one left out"):
+    for words in ("1 file,", "1 bad record ", "1 empty one skipped"):
         assert words in done.stdout
 
 

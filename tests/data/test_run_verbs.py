@@ -8,7 +8,7 @@ import pytest
 
 from arriero.config.fields import toml_value
 from arriero.config.load import load_run
-from arriero.data.commands.datasets import show
+from arriero.data.commands.runs import show
 from arriero.data.order.ledger import Audit, read_ledger
 from arriero.data.order.streams import build_streams, forecast
 from arriero.data.tokens.tokenizer import train_tokenizer
@@ -226,7 +226,7 @@ def test_data_that_was_moved_can_be_pointed_out(arriero, run_file, tmp_path):
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_too_much_repetition_is_refused_before_the_run_with_its_step(run_file, tmp_path):
+def test_too_much_repetition_is_rejected_before_the_run_with_its_step(run_file, tmp_path):
     streams = build_streams(load_run(run_file, [], expand).config, lambda *_: None)
     limit = 6 * streams.train.counts[1]
     before = [int(streams.train.drawn(8 * step)[1]) for step in range(1, 901)]
@@ -244,7 +244,7 @@ def test_too_much_repetition_is_refused_before_the_run_with_its_step(run_file, t
     assert forecast(streams, None)[0].epochs is None
 
 
-def test_bad_data_sections_are_refused_in_words(run_file):
+def test_bad_data_sections_are_rejected_in_words(run_file):
     for sets, words in (
         (["data.packing=concat"], "data.sources[0].prompt: a prompt stands before a document"),
         (["data.phases=[{at='0 steps', sources=[{path='x'}]}]"], "data.phases[0].at"),

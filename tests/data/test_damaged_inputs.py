@@ -128,7 +128,7 @@ def test_a_link_to_nothing_is_named_or_counted(tmp_path, named):
     assert "lost.jsonl is a broken link" in bad.examples[0]
 
 
-def test_two_synthetic_sources_are_refused():
+def test_two_synthetic_sources_are_rejected():
     with pytest.raises(UserError, match="begin with the same documents"):
         find_inputs(["builtin:synthetic:1MB", "builtin:synthetic:2MB"])
 

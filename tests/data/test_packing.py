@@ -258,7 +258,7 @@ def test_rows_without_packing_are_as_wide_as_their_longest_document(make_store, 
     assert shapes == [((2, 9), 12), ((2, 4), 6)]
 
 
-def test_a_prompt_stands_before_each_document_and_is_not_learnt(make_store, tmp_path):
+def test_a_prompt_is_put_before_each_document_and_excluded_from_the_loss(make_store, tmp_path):
     store = make_store([[[11, 12, 0], [21, 0], list(range(30, 40))]])
     for kind in ("bestfit", "none"):
         stream = EvalStream([TokenSource(store, prompt=(7, 8))], 8, Packing(kind, cache=tmp_path))
@@ -284,7 +284,7 @@ def test_a_prompt_needs_whole_documents_and_room(make_store, tmp_path):
         Stream([TokenSource(store, prompt=(1,) * 8)], 8, 1, Packing("none", cache=tmp_path))
 
 
-def test_an_empty_source_is_refused_by_name(make_store, tmp_path):
+def test_an_empty_source_is_rejected_by_name(make_store, tmp_path):
     empty = make_store([[[], []]])
     with pytest.raises(UserError, match=f"{empty.directory} has 0 tokens"):
         Stream([TokenSource(empty)], 8, 1)

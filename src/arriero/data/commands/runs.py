@@ -1,0 +1,287 @@
+"""`arriero data show` and `audit`: what a run was or will be trained on, and whether its ledger holds."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from arriero.config.options import AsJson, Sets
+from arriero.errors import UserError
+from arriero.ui import (
+    Console,
+    StageProgress,
+    Table,
+    Text,
+    byte_progress,
+    escape,
+    make_console,
+    print_json,
+    styled,
+)
+from arriero.units import human_count
+
+if TYPE_CHECKING:
+    from arriero.config.schema import RunConfig
+    from arriero.config.timeline import Timeline
+    from arriero.data.order.ledger import Audit
+    from arriero.data.order.loader import Batch
+    from arriero.data.order.order import Stream
+    from arriero.data.order.streams import Streams
+    from arriero.data.tokens.tokenizer import Tokenizer
+
+Run = Annotated[Path, typer.Argument(help="A run directory, or a run file.", show_default=False)]
+LISTED = 16
+LAST_STEP = 10**9
+
+
+def show(
+    run: Run,
+    step: Annotated[int, typer.Option(help="Step of the run, from 1.", min=1)] = 1,
+    sample: Annotated[
+        int, typer.Option(help="Number of the sequence in the global batch, from 0.", min=0)
+    ] = 0,
+    sets: Sets = [],
+    as_json: AsJson = False,
+) -> None:
+    """Print the decoded tokens that a run was or will be trained on at a step.
+
+    A line separates documents. Text in double brackets is excluded from the loss. If the data was moved, pass
+    --set data.sources=[{path='...'}].
+
+    Example: arriero data show runs/demo --step 81234 --sample 3
+    """
+    import numpy as np
+
+    from arriero.config.timeline import total_steps
+    from arriero.data.order.loader import Loader
+    from arriero.data.tokens.tokenizer import separators_of, tokenizer_of
+
+    console = make_console(as_json)
+    config = _config(run, sets)
+    streams = _streams(config, _directory(run), console)
+    timeline = streams.timeline
+    if step > LAST_STEP:
+        raise UserError(f"--step {step} is beyond any run", f"give a step up to {LAST_STEP:,}")
+    phase = timeline.at(step - 1)
+    per_step = phase.sequences
+    if sample >= per_step:
+        raise UserError(f"a step has {per_step} sequences, and --sample is {sample}", "count from 0")
+    first = timeline.samples_after(step - 1)
+    if as_json:
+        print_json(_shown(config, streams, step, sample))
+        return
+    console.print(
+        f"step {step}: samples {first:,} to {first + per_step - 1:,}, "
+        f"{per_step} sequences of {phase.seq_len} tokens, packing {config.data.packing}"
+    )
+    steps = total_steps(config)
+    if steps is not None and step > steps:
+        console.print(f"[yellow]the run ends before this step, after {config.train.horizon}")
+    console.print(_listing(streams.train, first, per_step, sample))
+    with Loader(streams.train, 1, first + sample, documents=config.data.document_mask) as loader:
+        batch = next(loader)
+    source = int(streams.train.locate(np.array([first + sample])).source[0])
+    store = streams.train.sources[source].store
+    end = separators_of(store).eos
+    console.print(f"\n[bold]sample {sample}[/] of the step, {batch.real_tokens} tokens")
+    _print_sequence(console, batch, tokenizer_of(store), end.id if end else None)
+
+
+def _shown(config: "RunConfig", streams: "Streams", step: int, sample: int) -> dict[str, Any]:
+    import numpy as np
+
+    from arriero.data.order.loader import IGNORED, Loader
+    from arriero.data.tokens.tokenizer import tokenizer_of
+
+    stream, phase = streams.train, streams.timeline.at(step - 1)
+    per_step, first = phase.sequences, streams.timeline.samples_after(step - 1)
+    located = stream.locate(np.arange(first, first + per_step))
+    with Loader(stream, 1, first + sample, documents=config.data.document_mask) as loader:
+        batch = next(loader)
+    tokenizer = tokenizer_of(stream.sources[located.source[sample]].store)
+    tokens = batch.tokens_BT[0, : batch.real_tokens].tolist()
+    labels = batch.labels_BT[0, : batch.real_tokens].tolist()
+    documents = None if batch.documents_BT is None else batch.documents_BT[0, : batch.real_tokens].tolist()
+    names = ("source", "epoch", "index")
+    samples = [
+        dict(zip(names, (stream.sources[s].name, int(epoch), int(index)), strict=True))
+        for s, epoch, index in zip(*located, strict=True)
+    ]
+    return {
+        "step": step,
+        "first_sample": first,
+        "sequences": per_step,
+        "seq_len": phase.seq_len,
+        "packing": config.data.packing,
+        "samples": samples,
+        "sample": {
+            "number": sample,
+            "tokens": tokens,
+            "labels": [None if label == IGNORED else label for label in labels],
+            "documents": documents,
+            "text": tokenizer.decode(tokens),
+        },
+    }
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(help="The directory of a run that has trained.", show_default=False)],
+    checksums: Annotated[
+        bool, typer.Option("--checksums", help="Also read every shard and compare its checksum.")
+    ] = False,
+    sets: Sets = [],
+    as_json: AsJson = False,
+) -> None:
+    """Verify a run's ledger: which samples were read, none twice within an epoch, none skipped.
+
+    The exit code is 1 if the ledger does not hold. No GPU is needed.
+
+    Example: arriero data audit runs/demo
+    """
+    from arriero.data.order.ledger import Audit, read_ledger
+
+    console = make_console(as_json)
+    directory = _directory(run)
+    ledger = read_ledger(directory)
+    streams = _streams(_config(run, sets), directory, console)
+    result = Audit(ledger, streams.train)
+    with StageProgress(console) as draw:
+        result.run(partial(draw, "replaying the order"))
+    if not result.problems:
+        result.problems += _changed_files(streams.train, checksums, console)
+    if as_json:
+        print_json(_audited(directory, result, streams.timeline, checksums))
+        raise typer.Exit(1 if result.problems else 0)
+    if result.problems:
+        for problem in result.problems:
+            console.print(f"[bold red]does not hold:[/] {escape(problem)}")
+        raise typer.Exit(1)
+    _print_audit(console, result, streams.timeline, checksums)
+
+
+def _audited(directory: Path, result: "Audit", timeline: "Timeline", checksums: bool) -> dict[str, Any]:
+    ledger, stream = result.ledger, result.stream
+    steps = timeline.steps_before(ledger.samples)
+    sources = []
+    if not result.problems:
+        for source, cut, drawn in zip(stream.sources, stream.cuts, stream.drawn(ledger.samples), strict=True):
+            sources.append({"source": source.name, "samples_seen": int(drawn), "samples": int(cut.count)})
+    return {
+        "run": str(directory),
+        "holds": not result.problems,
+        "problems": result.problems,
+        "samples": ledger.samples,
+        "steps": steps,
+        "tokens": timeline.tokens_after(steps),
+        "read_again": result.discarded,
+        "checksums_compared": checksums,
+        "sources": sources,
+    }
+
+
+def _print_audit(console: Console, result: "Audit", timeline: "Timeline", read_all: bool) -> None:
+    ledger, stream = result.ledger, result.stream
+    table = Table("source", ">samples seen", ">of", ">epochs", ">each sample was seen")
+    for i, drawn in enumerate(stream.drawn(ledger.samples).tolist()):
+        whole, partly = stream.source_orders[i].epochs_before(drawn)
+        times = f"{whole} or {whole + 1} times" if partly else f"{whole} times"
+        epochs, name = stream.source_orders[i].epochs(drawn), stream.sources[i].name
+        table.row(name, f"{drawn:,}", f"{stream.counts[i]:,}", f"{epochs:.4g}", times)
+    console.print(table)
+    steps = timeline.steps_before(ledger.samples)
+    bytes_proved = (
+        "every byte was verified" if read_all else "their bytes were not read (--checksums reads them)"
+    )
+    console.print(
+        f"holds: {ledger.samples:,} samples in {steps:,} steps, "
+        f"{human_count(timeline.tokens_after(steps))} slots; none twice within an epoch, none skipped; "
+        f"the datasets' manifests are the ones the run began with, {bytes_proved}",
+    )
+    if result.discarded:
+        console.print(
+            f"{result.discarded:,} samples were read again because the run resumed from an earlier step",
+        )
+
+
+def _changed_files(stream: "Stream", read_all: bool, console: Console) -> Iterator[str]:
+    """Yield shards that are missing or have another size; with `read_all` everything `verify` finds."""
+    from arriero.data.store.verify import verify_dataset
+
+    for source in stream.sources:
+        store = source.store
+        yield from store.shard_size_problems()
+        if read_all:
+            size = store.tokens * store.dtype.itemsize
+            with byte_progress(console, f"reading {store.directory}", size) as advance:
+                found = verify_dataset(store, advance=advance)
+            yield from (f"{store.directory / problem.file}: {problem.what}" for problem in found.problems)
+
+
+def _listing(stream: "Stream", first: int, per_step: int, chosen: int) -> Table:
+    import numpy as np
+
+    begin = max(0, min(chosen - LISTED // 2, per_step - LISTED))
+    samples = np.arange(first + begin, first + min(per_step, begin + LISTED))
+    located = stream.locate(samples)
+    table = Table(">", ">sample", "source", ">epoch", ">number in the epoch")
+    for k, (source, epoch, index) in enumerate(zip(*located, strict=True), begin):
+        mark = ">" if k == chosen else ""
+        name = stream.sources[source].name
+        count = stream.cut_of(first, int(source), int(epoch)).count
+        table.row(mark, k, name, epoch + 1, f"{index:,} of {count:,}")
+    if per_step > LISTED:
+        table.caption = f"{len(samples)} of {per_step}"
+    return table
+
+
+def _print_sequence(console: Console, batch: "Batch", tokenizer: "Tokenizer", end_id: int | None) -> None:
+    """Print a sequence. A token is included in the loss if it is the label of the token before it."""
+    from arriero.data.order.loader import IGNORED
+
+    tokens, labels = batch.tokens_BT[0].tolist(), batch.labels_BT[0].tolist()
+    documents = batch.documents_BT[0].tolist() if batch.documents_BT is not None else [0] * len(tokens)
+    in_loss = [False] + [label != IGNORED for label in labels]
+    ends = batch.real_tokens
+    begin = 0
+    for end in range(1, ends + 1):
+        changed = end < ends and documents[end] != documents[begin]
+        ended = tokens[end - 1] == end_id
+        if end < ends and not changed and not ended and in_loss[end] == in_loss[begin]:
+            continue
+        text = tokenizer.decode(tokens[begin:end])
+        console.print(Text(text) if in_loss[begin] else styled(f"⟦{text}⟧", "dim"), end="")
+        if end < ends and (changed or ended):
+            console.print(f"\n[cyan]-- token {end}: next document --[/]")
+        begin = end
+    if labels[ends - 1] != IGNORED:
+        last = tokenizer.decode(labels[ends - 1 : ends])
+        console.plain(f"\n(last label: {last!r})", "dim")
+    console.print()
+
+
+def _directory(run: Path) -> Path:
+    if not run.exists() and not run.is_absolute() and (Path("runs") / run).is_dir():
+        return Path("runs") / run
+    return run
+
+
+def _config(run: Path, sets: list[str]) -> "RunConfig":
+    from arriero.config.load import load_run
+    from arriero.model.presets import expand
+
+    directory = _directory(run)
+    if directory.is_dir():
+        if not (directory / "run.toml").exists():
+            raise UserError(f"{directory} holds no run.toml", "give the directory of a run")
+        directory = directory / "run.toml"
+    return load_run(directory, sets, expand).config
+
+
+def _streams(config: "RunConfig", run: Path, console: Console):
+    from arriero.data.order.ledger import order_version
+    from arriero.data.order.streams import build_streams
+
+    with StageProgress(console) as progress:
+        return build_streams(config, progress, order_version(run))
