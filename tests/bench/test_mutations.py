@@ -96,8 +96,8 @@ def the_mean_is_one_of_the_ranks_means(patch):
 
 @mutation("one axis: dp_shard 2")
 def the_reported_loss_is_the_first_ranks(patch):
-    total = Mesh.total
-    patch.setattr(Mesh, "total", lambda mesh, value, *views: total(mesh, value, *views[: 2 - len(views)]))
+    total = Mesh.sum_over
+    patch.setattr(Mesh, "sum_over", lambda mesh, value, *views: total(mesh, value, *views[: 2 - len(views)]))
 
 
 @mutation("accumulation: 2 micro-batches, dp_shard 2")

@@ -80,6 +80,36 @@ def test_a_compiled_block_is_for_any_size_only_where_widths_vary(widths_vary, ca
     assert ("create_symbol" in caplog.text) is widths_vary
 
 
+# graphs of the forward pass: one with gradients and one without, for all blocks; a tiled block is compiled in
+# parts, and document masks on a CPU break the graph
+GRAPHS = {"plain": 2, "float8": 2, "full": 2, "selective": 2, "tiles": 5, "documents": 8}
+
+
+@pytest.mark.usefixtures("eagerly_traced")
+@pytest.mark.parametrize("name", ["llama-test", "gpt2-test"])
+@pytest.mark.parametrize("mode", GRAPHS)
+def test_all_blocks_share_the_same_compiled_graphs(name, mode, monkeypatch):
+    """Replaced modules must not make the compiler treat blocks differently."""
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **more: compiled(f, **more | {"backend": "aot_eager"}))
+    precision = {"compute": "bf16", "float8": "tensorwise"} if mode == "float8" else {}
+    kind = mode if mode in ("full", "selective") else "none"
+    how = options(compiled=True, checkpointing=kind, **precision)
+    if mode == "tiles":
+        how = replace(how, memory=how.memory.model_copy(update={"ffn_tile": 16}))
+    spec = replace(load_preset(name), layers=4)
+    [model], _ = parallelize(spec, [range(4)], make_mesh(Layout(), World(), 1, CPU), how, CPU)
+    tokens = torch.ones(2, 32, dtype=torch.long)
+    documents = torch.arange(4).repeat_interleave(8).expand(2, -1) if mode == "documents" else None
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for _ in range(2):
+        model(tokens, documents_BT=documents, labels_BT=tokens).backward()
+    with torch.no_grad():
+        model(tokens, documents_BT=documents, labels_BT=tokens)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == GRAPHS[mode]
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
