@@ -3,6 +3,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
+# Tests of one file run in one process, because they share fixtures; tests/conftest.py puts long files first.
+PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo check quick test docs gpu parity bench-small bench-costs bench-data reliability test-oldest test-peers clean
@@ -23,11 +25,10 @@ QUICK = tests/test_*.py tests/config tests/model tests/plan \
 	tests/data/test_sources.py tests/data/test_dataset.py tests/parallel/test_loss.py tests/train/test_schedule.py \
 	tests/train/test_metrics.py tests/checkpoint/test_plan.py tests/bench/test_parity.py
 quick: check
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m 'not slow' $(QUICK)
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m 'not slow' $(QUICK)
 
-# Tests of one file run in one process, because they share fixtures.
 test: check
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest $(PARALLEL)
 
 # The pages that are generated: docs/config.md from the schema of the run file.
 docs: $(VENV)/.installed
@@ -56,7 +57,7 @@ bench-data: $(VENV)/.installed-test
 
 # The oldest torch the package allows; its only build is the CUDA one, which also runs on CPU.
 test-oldest: .venv-oldest/.installed-test
-	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile
+	.venv-oldest/bin/python -m pytest $(PARALLEL)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
