@@ -1,4 +1,4 @@
-"""From any format to any other, and several models to their mean, a tensor at a time."""
+"""Open a model of any format, convert it to another, and average models, one tensor at a time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from arriero.checkpoint.directory import find_checkpoints
-from arriero.checkpoint.formats.dcp_directory import NAME as TORCH_NAME
-from arriero.checkpoint.formats.dcp_directory import open_dcp, open_torch, write_dcp, write_torch
+from arriero.checkpoint.formats.dcp_directory import (
+    TORCH_NAME,
+    open_dcp,
+    open_torch,
+    write_dcp,
+    write_torch,
+)
 from arriero.checkpoint.formats.hf_directory import open_hf, write_hf
 from arriero.checkpoint.formats.meta_directory import open_meta, write_meta
-from arriero.checkpoint.formats.model_reader import (
-    DEFAULT_OPTIONS,
-    Advance,
-    ModelReader,
-    WriteOptions,
-    no_progress,
-)
+from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, ModelReader, WriteOptions
+from arriero.checkpoint.formats.tensor_files import Advance, no_progress
 from arriero.data.text.hub import local_model
 from arriero.errors import UserError
 from arriero.files import check_free_space, staged_directory
@@ -37,7 +37,7 @@ _CHUNK = 1 << 22
 
 
 def open_model(path: Path) -> ModelReader:
-    """The format is seen from the files that are there."""
+    """Open a model; its format is recognised by the files in the directory."""
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path} does not exist", "give the directory of a model or a checkpoint")
@@ -60,7 +60,7 @@ def open_model(path: Path) -> ModelReader:
     if (path / "run.toml").is_file() and inside:
         names = " or ".join(map(str, inside))
         raise UserError(f"{path} is a run, not a model", f"give {names}")
-    raise UserError(f"{path} holds no model that is known here: looked for {_LOOKED_FOR}", "check the path")
+    raise UserError(f"{path} holds no model: looked for {_LOOKED_FOR}", "check the path")
 
 
 def load_model(path: str | Path, device: str | torch.device, dtype: torch.dtype | None = None) -> nn.Module:
@@ -92,7 +92,7 @@ def convert(
     writing: WriteOptions = DEFAULT_OPTIONS,
     advance: Advance = no_progress,
 ) -> None:
-    """The target appears when all of it is on the disk, or not at all."""
+    """Write a model in another format. `target` appears when all of it is on disk, or not at all."""
     target = Path(target)
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already", "choose another place, or remove it first")
@@ -105,22 +105,22 @@ def convert(
     try:
         with staged_directory(target) as making:
             check_free_space(target, source.nbytes(writing.dtype), "the model", todo)
-            WRITERS[to](source, making, writing, advance)
+            WRITERS[to](source.with_dtype(writing.dtype), making, writing, advance)
     except OSError as error:
         raise UserError(f"{target} cannot be written ({error})", todo) from None
 
 
 def average(sources: Sequence[ModelReader], weights: Sequence[float] | None = None) -> ModelReader:
-    """A model whose every weight is the weighted mean; types, tokenizer and format are the first one's."""
+    """Return a reader of the weighted mean; dtypes, tokenizer and format are those of the first model."""
     if len(sources) < 2:
         raise UserError("an average needs at least two models", "name more of them")
     shares = _shares(len(sources), weights)
     first = sources[0]
     for other in sources[1:]:
-        _refuse_unlike(first, other)
+        _check_same_model(first, other)
 
     def load(name: str) -> Tensor:
-        # a step wider than the widest of them is exact enough, and no more than memory for four
+        # sum in the next wider dtype
         wide = any(source.tensors[name].dtype == torch.float32 for source in sources)
         total = torch.zeros(first.tensors[name].shape, dtype=torch.float64 if wide else torch.float32)
         for source, share in zip(sources, shares, strict=True):
@@ -128,11 +128,11 @@ def average(sources: Sequence[ModelReader], weights: Sequence[float] | None = No
         return total.to(first.tensors[name].dtype)
 
     where = f"the mean of {', '.join(source.where for source in sources)}"
-    return replace(first, where=where, load=load, load_part=None)
+    return replace(first, where=where, load=load, load_slice=None)
 
 
 def _add(total: Tensor, tensor: Tensor, share: float) -> None:
-    """In chunks, because the sum of two types makes a copy of one of them."""
+    """Add in chunks, because adding tensors of two dtypes copies one of them."""
     for sums, part in zip(total.flatten().split(_CHUNK), tensor.flatten().split(_CHUNK), strict=True):
         sums.add_(part, alpha=share)
 
@@ -146,7 +146,7 @@ def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def _refuse_unlike(first: ModelReader, other: ModelReader) -> None:
+def _check_same_model(first: ModelReader, other: ModelReader) -> None:
     ours, theirs = ({**s.spec.to_dict(), "nominal_params": None} for s in (first, other))
     odd = [
         f"{n} {ours.get(n)} and {theirs.get(n)}" for n in {**ours, **theirs} if ours.get(n) != theirs.get(n)

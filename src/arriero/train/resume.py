@@ -118,7 +118,7 @@ class CheckpointLoader:
                     "start from weights of the same model: see [model]",
                 )
             cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True))
-            piece.local.copy_(source.part(name, cut))
+            piece.local.copy_(source.read_slice(name, cut))
             self.model.load(name, weight)
 
     def _check_model(self, where: Path, found: ModelSpec) -> None:

@@ -4,7 +4,7 @@ import json
 
 from models import BASE
 
-from arriero.checkpoint.formats.dcp_directory import NAME
+from arriero.checkpoint.formats.dcp_directory import TORCH_NAME as NAME
 from arriero.checkpoint.formats.model_reader import ModelReader
 from arriero.checkpoint.formats.tensor_files import TorchFileWriter
 from arriero.model.description import write_description

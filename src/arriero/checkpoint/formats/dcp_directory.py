@@ -16,36 +16,31 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from arriero.checkpoint.directory import unreadable
 from arriero.checkpoint.formats.model_reader import (
-    Advance,
     ModelReader,
     WriteOptions,
-    cast,
     check_dtypes,
-    copy_extra_files,
     find_extra_files,
-    no_progress,
-    retyped,
+    write_model_files,
 )
-from arriero.checkpoint.formats.tensor_files import TorchFileWriter, TorchReader
+from arriero.checkpoint.formats.tensor_files import Advance, TorchFileWriter, TorchReader, no_progress
 from arriero.errors import UserError
-from arriero.model.description import described, write_description
+from arriero.model.description import described
 from arriero.model.name_maps import check_tensors, own_tensors
 
 _PREFIX = "model."
-_DIGEST = "copy the checkpoint again, or take another"
+_TODO = "copy the checkpoint again, or take another"
 
 
 def open_dcp(directory: Path) -> ModelReader:
-    """A checkpoint of training, of which only the weights are read, or one that `write_dcp` made."""
+    """Open the weights of a training checkpoint, or of a directory that `write_dcp` wrote."""
     about = described(directory)
     spec = about.spec
     reader = SafeDcpReader(directory)
     found = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata):
-            found[name.removeprefix(_PREFIX)] = torch.empty(
-                entry.size, dtype=entry.properties.dtype, device="meta"
-            )
+            planned = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            found[name.removeprefix(_PREFIX)] = planned
     if spec.tied:
         found.pop("head.weight", None)
     check_tensors(found, own_tensors(spec), str(directory))
@@ -54,54 +49,50 @@ def open_dcp(directory: Path) -> ModelReader:
     def load(name: str) -> Tensor:
         into = {_PREFIX + name: torch.empty(found[name].shape, dtype=found[name].dtype)}
         try:
-            with _alone():
+            with _without_warning():
                 torch_dcp.load(into, storage_reader=reader, no_dist=True)
         except (torch_dcp.api.CheckpointException, RuntimeError, OSError, EOFError) as error:
             reason = str(error).strip().splitlines()[-1]
-            raise UserError(f"{directory}: {name} cannot be read ({reason})", _DIGEST) from None
+            raise UserError(f"{directory}: {name} cannot be read ({reason})", _TODO) from None
         return into[_PREFIX + name]
 
     extra_files = find_extra_files(directory)
     return ModelReader("dcp", str(directory), spec, found, load, extra_files, about.tokens, about.remarks)
 
 
-def write_dcp(
-    source: ModelReader, directory: Path, writing: WriteOptions, advance: Advance = no_progress
-) -> None:
-    planned = {_PREFIX + name: t for name, t in retyped(source.tensors, writing.dtype).items()}
-    planner = _OneAtATime(source, writing.dtype, advance)
-    # of a file it is writing, torch keeps every tensor until the end: so a file for each
+def write_dcp(source: ModelReader, directory: Path, _: WriteOptions, advance: Advance = no_progress) -> None:
+    planned = {_PREFIX + name: tensor for name, tensor in source.tensors.items()}
+    planner = _LazySavePlanner(source, advance)
+    # torch keeps the tensors of a file in memory until it is complete, so each gets its own file
     writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False)
-    with _alone():
+    with _without_warning():
         torch_dcp.save(planned, storage_writer=writer, planner=planner, no_dist=True)
-    write_description(source.spec, source.tokens, directory)
-    copy_extra_files(source, directory)
+    write_model_files(source, directory)
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Without ranks is how it is meant; torch warns of it each time."""
+def _without_warning() -> Iterator[None]:
+    """Silence torch's warning about saving and loading in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
-class _OneAtATime(torch_dcp.DefaultSavePlanner):
-    """Plans with tensors on meta and reads each when the writer asks for it."""
+class _LazySavePlanner(torch_dcp.DefaultSavePlanner):
+    """Plans with tensors on the meta device and loads each when the writer asks for it."""
 
-    def __init__(self, source: ModelReader, dtype: torch.dtype | None, advance: Advance) -> None:
+    def __init__(self, source: ModelReader, advance: Advance) -> None:
         super().__init__()
-        self._source, self._dtype, self._advance = source, dtype, advance
+        self._source, self._advance = source, advance
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        name = index.fqn.removeprefix(_PREFIX)
-        tensor = cast(self._source.load(name), self._dtype, name)
+        tensor = self._source.load(index.fqn.removeprefix(_PREFIX))
         self._advance(tensor.nbytes)
         return tensor
 
 
 class SafeDcpReader(FileSystemReader):
-    """torch unpickles `.metadata` as it comes; here it may name nothing but what DCP itself writes."""
+    """Reads `.metadata` with an unpickler that accepts only the classes DCP writes; torch accepts any."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -118,13 +109,13 @@ class SafeDcpReader(FileSystemReader):
             with self._path.open("rb") as file:
                 metadata = _Unpickler(file).load()
         except pickle.UnpicklingError as error:
-            raise UserError(f"{self._path} is not opened: {error}", _DIGEST) from None
+            raise UserError(f"{self._path} is not opened: {error}", _TODO) from None
         except OSError as error:
             raise unreadable(self._path, error) from None
         except (EOFError, ValueError, IndexError, AttributeError, KeyError, TypeError) as error:
-            raise UserError(f"{self._path} is damaged ({error})", _DIGEST) from None
+            raise UserError(f"{self._path} is damaged ({error})", _TODO) from None
         if not isinstance(metadata, Metadata):
-            raise UserError(f"{self._path} is not the index of a DCP checkpoint", _DIGEST)
+            raise UserError(f"{self._path} is not the index of a DCP checkpoint", _TODO)
         return metadata
 
 
@@ -144,15 +135,15 @@ class _Unpickler(pickle.Unpickler):
         a_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if of_dcp or a_dtype or (module, name) in plain:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it is a pickle that asks for {module}.{name}, which no index needs")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no DCP index needs")
 
 
-NAME = "model.pt"
+TORCH_NAME = "model.pt"
 
 
 def open_torch(path: Path) -> ModelReader:
-    """The file itself, or the directory that holds `model.pt`."""
-    directory, file = (path, path / NAME) if path.is_dir() else (path.parent, path)
+    """Open a torch file of Arriero's tensor names, or the directory that holds `model.pt`."""
+    directory, file = (path, path / TORCH_NAME) if path.is_dir() else (path.parent, path)
     reader = TorchReader(file)
     found = dict(reader.tensors)
     about = described(directory)
@@ -161,26 +152,16 @@ def open_torch(path: Path) -> ModelReader:
         found.pop("head.weight", None)
     check_tensors(found, own_tensors(spec), str(file))
     check_dtypes(found, str(file))
-    return ModelReader(
-        "torch",
-        str(path),
-        spec,
-        found,
-        reader.read,
-        find_extra_files(directory),
-        about.tokens,
-        about.remarks,
-    )
+    extra_files = find_extra_files(directory)
+    return ModelReader("torch", str(path), spec, found, reader.read, extra_files, about.tokens, about.remarks)
 
 
 def write_torch(
-    source: ModelReader, directory: Path, writing: WriteOptions, advance: Advance = no_progress
+    source: ModelReader, directory: Path, _: WriteOptions, advance: Advance = no_progress
 ) -> None:
-    planned = retyped(source.tensors, writing.dtype)
-    with TorchFileWriter(directory / NAME, planned) as file:
-        for name in planned:
-            tensor = cast(source.load(name), writing.dtype, name)
+    with TorchFileWriter(directory / TORCH_NAME, source.tensors) as file:
+        for name in source.tensors:
+            tensor = source.load(name)
             file.put(name, tensor)
             advance(tensor.nbytes)
-    write_description(source.spec, source.tokens, directory)
-    copy_extra_files(source, directory)
+    write_model_files(source, directory)

@@ -8,18 +8,20 @@ from typing import Any
 from torch import Tensor
 
 from arriero.checkpoint.formats.model_reader import (
-    Advance,
-    Cut,
     ModelReader,
     WriteOptions,
-    cast,
     check_dtypes,
     copy_extra_files,
     find_extra_files,
-    no_progress,
-    retyped,
 )
-from arriero.checkpoint.formats.tensor_files import SafetensorsReader, TorchReader, write_safetensors
+from arriero.checkpoint.formats.tensor_files import (
+    Advance,
+    SafetensorsReader,
+    Slices,
+    TorchReader,
+    no_progress,
+    write_safetensors,
+)
 from arriero.data.tokens.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS, parsed, read_definition
 from arriero.errors import UserError
 from arriero.model.description import checked_token_ids, read_json, write_json
@@ -60,16 +62,13 @@ def open_hf(directory: Path) -> ModelReader:
     def read(theirs: str) -> Tensor:
         return readers[names[theirs]].read(names[theirs])
 
-    def read_part(name: str, cut: Cut) -> Tensor:
+    def read_slice(name: str, slices: Slices) -> Tensor:
         """GPT-2 stores matrices fused and transposed; its models are small enough to be read whole."""
         made = recipe[name]
         if made.make is not unchanged:
-            return made.of(read)[cut]
+            return made.of(read)[slices]
         stored = names[made.parts[0]]
-        reader = readers[stored]
-        if isinstance(reader, SafetensorsReader):
-            return reader.read_part(stored, cut)
-        return reader.read(stored)[cut]
+        return readers[stored].read_slice(stored, slices)
 
     ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
     return ModelReader(
@@ -80,7 +79,7 @@ def open_hf(directory: Path) -> ModelReader:
         lambda name: recipe[name].of(read),
         find_extra_files(directory),
         checked_token_ids(directory / CONFIG, ids),
-        load_part=read_part,
+        load_slice=read_slice,
     )
 
 
@@ -88,12 +87,11 @@ def write_hf(
     source: ModelReader, directory: Path, writing: WriteOptions, advance: Advance = no_progress
 ) -> None:
     spec, recipe = source.spec, hf_from_own(source.spec)
-    own = retyped(source.tensors, writing.dtype)
-    planned = {name: made.of(own.__getitem__) for name, made in recipe.items()}
+    planned = {name: made.of(source.tensors.__getitem__) for name, made in recipe.items()}
     check_tokenizer(source.extra_files, source.tokens)
 
     def load(name: str) -> Tensor:
-        return cast(recipe[name].of(source.load), planned[name].dtype, name)
+        return recipe[name].of(source.load)
 
     shards = _shards(planned, writing.shard_bytes)
     for file, names in shards.items():

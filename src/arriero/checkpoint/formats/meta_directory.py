@@ -11,19 +11,15 @@ import torch
 from torch import Tensor
 
 from arriero.checkpoint.formats.model_reader import (
-    Advance,
     ModelReader,
     WriteOptions,
-    cast,
     check_dtypes,
-    copy_extra_files,
     find_extra_files,
-    no_progress,
-    retyped,
+    write_model_files,
 )
-from arriero.checkpoint.formats.tensor_files import TorchFileWriter, TorchReader
+from arriero.checkpoint.formats.tensor_files import Advance, TorchFileWriter, TorchReader, no_progress
 from arriero.errors import UserError
-from arriero.model.description import read_description, write_description, write_json
+from arriero.model.description import read_description, write_json
 from arriero.model.family import meta_names
 from arriero.model.name_maps import check_names, check_tensors, own_tensors
 from arriero.model.spec import ModelSpec
@@ -77,7 +73,7 @@ def write_meta(
     kv_heads = meta.stored_kv_heads(spec, shards)
     params = meta.meta_params(spec, rule, kv_heads)
     meta.refuse_indivisible(spec, shards, rule)
-    recipe, own = meta.meta_from_own(spec, kv_heads), retyped(source.tensors, writing.dtype)
+    recipe, own = meta.meta_from_own(spec, kv_heads), source.tensors
     planned = {
         name: meta.split(name, made.of(own.__getitem__), shards, rule) for name, made in recipe.items()
     }
@@ -89,13 +85,12 @@ def write_meta(
             for i in range(shards)
         ]
         for name, made in recipe.items():
-            tensor = cast(made.of(source.load), planned[name][0].dtype, name)
+            tensor = made.of(source.load)
             for file, piece in zip(files, meta.split(name, tensor, shards, rule), strict=True):
                 file.put(name, piece)
             advance(tensor.nbytes)
     write_json(directory / "params.json", params)
-    write_description(source.spec, source.tokens, directory)
-    copy_extra_files(source, directory)
+    write_model_files(source, directory)
 
 
 def _shard_files(directory: Path) -> list[Path]:
@@ -115,14 +110,15 @@ def _file_name(shard: int) -> str:
 def _spec(
     directory: Path, params: Mapping[str, Any], whole: Mapping[str, Tensor], read: Callable[[str], Tensor]
 ) -> tuple[ModelSpec, Mapping[str, Any]]:
-    """What params.json cannot say comes from model.toml where it is ours, else from the weights."""
+    """Return the spec and the token ids: of model.toml if it exists, else of params.json and the weights."""
     meta = meta_names()
     if (directory / "model.toml").is_file() and (found := read_description(directory)):
         spec, tokens = found.spec, found.tokens
         kv_heads = params.get("n_kv_heads") or spec.kv_heads
-        if _told(meta.meta_params(spec, meta.rule_of(spec), kv_heads)) != _told(params):
+        if _comparable(meta.meta_params(spec, meta.rule_of(spec), kv_heads)) != _comparable(params):
             raise UserError(
-                f"{directory / 'params.json'} and model.toml tell of different models", "remove the wrong one"
+                f"{directory / 'params.json'} and model.toml describe different models",
+                "remove the wrong one",
             )
         return spec, tokens
     vocab_size = params.get("vocab_size", -1)
@@ -130,18 +126,16 @@ def _spec(
     return meta.spec_from_params(params, vocab_size, _is_tied(whole, read)), {}
 
 
-def _told(params: Mapping[str, Any]) -> list[Any]:
+def _comparable(params: Mapping[str, Any]) -> list[Any]:
     defaults = {"rope_theta": 10000.0, "use_scaled_rope": False}
     names = ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps", "rope_theta", "use_scaled_rope")
     return [params.get(name, defaults.get(name)) for name in names]
 
 
 def _is_tied(whole: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> bool:
-    """Meta's files of tied models hold the one table twice."""
+    """Return whether embedding and head are equal: Meta's files of tied models hold the table twice."""
     meta = meta_names()
-    if (
-        whole[meta.EMBEDDING].shape != whole[meta.HEAD].shape
-        or whole[meta.EMBEDDING].dtype != whole[meta.HEAD].dtype
-    ):
+    embedding, head = whole[meta.EMBEDDING], whole[meta.HEAD]
+    if embedding.shape != head.shape or embedding.dtype != head.dtype:
         return False
     return torch.equal(read(meta.EMBEDDING), read(meta.HEAD))

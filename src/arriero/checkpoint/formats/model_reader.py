@@ -2,14 +2,16 @@
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from arriero.checkpoint.formats.tensor_files import Slices
 from arriero.errors import UserError
+from arriero.model.description import write_description
 from arriero.model.spec import ModelSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,22 +26,16 @@ EXTRA_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-SHARD_BYTES = 5 * 10**9
-
-Advance = Callable[[int], None]
-Cut = tuple[slice, ...]
-
-
-def no_progress(_: int) -> None:
-    pass
 
 
 @dataclass(frozen=True)
 class ModelReader:
-    """`tensors` has shapes and dtypes, on meta; a tied head is not among them. `extra_files` are the files
-    that travel beside the weights, `tokens` the ids a Hugging Face config names, such as eos_token_id, and
-    `add_bos_token` where it is known how texts began in training. `load_part` reads a slice of a tensor
-    without the rest, where the format allows it."""
+    """`tensors` has shapes and dtypes on the meta device; a tied head is not among them.
+
+    `extra_files` are copied beside the weights. `tokens` has the token ids of a Hugging Face config, such as
+    eos_token_id, and `add_bos_token` if it is known whether training texts began with the BOS. `load_slice`
+    reads a slice without the rest of the tensor, where the format allows it.
+    """
 
     format: str
     where: str
@@ -49,17 +45,26 @@ class ModelReader:
     extra_files: Mapping[str, Path] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
-    load_part: Callable[[str, Cut], Tensor] | None = None
+    load_slice: Callable[[str, Slices], Tensor] | None = None
 
-    def part(self, name: str, cut: Cut) -> Tensor:
-        return self.load(name)[cut] if self.load_part is None else self.load_part(name, cut)
+    def read_slice(self, name: str, slices: Slices) -> Tensor:
+        return self.load(name)[slices] if self.load_slice is None else self.load_slice(name, slices)
 
     def nbytes(self, dtype: torch.dtype | None = None) -> int:
         return sum(t.numel() * (dtype or t.dtype).itemsize for t in self.tensors.values())
 
-    def state(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """All of it in memory, as a model's `load_state_dict` wants it."""
-        state = {name: cast(self.load(name), dtype, name) for name in self.tensors}
+    def with_dtype(self, dtype: torch.dtype | None) -> "ModelReader":
+        """Return a reader that casts every tensor; fp16 overflow is an error."""
+        if dtype is None:
+            return self
+        tensors = {name: tensor.to(dtype) for name, tensor in self.tensors.items()}
+        return replace(
+            self, tensors=tensors, load=lambda name: _cast(self.load(name), dtype, name), load_slice=None
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """Load all tensors, for a module's `load_state_dict`."""
+        state = {name: self.load(name) for name in self.tensors}
         if self.spec.tied:
             state["head.weight"] = state["embedding.weight"]
         return state
@@ -67,10 +72,10 @@ class ModelReader:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """How a model is written; what does not concern a format is passed over."""
+    """How to write a model; a format ignores the options of the others."""
 
     dtype: torch.dtype | None = None
-    shard_bytes: int = SHARD_BYTES
+    shard_bytes: int = 5 * 10**9
     model_parallel: int = 1
     meta_rule: str | None = None
 
@@ -88,17 +93,17 @@ def copy_extra_files(source: ModelReader, directory: Path) -> None:
             shutil.copyfile(path, directory / name)
 
 
-def retyped(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    return {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
+def write_model_files(source: ModelReader, directory: Path) -> None:
+    """Write model.toml and the extra files of a format with Arriero's tensor names."""
+    write_description(source.spec, source.tokens, directory)
+    copy_extra_files(source, directory)
 
 
-def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
-    if dtype is None or tensor.dtype == dtype:
-        return tensor
-    out = tensor.to(dtype)
-    if dtype == torch.float16 and not torch.isfinite(out).all() and torch.isfinite(tensor).all():
-        raise UserError(f"{name} holds numbers too large for fp16", "convert to bf16 or fp32")
-    return out
+def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    cast = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.isfinite(cast).all() and torch.isfinite(tensor).all():
+        raise UserError(f"{name} has values too large for fp16", "convert to bf16 or fp32")
+    return cast
 
 
 def check_dtypes(tensors: Mapping[str, Tensor], where: str) -> None:
@@ -109,27 +114,3 @@ def check_dtypes(tensors: Mapping[str, Tensor], where: str) -> None:
             f"{where} holds {len(odd)} tensors of other types, such as {name} of {str(dtype)[6:]}",
             "only fp32, bf16 and fp16 weights can be read",
         )
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def read_into(path: Path, begins: int, tensor: Tensor, row_stride: int | None = None) -> None:
-    """Fill a contiguous tensor; with `row_stride` its rows lie that many bytes apart in the file.
-
-    The file is read, not mapped: mapped pages would count as memory until the file is closed.
-    """
-    view = raw_bytes(tensor)
-    width = len(view) // len(tensor) if row_stride and len(tensor) else len(view)
-    try:
-        with path.open("rb", buffering=0) as file:
-            for row, start in enumerate(range(0, len(view), width or 1)):
-                file.seek(begins + row * (row_stride or 0))
-                done = start
-                while done < start + width and (got := file.readinto(view[done : start + width])):
-                    done += got
-                if done < start + width:
-                    raise UserError(f"{path} ends too early", "copy or download it again")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})", "copy or download it again") from None
