@@ -100,5 +100,5 @@ def measured_bytes(config, on_gpu):
 
 def predicted_bytes(config):
     """Predict the same two numbers for a step of one micro-batch."""
-    need = arrange(config, World()).resolved.needs[0]
+    need = arrange(config, World()).resolved.estimates[0]
     return Bytes(need.state, need.bytes(config.train.batch.amount // config.data.seq_len))

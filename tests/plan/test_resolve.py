@@ -323,7 +323,7 @@ def test_decisions_name_the_layout_and_its_stages():
     run = resolved("parallel.pp=2", "parallel.cp=2", ranks=4)
     told = decisions(run)
     assert told["layout"] == "pp 2 x cp 2"
-    assert told["context"] == "Ulysses 2"
+    assert told["context parallel"] == "Ulysses 2"
     assert told["stages"] == "3 | 1 blocks"
     assert (run.ulysses, run.ring) == (2, 1)
 
@@ -340,7 +340,7 @@ def test_every_phase_has_its_micro_batch_and_gradient_accumulation():
     run = resolved("data.phases=[{at='5 steps', batch='2048 tok'}]", "train.micro_batch=4", ranks=2)
     assert run.shares == (Share(4, 4), Share(16, 4))
     assert [share.gradient_accumulation for share in run.shares] == [1, 4]
-    assert decisions(run)["from step 6"].startswith("2048 tok a step in sequences of 64")
+    assert decisions(run)["from step 6"].startswith("2048 tok per step in sequences of 64")
 
 
 def test_least_memory_of_all_ranks_decides():

@@ -145,7 +145,7 @@ def test_ranks_with_different_memory_agree_on_the_micro_batch(tmp_path, corpus_c
     def work():
         world = world_from()
         plan = arrange(config, world)
-        need = plan.resolved.needs[0]
+        need = plan.resolved.estimates[0]
         free = (2**40, need.bytes(1) * 10 // 9 + 1)[world.rank]
         plan = replace(plan, resolved=plan.resolved.with_least_memory(free, free))
         with process_group(world, plan.device.torch_device):
@@ -153,4 +153,4 @@ def test_ranks_with_different_memory_agree_on_the_micro_batch(tmp_path, corpus_c
             train(session)
             return [decision.value for decision in session.record.decisions if decision.name == "micro-batch"]
 
-    assert run_ranks(work, 2, leader_prints=False) == ["1 of 4 sequences"]
+    assert run_ranks(work, 2, leader_prints=False) == ["1 of 4 sequences, gradient accumulation 4"]

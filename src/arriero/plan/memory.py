@@ -1,4 +1,4 @@
-"""What a rank keeps in memory, and how much of a batch fits beside it."""
+"""Estimate the memory of a rank, and choose how much of a batch fits beside weights and optimizer state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,28 +13,26 @@ from arriero.units import human_bytes
 FP32 = 4
 _STATE = {"fp32": 4.0, "bf16": 2.0, "int8": 1.02, "float8": 1.02}
 _EIGHT_BITS = ("int8", "float8")
-# bytes an element: both moments, their update and its roundings in fp32, and the indices of codes
+# bytes per element: both moments, their update and its rounding in fp32, and the indices of the codes
 _UNPACKED = 64
 _MOMENTS = {"adamw": 2, "muon": 1, "sgd": 1}
 _CPU_CHUNK = 2048
 _LEAST_CHUNK = 256
-# the share of free memory that a run may fill by the estimate
+# the share of the free memory that a run may fill by the estimate
 _USABLE = 0.9
 _ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    sequences: int
-    reason: str
+class MemoryEstimate:
+    """Bytes that one rank needs.
 
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes on one rank. `accumulated` are sums of gradients that wait for the last micro-batch;
-    `head_sum` is that of the head over several chunks, `head_cast` its weight in float8. `in_flight` is how
-    many micro-batches' activations a rank holds, for each stage's share of the blocks; `update` is what the
-    optimizer needs for itself, when they are gone."""
+    `state` are weights, gradients and optimizer state, `per_sequence` the activations of one sequence.
+    `accumulated` are gradients that are summed until the last micro-batch. `head_sum` is the head's gradient,
+    summed over chunks; `head_cast` is its weight in float8. `update` is what the optimizer needs when the
+    activations are freed. `in_flight` is the share of a micro-batch's activations that a pipeline rank holds;
+    with `holds_all` it holds those of all micro-batches.
+    """
 
     state: int
     per_sequence: int
@@ -50,23 +48,24 @@ class Need:
     holds_all: bool = False
 
     def bytes(self, micro_batch: int) -> int:
+        """Return the peak at a micro-batch size."""
         tokens = micro_batch * self.tokens
         logits = min(tokens, self.chunk or tokens) * self.logits_per_token + self.head_cast
         if tokens > (self.chunk or tokens):
             logits += self.head_sum
         held = self.sequences if self.holds_all else micro_batch
-        waiting = self.accumulated if micro_batch < self.sequences else 0
-        passing = waiting + logits + round(held * self.per_sequence * self.in_flight)
-        return self.state + max(passing, self.update)
+        accumulated = self.accumulated if micro_batch < self.sequences else 0
+        activations = round(held * self.per_sequence * self.in_flight)
+        return self.state + max(accumulated + logits + activations, self.update)
 
-    def fits(self, micro_batch: int, memory: int) -> bool:
-        return self.bytes(micro_batch) <= _USABLE * memory
+    def fits(self, micro_batch: int, free: int) -> bool:
+        return self.bytes(micro_batch) <= _USABLE * free
 
 
 def loss_chunk(
     config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int, machine: Machine
 ) -> tuple[int | Literal[False], str]:
-    """Return the tokens whose logits are computed at once, and the reason.
+    """Return the number of tokens whose logits are computed at once, and the reason.
 
     Few large matmuls are faster than many. The size follows from the total memory of a GPU, not from the free
     memory: a resumed run must sum in the same order.
@@ -80,26 +79,28 @@ def loss_chunk(
     return max(_LEAST_CHUNK, 1 << max(fitting, 1).bit_length() - 1), "logits in a sixteenth of the memory"
 
 
-def need_of(
+def estimate_memory(
     config: RunConfig,
     spec: ModelSpec,
     layout: Layout,
     compute_bytes: int,
     chunk: int | Literal[False] = _CPU_CHUNK,
     on_gpu: bool = False,
-) -> Need:
+) -> MemoryEstimate:
+    """Estimate the memory of a run of one phase; `compute_bytes` is the size of an activation's element."""
     tokens = config.data.seq_len // layout.cp
     holds_all = layout.pp > 1 and config.parallel.schedule in _ALL_IN_FLIGHT
-    spread = layout.fsdp * layout.dp_replicate > 1
     cast = _cast_bytes(config)
-    # the product of one chunk stands beside the sum
+    # the product of one chunk is held beside the sum
     beside = FP32 + (compute_bytes if cast else 0)
-    # unsharded, or beside gradients of fewer bits
-    sums = config.parallel.sync == "last" if spread else compute_bytes < _master_bytes(config)
-    return Need(
+    # gradients are summed unsharded, or beside gradients of lower precision
+    sums = compute_bytes < _master_bytes(config)
+    if layout.uses_fsdp:
+        sums = config.parallel.sync == "last"
+    return MemoryEstimate(
         state=state_bytes(config, spec, layout, compute_bytes),
         per_sequence=tokens * activation_bytes_per_token(config, spec, compute_bytes) // layout.tp,
-        # a GPU computes their slope in their place
+        # a GPU writes the gradient of the logits in their place
         logits_per_token=spec.vocab_size * (compute_bytes + cast + (0 if on_gpu else FP32)) // layout.tp,
         head_sum=spec.embedding_parameters * beside // layout.tp,
         head_cast=spec.embedding_parameters * cast // layout.tp,
@@ -114,27 +115,30 @@ def need_of(
 
 
 def state_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int) -> int:
-    """Weights, gradients and moments, unless they live in host memory; where FSDP gathers, also the gathered
-    weights. A model in bf16 beside fp32 masters has the upper halves of them, and gradients in bf16."""
+    """Return the bytes of weights, gradients and optimizer state, unless they are offloaded to CPU.
+
+    FSDP adds the gathered weights. A bf16 model beside fp32 master weights keeps their upper halves, and its
+    gradients in bf16.
+    """
     master = _master_bytes(config)
     moments = _MOMENTS[config.optim.name] * _STATE[config.optim.state]
     here = spec.parameters / (layout.pp * layout.tp)
-    if layout.fsdp * layout.dp_replicate > 1:
+    if layout.uses_fsdp:
         held = here / layout.fsdp * (2 * master + moments)
         keeps = config.parallel.reshard == "never" or (config.parallel.reshard == "auto" and layout.pp > 1)
         unsharded = here if keeps else 2 * (spec.block_parameters + spec.embedding_parameters) / layout.tp
         return round((0 if config.memory.offload_state else held) + unsharded * (compute_bytes + FP32))
-    shadow = compute_bytes if config.precision.compute == "fp16" else 0
-    return round(here * (master + shadow + min(compute_bytes, master) + moments))
+    copy = compute_bytes if config.precision.compute == "fp16" else 0
+    return round(here * (master + copy + min(compute_bytes, master) + moments))
 
 
 def _cast_bytes(config: RunConfig) -> int:
-    """Of an element in float8: one by rows and one by columns."""
+    """Return the bytes of an element in float8: one copy by rows and one by columns."""
     return 2 if config.precision.float8_head else 0
 
 
 def _update_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, on_gpu: bool) -> int:
-    """A GPU's kernels need nothing; elsewhere moments in eight bits are unpacked, one parameter at a time."""
+    """A GPU's kernels need no extra memory; a CPU unpacks 8-bit optimizer state, one parameter at a time."""
     if on_gpu or config.optim.state not in _EIGHT_BITS:
         return 0
     largest = max(spec.embedding_parameters, spec.dim * spec.ffn)
@@ -146,8 +150,10 @@ def _master_bytes(config: RunConfig) -> int:
 
 
 def activation_bytes_per_token(config: RunConfig, spec: ModelSpec, compute_bytes: int) -> int:
-    """Kept for backward by an uncompiled model: an upper estimate. In a pipeline each rank has fewer blocks
-    and as many more micro-batches under way."""
+    """Return an upper estimate of what an uncompiled model keeps for its backward pass.
+
+    A pipeline rank has fewer blocks, but as many more micro-batches in flight.
+    """
     query, kv = spec.attention_width, spec.kv_heads * spec.head_dim
     ffn = 0 if config.memory.ffn_tile else 4 * spec.ffn
     block = compute_bytes * (8 * spec.dim + 3 * query + 4 * kv + ffn) + FP32 * 4 * spec.dim
@@ -157,14 +163,14 @@ def activation_bytes_per_token(config: RunConfig, spec: ModelSpec, compute_bytes
     if checkpointing.kind == "attention":
         kept += compute_bytes * query + FP32 * spec.heads
     every = (spec.layers - recomputed) * block + recomputed * kept + (block if recomputed else 0)
-    away = float(config.memory.offload_activations)
-    return round((1 - away) * every + (2 * block if away else 0))
+    offloaded = float(config.memory.offload_activations)
+    return round((1 - offloaded) * every + (2 * block if offloaded else 0))
 
 
-def micro_batch_that_fits(need: Need, allowed: Sequence[int], memory: int) -> MicroBatch:
-    """Return the largest micro-batch that fits in 90 % of the memory, or the smallest if none does."""
-    fitting = [n for n in allowed if need.fits(n, memory)]
+def largest_that_fits(estimate: MemoryEstimate, allowed: Sequence[int], free: int) -> tuple[int, str]:
+    """Return the largest allowed micro-batch that fits, or the smallest if none does, and the arithmetic."""
+    fitting = [n for n in allowed if estimate.fits(n, free)]
     chosen = max(fitting, default=min(allowed))
-    sizes = [human_bytes(n) for n in (need.state, need.bytes(chosen), memory)]
+    sizes = [human_bytes(n) for n in (estimate.state, estimate.bytes(chosen), free)]
     arithmetic = f"{sizes[0]} of state, {sizes[1]} in all, {sizes[2]} free"
-    return MicroBatch(chosen, arithmetic if fitting else f"even {chosen} may not fit: {arithmetic}")
+    return chosen, arithmetic if fitting else f"even {chosen} may not fit: {arithmetic}"

@@ -1,7 +1,4 @@
-"""Resolve derived settings and reject illegal ones, without torch and before a process group exists.
-
-`resolve` is a pure function of the run file, a machine and the number of ranks.
-"""
+"""Resolve derived settings and reject illegal ones, without torch and before a process group exists."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +23,7 @@ from arriero.plan.layout import (
     stages_of,
     tokens_divisor,
 )
-from arriero.plan.memory import MicroBatch, Need, loss_chunk, micro_batch_that_fits, need_of
+from arriero.plan.memory import MemoryEstimate, estimate_memory, largest_that_fits, loss_chunk
 from arriero.units import Span, counted, human_bytes, human_count
 
 Compute = Literal["fp32", "bf16", "fp16"]
@@ -36,6 +33,7 @@ _FLOAT8_MULTIPLE = 16
 # parameters of a block below which compiling it does not pay
 _WORTH_COMPILING = 1_000_000
 _LEAST_MEMORY = "the rank with the least free memory decides"
+_KEY = "memory.activation_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,8 @@ class Share(NamedTuple):
 class Resolved:
     """All derived settings of a run. They are the same on every rank of equal machines.
 
-    `stages` are the blocks of each pipeline stage of the whole model; `shares` and `needs` have one entry per
-    phase.
+    `stages` are the blocks of each pipeline stage of the whole model; `shares` and `estimates` have one entry
+    per phase.
     """
 
     config: RunConfig
@@ -74,7 +72,7 @@ class Resolved:
     ring: int
     stages: tuple[range, ...]
     shares: tuple[Share, ...]
-    needs: tuple[Need, ...]
+    estimates: tuple[MemoryEstimate, ...]
     loss_chunk: int | Literal[False]
     activation_checkpointing: ActivationCheckpointing
     compiled: bool
@@ -89,14 +87,13 @@ class Resolved:
     @property
     def memory(self) -> MemorySection:
         """The memory section with the derived activation checkpointing."""
-        return self.config.memory.model_copy(
-            update={"activation_checkpointing": self.activation_checkpointing}
-        )
+        return _with_checkpointing(self.config, self.activation_checkpointing).memory
 
     @property
     def predicted_bytes(self) -> int:
         """The estimated peak memory of a rank, in the phase that needs most."""
-        return max(need.bytes(share.micro_batch) for need, share in zip(self.needs, self.shares, strict=True))
+        phases = zip(self.estimates, self.shares, strict=True)
+        return max(estimate.bytes(share.micro_batch) for estimate, share in phases)
 
     def stages_of(self, rank: int) -> list[range]:
         """Return the blocks of each stage that a rank holds."""
@@ -120,8 +117,37 @@ class Resolved:
         return replace(other, decisions=tuple(decisions))
 
 
+class _Run(NamedTuple):
+    """What the rules look at."""
+
+    config: RunConfig
+    machine: Machine
+    spec: ModelSpec
+    layout: Layout
+    compute: Compute
+    compiled: bool
+    chunk: int | Literal[False]
+
+    @property
+    def schedule(self) -> str:
+        return self.config.parallel.schedule
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.layout.pp > 1 and SCHEDULES[self.schedule].splits_backward
+
+    def estimates(self, checkpointing: ActivationCheckpointing) -> list[MemoryEstimate]:
+        """Return the memory estimate of each phase."""
+        config, on_gpu = _with_checkpointing(self.config, checkpointing), self.machine.is_gpu
+        sizes = self.spec, self.layout, BYTES[self.compute], self.chunk, on_gpu
+        return [estimate_memory(config_of(config, phase), *sizes) for phase in Timeline.of(config).phases]
+
+
 def resolve(config: RunConfig, machine: Machine, ranks: int) -> Resolved:
-    """Return all derived settings of a run, or raise one ConfigError with every problem."""
+    """Return all derived settings of a run, or raise one ConfigError with every problem.
+
+    A pure function of its arguments, cheap enough to call for many layouts.
+    """
     spec = ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
     parallel, problems = config.parallel, [*_device_problems(config, machine)]
     layout = _layout(parallel, ranks, problems)
@@ -131,21 +157,23 @@ def resolve(config: RunConfig, machine: Machine, ranks: int) -> Resolved:
     heads, kv_heads = (max(1, count // layout.tp) for count in (spec.heads, spec.kv_heads))
     ulysses, ring = divide_context(layout.cp, heads, kv_heads, parallel.context)
     chunk, chunk_reason = loss_chunk(config, spec, layout, BYTES[compute], machine)
-    checkpointing, checkpointing_reason = _checkpointing(config, spec, layout, BYTES[compute], chunk, machine)
-    needs = _needs(config, spec, layout, BYTES[compute], chunk, machine, checkpointing)
+    run = _Run(config, machine, spec, layout, compute, compiled, chunk)
+    checkpointing, checkpointing_reason = _checkpointing(run)
+    estimates = run.estimates(checkpointing)
     problems += _model_problems(spec, layout, stages)
-    problems += _context_problems(config, layout, ulysses, ring, heads, kv_heads)
-    problems += _setting_problems(config, layout, checkpointing, compiled, machine)
-    problems += _float8_problems(config, spec, layout, compute, machine)
+    problems += _context_problems(run, ulysses, ring, heads, kv_heads)
+    problems += _setting_problems(run, checkpointing)
+    problems += _float8_problems(run)
     shares: list[Share] = []
     share_decisions: list[Decision] = []
     if layout.ranks == ranks:
-        shares, share_decisions = _shares(config, spec, layout, stages, needs, machine, problems)
+        shares, share_decisions = _shares(run, stages, estimates, problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     cuts = cut_stages(spec, config.data.seq_len, stages)
+    device_reason = "a GPU is available" if machine.is_gpu else "no GPU is available"
     decisions = [
-        Decision("device", machine.name, _reason(config.run.device, _device_reason(machine))),
+        Decision("device", machine.name, _reason(config.run.device, device_reason)),
         Decision("compute", compute, compute_reason),
         Decision("compile", str(compiled).lower(), compile_reason),
         *share_decisions,
@@ -162,7 +190,7 @@ def resolve(config: RunConfig, machine: Machine, ranks: int) -> Resolved:
         ring=ring,
         stages=cuts,
         shares=tuple(shares),
-        needs=tuple(needs),
+        estimates=tuple(estimates),
         loss_chunk=chunk,
         activation_checkpointing=checkpointing,
         compiled=compiled,
@@ -175,8 +203,9 @@ def _reason(setting: object, reason: str) -> str:
     return reason if setting == "auto" else "as configured"
 
 
-def _device_reason(machine: Machine) -> str:
-    return "a GPU is available" if machine.is_gpu else "no GPU is available"
+def _with_checkpointing(config: RunConfig, checkpointing: ActivationCheckpointing) -> RunConfig:
+    memory = config.memory.model_copy(update={"activation_checkpointing": checkpointing})
+    return config.model_copy(update={"memory": memory})
 
 
 def _layout(section: ParallelSection, ranks: int, problems: list[Problem]) -> Layout:
@@ -189,7 +218,7 @@ def _layout(section: ParallelSection, ranks: int, problems: list[Problem]) -> La
     layout = Layout(**{axis: abs(degree) for axis, degree in degrees.items()})
     if len(open_axes) > 1:
         keys = " and ".join(f"parallel.{axis}" for axis in open_axes)
-        what = f"{keys} are both -1" if len(open_axes) == 2 else f"{keys} are all -1"
+        what = f"{keys} are {'both' if len(open_axes) == 2 else 'all'} -1"
         problems.append(Problem(f"parallel.{open_axes[-1]}", what, "leave at most one of them open"))
     elif layout.ranks != ranks:
         asked = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree not in (1, -1))
@@ -242,126 +271,92 @@ def _compiled(config: RunConfig, spec: ModelSpec, layout: Layout, machine: Machi
     return True, "faster on a GPU"
 
 
-def _needs(
-    config: RunConfig,
-    spec: ModelSpec,
-    layout: Layout,
-    compute_bytes: int,
-    chunk: int | Literal[False],
-    machine: Machine,
-    checkpointing: ActivationCheckpointing,
-) -> list[Need]:
-    """Return the memory estimate of each phase."""
-    memory = config.memory.model_copy(update={"activation_checkpointing": checkpointing})
-    config = config.model_copy(update={"memory": memory})
-    return [
-        need_of(config_of(config, phase), spec, layout, compute_bytes, chunk, machine.is_gpu)
-        for phase in Timeline.of(config).phases
-    ]
-
-
-def _checkpointing(
-    config: RunConfig,
-    spec: ModelSpec,
-    layout: Layout,
-    compute_bytes: int,
-    chunk: int | Literal[False],
-    machine: Machine,
-) -> tuple[ActivationCheckpointing, str]:
-    """Return the activation checkpointing; 'auto' takes the cheapest that fits at micro-batch 1."""
-    if config.memory.activation_checkpointing.kind != "auto":
-        return config.memory.activation_checkpointing, "as configured"
-    splits = layout.pp > 1 and SCHEDULES[config.parallel.schedule].splits_backward
-    kinds = [
-        ActivationCheckpointing("none"),
-        *([] if splits or config.memory.ffn_tile else [ActivationCheckpointing("selective")]),
-        ActivationCheckpointing("full"),
-    ]
+def _checkpointing(run: _Run) -> tuple[ActivationCheckpointing, str]:
+    """Return the activation checkpointing; 'auto' is the cheapest that fits at micro-batch 1."""
+    memory, free = run.config.memory, run.machine.memory_free
+    if memory.activation_checkpointing.kind != "auto":
+        return memory.activation_checkpointing, "as configured"
+    kinds = [ActivationCheckpointing("none"), ActivationCheckpointing("full")]
+    if not (run.splits_backward or memory.ffn_tile):
+        kinds.insert(1, ActivationCheckpointing("selective"))
     reason = ""
     for checkpointing in kinds:
-        needs = _needs(config, spec, layout, compute_bytes, chunk, machine, checkpointing)
-        least = [min(config.train.micro_batch or 1, need.sequences) for need in needs]
-        most = max(need.bytes(n) for need, n in zip(needs, least, strict=True))
-        fits = all(need.fits(n, machine.memory_free) for need, n in zip(needs, least, strict=True))
-        reason = (
-            f"{human_bytes(most)} at a micro-batch of {max(least)}, {human_bytes(machine.memory_free)} free"
-        )
-        if fits:
+        estimates = run.estimates(checkpointing)
+        sizes = [(each, min(run.config.train.micro_batch or 1, each.sequences)) for each in estimates]
+        most = max(estimate.bytes(size) for estimate, size in sizes)
+        reason = f"{human_bytes(most)} at a micro-batch of {sizes[0][1]}, {human_bytes(free)} free"
+        if all(estimate.fits(size, free) for estimate, size in sizes):
             return checkpointing, reason
     return kinds[-1], f"even this may not fit: {reason}"
 
 
 def _shares(
-    config: RunConfig,
-    spec: ModelSpec,
-    layout: Layout,
-    stages: int,
-    needs: Sequence[Need],
-    machine: Machine,
-    problems: list[Problem],
+    run: _Run, stages: int, estimates: Sequence[MemoryEstimate], problems: list[Problem]
 ) -> tuple[list[Share], list[Decision]]:
-    """Return micro-batch and gradient accumulation of each phase."""
-    if needs[0].state > machine.memory_free:
+    """Return micro-batch and gradient accumulation of each phase, with their decisions."""
+    free, state = run.machine.memory_free, estimates[0].state
+    if state > free:
         what = (
-            f"training {human_count(spec.parameters)} parameters needs {human_bytes(needs[0].state)} a rank "
-            f"for weights, gradients and optimizer state, and {human_bytes(machine.memory_free)} are free"
+            f"training {human_count(run.spec.parameters)} parameters needs {human_bytes(state)} per rank "
+            f"for weights, gradients and optimizer state, and {human_bytes(free)} are free"
         )
         todo = "shard it over more ranks, choose a smaller model, or a device with more memory"
         problems.append(Problem("model", what, todo))
     shares, decisions = [], []
-    given = config.train.micro_batch
-    largest = max(need.sequences for need in needs)
-    for i, (phase, need) in enumerate(zip(Timeline.of(config).phases, needs, strict=True)):
-        key = f"data.phases[{i - 1}].batch" if i else "train.batch"
-        if phase.sequences < layout.batch:
-            what = (
-                f"a batch of {counted(phase.sequences, 'sequence')} leaves some of the {layout.batch} "
-                "data-parallel ranks without any"
-            )
+    given, largest = run.config.train.micro_batch, max(each.sequences for each in estimates)
+    for i, (phase, estimate) in enumerate(zip(Timeline.of(run.config).phases, estimates, strict=True)):
+        key = _phase_key(i, "batch", "train.batch")
+        if phase.sequences < run.layout.batch:
+            batch = counted(phase.sequences, "sequence")
+            what = f"a batch of {batch} leaves some of the {run.layout.batch} data-parallel ranks without any"
             problems.append(Problem(key, what, "raise it, or give more ranks to cp, tp or pp"))
             continue
-        asked = min(given, need.sequences) if given and given <= largest else given
-        micro = _micro_batch(config.parallel.schedule, asked, layout, stages, need, machine.memory_free, key)
-        if isinstance(micro, Problem):
-            problems.append(micro)
+        asked = min(given, estimate.sequences) if given and given <= largest else given
+        found = _micro_batch(run, asked, stages, estimate, key)
+        if isinstance(found, Problem):
+            problems.append(found)
             continue
-        shares.append(Share(need.sequences, micro.sequences))
-        decisions.append(_share_decision(phase, shares[-1], micro.reason))
+        size, reason = found
+        shares.append(Share(estimate.sequences, size))
+        decisions.append(_share_decision(phase, shares[-1], reason))
     return shares, decisions
 
 
+def _phase_key(phase: int, name: str, first: str) -> str:
+    return f"data.phases[{phase - 1}].{name}" if phase else first
+
+
 def _micro_batch(
-    schedule: str, given: int | None, layout: Layout, stages: int, need: Need, memory: int, key: str
-) -> MicroBatch | Problem:
+    run: _Run, given: int | None, stages: int, estimate: MemoryEstimate, key: str
+) -> tuple[int, str] | Problem:
     """Choose a micro-batch; a pipeline needs equal ones, and enough of them to keep the stages busy."""
-    sequences, pp = need.sequences, layout.pp
+    sequences, pp, free = estimate.sequences, run.layout.pp, run.machine.memory_free
     counts = divisors(sequences)
     if pp > 1:
-        counts = list(micro_batch_counts(schedule, sequences, pp, stages // pp))
+        counts = list(micro_batch_counts(run.schedule, sequences, pp, stages // pp))
     allowed = [sequences // n for n in counts]
     uneven = given is not None and pp == 1 and given <= sequences
     if not allowed or (given is not None and given not in allowed and not uneven):
         size = f"micro-batches of {given}" if allowed else "micro-batches"
-        where = f" for the schedule '{schedule}' over {pp} ranks" if pp > 1 else ""
+        where = f" for the schedule '{run.schedule}' over {pp} ranks" if pp > 1 else ""
         what = f"the {sequences} sequences of a rank cannot be divided into {size}{where}"
         if given is None:
             return Problem(key, what, "raise it")
         return Problem("train.micro_batch", what, f"leave it out, or raise {key}")
     if given is not None:
-        return MicroBatch(given, "as configured")
+        return given, "as configured"
     if pp > 1:
         busy = [n for n in counts if n >= 4 * pp] or counts[-1:]
-        fits = micro_batch_that_fits(need, [sequences // n for n in busy], memory)
-        count = sequences // fits.sequences
-        return MicroBatch(fits.sequences, f"{count} micro-batches keep {pp} ranks busy; {fits.reason}")
-    equal = micro_batch_that_fits(need, allowed, memory)
+        size, reason = largest_that_fits(estimate, [sequences // n for n in busy], free)
+        return size, f"{sequences // size} micro-batches keep {pp} ranks busy; {reason}"
+    equal = largest_that_fits(estimate, allowed, free)
     # equal micro-batches, unless uneven ones halve their number
-    other = micro_batch_that_fits(need, _sizes(sequences), memory)
-    return other if other.sequences >= 2 * equal.sequences else equal
+    other = largest_that_fits(estimate, _sizes(sequences), free)
+    return other if other[0] >= 2 * equal[0] else equal
 
 
 def _sizes(sequences: int) -> list[int]:
-    """Return every size that the largest of n micro-batches can have, for all n: all ceil(sequences / n)."""
+    """Return ceil(sequences / n) for all n: every size that the largest of n micro-batches can have."""
     sizes, count = [], 1
     while count < sequences:
         less = (sequences - 1) // count
@@ -372,10 +367,12 @@ def _sizes(sequences: int) -> list[int]:
 
 def _share_decision(phase: Phase, share: Share, reason: str) -> Decision:
     value = f"{share.micro_batch} of {share.sequences} sequences"
+    if share.gradient_accumulation > 1:
+        value += f", gradient accumulation {share.gradient_accumulation}"
     if not phase.step:
         return Decision("micro-batch", value, reason)
     rate = f", learning rate {phase.lr:g}" if phase.lr else ""
-    work = f"{Span(phase.batch, 'tok')} a step in sequences of {phase.seq_len}{rate}, micro-batch {value}"
+    work = f"{Span(phase.batch, 'tok')} per step in sequences of {phase.seq_len}{rate}, micro-batch {value}"
     return Decision(f"from step {phase.step + 1:,}", work, reason)
 
 
@@ -387,7 +384,7 @@ def _layout_decisions(
     if layout.cp > 1:
         kinds = [f"{name} {n}" for name, n in (("Ulysses", ulysses), ("ring", ring)) if n > 1]
         reason = _reason(section.context, "Ulysses as far as the heads divide")
-        yield Decision("context", " x ".join(kinds), reason)
+        yield Decision("context parallel", " x ".join(kinds), reason)
     if layout.pp > 1:
         blocks = " | ".join(str(len(cut)) for cut in cuts)
         yield Decision("stages", f"{blocks} blocks", "balanced by cost, head and embedding included")
@@ -418,35 +415,28 @@ def _model_problems(spec: ModelSpec, layout: Layout, stages: int) -> Iterator[Pr
         yield Problem("parallel.pp", what, "lower parallel.pp or parallel.stages_per_rank")
 
 
-def _context_problems(
-    config: RunConfig, layout: Layout, ulysses: int, ring: int, heads: int, kv_heads: int
-) -> Iterator[Problem]:
-    cp, tp = layout.cp, layout.tp
-    if config.parallel.context == "ulysses" and ulysses < cp:
+def _context_problems(run: _Run, ulysses: int, ring: int, heads: int, kv_heads: int) -> Iterator[Problem]:
+    cp, tp = run.layout.cp, run.layout.tp
+    if run.config.parallel.context == "ulysses" and ulysses < cp:
         what = f"'ulysses' cannot share {heads} heads and {kv_heads} kv heads over cp {cp}"
         yield Problem("parallel.context", what, "set it to 'auto', which adds a ring")
         return
     pieces = tokens_divisor(ulysses, ring)
     both = " x ".join(f"{axis} {degree}" for axis, degree in (("cp", cp), ("tp", tp)) if degree > 1)
-    for i, phase in enumerate(Timeline.of(config).phases):
+    for i, phase in enumerate(Timeline.of(run.config).phases):
         for ranks, divisor in ((f"cp {cp}", pieces), (both, cp * tp)):
             if phase.seq_len % divisor:
                 halves = ", in two chunks each" if ring > 1 and divisor == pieces else ""
                 what = f"{phase.seq_len} does not divide over {ranks}{halves}"
-                key = f"data.phases[{i - 1}].seq_len" if i else "data.seq_len"
+                key = _phase_key(i, "seq_len", "data.seq_len")
                 yield Problem(key, what, f"make it a multiple of {divisor}")
                 break
 
 
-def _setting_problems(
-    config: RunConfig,
-    layout: Layout,
-    checkpointing: ActivationCheckpointing,
-    compiled: bool,
-    machine: Machine,
-) -> Iterator[Problem]:
+def _setting_problems(run: _Run, checkpointing: ActivationCheckpointing) -> Iterator[Problem]:
+    config, layout = run.config, run.layout
     if layout.pp > 1:
-        yield from _pipeline_problems(config, checkpointing, compiled, machine)
+        yield from _pipeline_problems(run, checkpointing)
     if config.data.packing == "none" and layout.cp * layout.tp * layout.pp > 1:
         what = "'none' makes batches of varying width, which cp, tp and pp cannot divide"
         yield Problem("data.packing", what, "set it to 'bestfit', or give the ranks to dp_shard")
@@ -457,87 +447,76 @@ def _setting_problems(
     if isinstance(group, int) and layout.fsdp % group:
         what = f"{group} does not divide the {layout.fsdp} ranks that share a copy of the weights"
         yield Problem("parallel.reshard", what, "use a divisor, such as the number of GPUs per node")
-    if config.parallel.async_tp and not (layout.tp > 1 and compiled and machine.is_gpu):
+    if config.parallel.async_tp and not (layout.tp > 1 and run.compiled and run.machine.is_gpu):
         what = "overlaps the communication of compiled, tensor-parallel layers on GPUs"
         todo = "remove it, or set parallel.tp and precision.compile on a GPU"
         yield Problem("parallel.async_tp", what, todo)
     if config.memory.ffn_tile and checkpointing.is_selective:
         what = f"recomputes its tiles itself, and '{checkpointing}' selects what to recompute"
-        todo = "set memory.activation_checkpointing to 'full' or 'none', or this to false"
-        yield Problem("memory.ffn_tile", what, todo)
-    if checkpointing.kind == "budget" and not compiled:
+        yield Problem("memory.ffn_tile", what, f"set {_KEY} to 'full' or 'none', or this to false")
+    if checkpointing.kind == "budget" and not run.compiled:
         what = f"'{checkpointing}' is applied by the compiler, and blocks are not compiled in this run"
-        todo = "set precision.compile to true, or use 'selective' or 'fraction:P'"
-        yield Problem("memory.activation_checkpointing", what, todo)
+        yield Problem(_KEY, what, "set precision.compile to true, or use 'selective' or 'fraction:P'")
 
 
-def _pipeline_problems(
-    config: RunConfig, checkpointing: ActivationCheckpointing, compiled: bool, machine: Machine
-) -> Iterator[Problem]:
-    name = config.parallel.schedule
-    schedule, other = SCHEDULES[name], "parallel.schedule to 'interleaved-1f1b'"
-    if schedule.splits_backward and checkpointing.is_selective:
-        what = (
-            f"the schedule '{name}' runs two backward passes, and '{checkpointing}' keeps its results for one"
-        )
-        yield Problem("memory.activation_checkpointing", what, f"set it to 'full' or 'none', or {other}")
-    if schedule.splits_backward and compiled:
+def _pipeline_problems(run: _Run, checkpointing: ActivationCheckpointing) -> Iterator[Problem]:
+    name, other = run.schedule, "set parallel.schedule to 'interleaved-1f1b'"
+    if run.splits_backward and checkpointing.is_selective:
+        what = f"the schedule '{name}' runs two backward passes; '{checkpointing}' keeps results for one"
+        yield Problem(_KEY, what, f"set it to 'full' or 'none', or {other}")
+    if run.splits_backward and run.compiled:
         what = f"the schedule '{name}' splits the backward pass, and compiled blocks cannot"
         yield Problem("precision.compile", what, f"set it to false, or {other}")
-    if config.parallel.sync == "each":
+    if run.config.parallel.sync == "each":
         what = "'each' is not possible in a pipeline, which reduces gradients after the last micro-batch"
         yield Problem("parallel.sync", what, "set it to 'last'")
-    if schedule.v_shaped and not machine.is_gpu and machine.torch < (2, 13):
+    if SCHEDULES[name].v_shaped and not run.machine.is_gpu and run.machine.torch < (2, 13):
         # before torch 2.13 gloo cannot send to its own rank, as a V does at its tip
-        version = ".".join(map(str, machine.torch))
+        version = ".".join(map(str, run.machine.torch))
         what = f"'{name}' needs torch 2.13 on a CPU, and this is {version}"
         yield Problem("parallel.schedule", what, "set it to 'zero-bubble' or 'interleaved-1f1b'")
 
 
-def _float8_problems(
-    config: RunConfig, spec: ModelSpec, layout: Layout, compute: Compute, machine: Machine
-) -> Iterator[Problem]:
-    section = config.precision
+def _float8_problems(run: _Run) -> Iterator[Problem]:
+    section, cp = run.config.precision, run.layout.cp
     if section.float8_head:
-        yield from _float8_head_problems(section, spec, machine)
+        yield from _float8_head_problems(run)
     if section.float8_all_gather:
-        yield from _float8_gather_problems(section, spec, layout)
+        yield from _float8_gather_problems(run)
     if section.float8 == "off":
         return
-    if compute != "bf16":
-        what = f"needs bf16 beside it, and this run computes in {compute}"
+    if run.compute != "bf16":
+        what = f"needs bf16 beside it, and this run computes in {run.compute}"
         yield Problem("precision.float8", what, "set precision.compute = 'bf16', or this to 'off'")
-    if config.data.packing == "none":
+    if run.config.data.packing == "none":
         what = f"rows of any length are not possible with float8, which multiplies in {_FLOAT8_MULTIPLE}s"
         yield Problem("data.packing", what, "use 'bestfit' or 'concat'")
         return
     # weight gradients are sums over the tokens of a micro-batch
-    multiple = _FLOAT8_MULTIPLE * layout.cp
-    ranks = f" on each of {layout.cp} ranks" if layout.cp > 1 else ""
-    for i, phase in enumerate(Timeline.of(config).phases):
+    multiple, ranks = _FLOAT8_MULTIPLE * cp, f" on each of {cp} ranks" if cp > 1 else ""
+    for i, phase in enumerate(Timeline.of(run.config).phases):
         if phase.seq_len % multiple:
-            key = f"data.phases[{i - 1}].seq_len" if i else "data.seq_len"
             what = f"{phase.seq_len} is not a multiple of {_FLOAT8_MULTIPLE}{ranks}, as float8 needs"
-            yield Problem(key, what, f"use a multiple of {multiple}")
+            yield Problem(_phase_key(i, "seq_len", "data.seq_len"), what, f"use a multiple of {multiple}")
 
 
-def _float8_head_problems(section: PrecisionSection, spec: ModelSpec, machine: Machine) -> Iterator[Problem]:
-    key = "precision.float8_head"
-    if section.float8 == "off":
+def _float8_head_problems(run: _Run) -> Iterator[Problem]:
+    key, machine = "precision.float8_head", run.machine
+    if run.config.precision.float8 == "off":
         what = "needs float8 in the blocks too, and precision.float8 is 'off'"
         yield Problem(key, what, "set precision.float8 to 'tensorwise', or this to false")
-    if spec.dim % _FLOAT8_MULTIPLE:
-        what = f"multiplies in {_FLOAT8_MULTIPLE}s, and the model is {spec.dim} wide"
+    if run.spec.dim % _FLOAT8_MULTIPLE:
+        what = f"multiplies in {_FLOAT8_MULTIPLE}s, and the model is {run.spec.dim} wide"
         yield Problem(key, what, f"turn it off, or use a width that is a multiple of {_FLOAT8_MULTIPLE}")
     if machine.is_gpu and not (machine.kind == "cuda" and machine.float8):
         what = f"has no kernels for {machine.name}, where it would be slower than bf16"
         yield Problem(key, what, "turn it off")
 
 
-def _float8_gather_problems(section: PrecisionSection, spec: ModelSpec, layout: Layout) -> Iterator[Problem]:
-    key = "precision.float8_all_gather"
-    if section.float8 != "tensorwise":
-        what = f"gathers weights with one scale per tensor, and precision.float8 is '{section.float8}'"
+def _float8_gather_problems(run: _Run) -> Iterator[Problem]:
+    key, spec, layout = "precision.float8_all_gather", run.spec, run.layout
+    if (kind := run.config.precision.float8) != "tensorwise":
+        what = f"gathers weights with one scale per tensor, and precision.float8 is '{kind}'"
         yield Problem(key, what, "set precision.float8 to 'tensorwise', or this to false")
     widths = (spec.attention_width, spec.kv_heads * spec.head_dim, spec.ffn)
     rows = [spec.dim, *(width // layout.tp for width in widths)]
