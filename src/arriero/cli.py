@@ -14,7 +14,6 @@ import arriero.checkpoint.commands as checkpoint_verbs
 import arriero.data.commands.datasets as dataset_verbs
 import arriero.data.commands.prepare as prepare_verbs
 import arriero.data.commands.runs as run_data_verbs
-import arriero.model.commands as model_verbs
 import arriero.plan.commands as config_verbs
 import arriero.train.commands as train_verbs
 from arriero import __version__
@@ -58,12 +57,12 @@ ckpt.command()(checkpoint_verbs.inspect)
 ckpt.command()(checkpoint_verbs.verify)
 ckpt.command()(checkpoint_verbs.prune)
 app.add_typer(config, name="config")
-config.command(cls=WithRunFile)(model_verbs.show)
+config.command(cls=WithRunFile)(config_verbs.show)
 config.command(cls=WithRunFile)(config_verbs.check)
 config.command()(config_verbs.schema)
 config.command()(config_verbs.explain)
 config.command()(config_verbs.reference)
-config.command()(model_verbs.models)
+config.command()(config_verbs.models)
 
 _MOVED = {
     "bench costs": (bench, "`make bench-costs` in a clone of the repository"),

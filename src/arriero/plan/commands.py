@@ -1,4 +1,4 @@
-"""The verbs of `arriero config` about the run file."""
+"""The verbs of `arriero config`: show, check, explain, schema, reference and models."""
 
 import json
 from dataclasses import asdict, replace
@@ -6,15 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
+from arriero.config.fields import to_toml
 from arriero.config.keys import ConfigError, alias_of, answer_to, facts_of, keys_of, suggestion
-from arriero.config.load import read_run
+from arriero.config.load import load_run, read_run
 from arriero.config.options import AsJson, Key, RunFile, Sets
 from arriero.config.schema import RunConfig
 from arriero.errors import UserError
-from arriero.model.presets import expand
+from arriero.model.presets import about, expand, load_preset, preset_names
+from arriero.model.spec import flops_per_token
 from arriero.plan.hardware import MACHINES, machine_named
 from arriero.plan.resolve import Decision, resolve
-from arriero.ui import Table, escape, facts, make_console, print_json
+from arriero.ui import Table, escape, facts, make_console, print_json, print_toml
 
 
 def schema() -> None:
@@ -190,3 +192,55 @@ def _table(section: str) -> list[str]:
 
 def _code(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def show(run_file: RunFile = None, sets: Sets = []) -> None:
+    """Print the resolved run file, each value with where it came from.
+
+    Example: arriero config show run.toml --set optim.lr=1e-3
+    """
+    loaded = load_run(run_file, sets, expand)
+    print_toml(to_toml(loaded.config, loaded.origin))
+
+
+def models(as_json: AsJson = False) -> None:
+    """List the model presets with parameters, GFLOP per token and size in bf16.
+
+    GFLOP per token counts forward and backward by the causal formula, at the model's longest sequence or at
+    8192 tokens if that is shorter.
+
+    Example: arriero config models
+    """
+    if as_json:
+        print_json({"models": [_model_facts(name) for name in preset_names()]})
+        return
+    headings = ("preset", ">parameters", ">GFLOP/token", ">at", ">in bf16", "what it is")
+    table = Table(*headings, no_wrap=("preset",))
+    for model in map(_model_facts, preset_names()):
+        table.row(
+            model["preset"],
+            _count(model["parameters"]),
+            f"{model['flops_per_token'] / 1e9:.3f}",
+            model["seq_len"],
+            f"{model['bf16_bytes'] / 1e9:.3f} GB",
+            model["about"],
+        )
+    make_console(wide=True).print(table)
+
+
+def _model_facts(name: str) -> dict[str, Any]:
+    spec = load_preset(name)
+    length = min(spec.max_seq_len, 8192)
+    return {
+        "preset": name,
+        "family": spec.family,
+        "parameters": spec.parameters,
+        "flops_per_token": flops_per_token(spec, length),
+        "seq_len": length,
+        "bf16_bytes": spec.bf16_bytes,
+        "about": about(name),
+    }
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.3f} B" if parameters >= 1e8 else f"{parameters / 1e6:.3f} M"

@@ -1,6 +1,6 @@
 """Resolve derived settings and reject illegal ones, without torch and before a process group exists."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple
@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple
 from arriero.config.fields import ActivationCheckpointing
 from arriero.config.keys import ConfigError, Problem
 from arriero.config.schema import MemorySection, ParallelSection, PrecisionSection, RunConfig
-from arriero.config.timeline import Phase, Timeline, config_of
-from arriero.model.family import family_of
+from arriero.config.timeline import Phase, Timeline
 from arriero.model.spec import ModelSpec
 from arriero.plan.hardware import Machine
 from arriero.plan.layout import (
@@ -21,19 +20,25 @@ from arriero.plan.layout import (
     divisors,
     micro_batch_counts,
     stages_of,
-    tokens_divisor,
 )
-from arriero.plan.memory import MemoryEstimate, estimate_memory, largest_that_fits, loss_chunk
+from arriero.plan.memory import MemoryEstimate, largest_that_fits, loss_chunk
+from arriero.plan.rules import (
+    BYTES,
+    Compute,
+    Draft,
+    context_problems,
+    device_problems,
+    float8_problems,
+    model_problems,
+    phase_key,
+    setting_problems,
+    with_checkpointing,
+)
 from arriero.units import Span, counted, human_bytes, human_count
 
-Compute = Literal["fp32", "bf16", "fp16"]
-BYTES: Mapping[Compute, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-# float8 matmuls take dimensions that are multiples of this
-_FLOAT8_MULTIPLE = 16
 # parameters of a block below which compiling it does not pay
 _WORTH_COMPILING = 1_000_000
 _LEAST_MEMORY = "the rank with the least free memory decides"
-_KEY = "memory.activation_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class Resolved:
     @property
     def memory(self) -> MemorySection:
         """The memory section with the derived activation checkpointing."""
-        return _with_checkpointing(self.config, self.activation_checkpointing).memory
+        return with_checkpointing(self.config, self.activation_checkpointing).memory
 
     @property
     def predicted_bytes(self) -> int:
@@ -117,39 +122,13 @@ class Resolved:
         return replace(other, decisions=tuple(decisions))
 
 
-class _Run(NamedTuple):
-    """What the rules look at."""
-
-    config: RunConfig
-    machine: Machine
-    spec: ModelSpec
-    layout: Layout
-    compute: Compute
-    compiled: bool
-    chunk: int | Literal[False]
-
-    @property
-    def schedule(self) -> str:
-        return self.config.parallel.schedule
-
-    @property
-    def splits_backward(self) -> bool:
-        return self.layout.pp > 1 and SCHEDULES[self.schedule].splits_backward
-
-    def estimates(self, checkpointing: ActivationCheckpointing) -> list[MemoryEstimate]:
-        """Return the memory estimate of each phase."""
-        config, on_gpu = _with_checkpointing(self.config, checkpointing), self.machine.is_gpu
-        sizes = self.spec, self.layout, BYTES[self.compute], self.chunk, on_gpu
-        return [estimate_memory(config_of(config, phase), *sizes) for phase in Timeline.of(config).phases]
-
-
 def resolve(config: RunConfig, machine: Machine, ranks: int) -> Resolved:
     """Return all derived settings of a run, or raise one ConfigError with every problem.
 
     A pure function of its arguments, cheap enough to call for many layouts.
     """
     spec = ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
-    parallel, problems = config.parallel, [*_device_problems(config, machine)]
+    parallel, problems = config.parallel, [*device_problems(config, machine)]
     layout = _layout(parallel, ranks, problems)
     compute, compute_reason = _compute(config.precision, machine, problems)
     stages = layout.pp * _stages_per_rank(parallel, problems) if layout.pp > 1 else 1
@@ -157,17 +136,17 @@ def resolve(config: RunConfig, machine: Machine, ranks: int) -> Resolved:
     heads, kv_heads = (max(1, count // layout.tp) for count in (spec.heads, spec.kv_heads))
     ulysses, ring = divide_context(layout.cp, heads, kv_heads, parallel.context)
     chunk, chunk_reason = loss_chunk(config, spec, layout, BYTES[compute], machine)
-    run = _Run(config, machine, spec, layout, compute, compiled, chunk)
-    checkpointing, checkpointing_reason = _checkpointing(run)
-    estimates = run.estimates(checkpointing)
-    problems += _model_problems(spec, layout, stages)
-    problems += _context_problems(run, ulysses, ring, heads, kv_heads)
-    problems += _setting_problems(run, checkpointing)
-    problems += _float8_problems(run)
+    draft = Draft(config, machine, spec, layout, compute, compiled, chunk)
+    checkpointing, checkpointing_reason = _checkpointing(draft)
+    estimates = draft.estimates(checkpointing)
+    problems += model_problems(spec, layout, stages)
+    problems += context_problems(draft, ulysses, ring, heads, kv_heads)
+    problems += setting_problems(draft, checkpointing)
+    problems += float8_problems(draft)
     shares: list[Share] = []
     share_decisions: list[Decision] = []
     if layout.ranks == ranks:
-        shares, share_decisions = _shares(run, stages, estimates, problems)
+        shares, share_decisions = _shares(draft, stages, estimates, problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     cuts = cut_stages(spec, config.data.seq_len, stages)
@@ -201,11 +180,6 @@ def resolve(config: RunConfig, machine: Machine, ranks: int) -> Resolved:
 
 def _reason(setting: object, reason: str) -> str:
     return reason if setting == "auto" else "as configured"
-
-
-def _with_checkpointing(config: RunConfig, checkpointing: ActivationCheckpointing) -> RunConfig:
-    memory = config.memory.model_copy(update={"activation_checkpointing": checkpointing})
-    return config.model_copy(update={"memory": memory})
 
 
 def _layout(section: ParallelSection, ranks: int, problems: list[Problem]) -> Layout:
@@ -271,18 +245,18 @@ def _compiled(config: RunConfig, spec: ModelSpec, layout: Layout, machine: Machi
     return True, "faster on a GPU"
 
 
-def _checkpointing(run: _Run) -> tuple[ActivationCheckpointing, str]:
+def _checkpointing(draft: Draft) -> tuple[ActivationCheckpointing, str]:
     """Return the activation checkpointing; 'auto' is the cheapest that fits at micro-batch 1."""
-    memory, free = run.config.memory, run.machine.memory_free
+    memory, free = draft.config.memory, draft.machine.memory_free
     if memory.activation_checkpointing.kind != "auto":
         return memory.activation_checkpointing, "as configured"
     kinds = [ActivationCheckpointing("none"), ActivationCheckpointing("full")]
-    if not (run.splits_backward or memory.ffn_tile):
+    if not (draft.splits_backward or memory.ffn_tile):
         kinds.insert(1, ActivationCheckpointing("selective"))
     reason = ""
     for checkpointing in kinds:
-        estimates = run.estimates(checkpointing)
-        sizes = [(each, min(run.config.train.micro_batch or 1, each.sequences)) for each in estimates]
+        estimates = draft.estimates(checkpointing)
+        sizes = [(each, min(draft.config.train.micro_batch or 1, each.sequences)) for each in estimates]
         most = max(estimate.bytes(size) for estimate, size in sizes)
         reason = f"{human_bytes(most)} at a micro-batch of {sizes[0][1]}, {human_bytes(free)} free"
         if all(estimate.fits(size, free) for estimate, size in sizes):
@@ -291,28 +265,30 @@ def _checkpointing(run: _Run) -> tuple[ActivationCheckpointing, str]:
 
 
 def _shares(
-    run: _Run, stages: int, estimates: Sequence[MemoryEstimate], problems: list[Problem]
+    draft: Draft, stages: int, estimates: Sequence[MemoryEstimate], problems: list[Problem]
 ) -> tuple[list[Share], list[Decision]]:
     """Return micro-batch and gradient accumulation of each phase, with their decisions."""
-    free, state = run.machine.memory_free, estimates[0].state
+    free, state = draft.machine.memory_free, estimates[0].state
     if state > free:
         what = (
-            f"training {human_count(run.spec.parameters)} parameters needs {human_bytes(state)} per rank "
+            f"training {human_count(draft.spec.parameters)} parameters needs {human_bytes(state)} per rank "
             f"for weights, gradients and optimizer state, and {human_bytes(free)} are free"
         )
         todo = "shard it over more ranks, choose a smaller model, or a device with more memory"
         problems.append(Problem("model", what, todo))
     shares, decisions = [], []
-    given, largest = run.config.train.micro_batch, max(each.sequences for each in estimates)
-    for i, (phase, estimate) in enumerate(zip(Timeline.of(run.config).phases, estimates, strict=True)):
-        key = _phase_key(i, "batch", "train.batch")
-        if phase.sequences < run.layout.batch:
+    given, largest = draft.config.train.micro_batch, max(each.sequences for each in estimates)
+    for i, (phase, estimate) in enumerate(zip(Timeline.of(draft.config).phases, estimates, strict=True)):
+        key = phase_key(i, "batch", "train.batch")
+        if phase.sequences < draft.layout.batch:
             batch = counted(phase.sequences, "sequence")
-            what = f"a batch of {batch} leaves some of the {run.layout.batch} data-parallel ranks without any"
+            what = (
+                f"a batch of {batch} leaves some of the {draft.layout.batch} data-parallel ranks without any"
+            )
             problems.append(Problem(key, what, "raise it, or give more ranks to cp, tp or pp"))
             continue
         asked = min(given, estimate.sequences) if given and given <= largest else given
-        found = _micro_batch(run, asked, stages, estimate, key)
+        found = _micro_batch(draft, asked, stages, estimate, key)
         if isinstance(found, Problem):
             problems.append(found)
             continue
@@ -322,23 +298,19 @@ def _shares(
     return shares, decisions
 
 
-def _phase_key(phase: int, name: str, first: str) -> str:
-    return f"data.phases[{phase - 1}].{name}" if phase else first
-
-
 def _micro_batch(
-    run: _Run, given: int | None, stages: int, estimate: MemoryEstimate, key: str
+    draft: Draft, given: int | None, stages: int, estimate: MemoryEstimate, key: str
 ) -> tuple[int, str] | Problem:
     """Choose a micro-batch; a pipeline needs equal ones, and enough of them to keep the stages busy."""
-    sequences, pp, free = estimate.sequences, run.layout.pp, run.machine.memory_free
+    sequences, pp, free = estimate.sequences, draft.layout.pp, draft.machine.memory_free
     counts = divisors(sequences)
     if pp > 1:
-        counts = list(micro_batch_counts(run.schedule, sequences, pp, stages // pp))
+        counts = list(micro_batch_counts(draft.schedule, sequences, pp, stages // pp))
     allowed = [sequences // n for n in counts]
     uneven = given is not None and pp == 1 and given <= sequences
     if not allowed or (given is not None and given not in allowed and not uneven):
         size = f"micro-batches of {given}" if allowed else "micro-batches"
-        where = f" for the schedule '{run.schedule}' over {pp} ranks" if pp > 1 else ""
+        where = f" for the schedule '{draft.schedule}' over {pp} ranks" if pp > 1 else ""
         what = f"the {sequences} sequences of a rank cannot be divided into {size}{where}"
         if given is None:
             return Problem(key, what, "raise it")
@@ -388,141 +360,3 @@ def _layout_decisions(
     if layout.pp > 1:
         blocks = " | ".join(str(len(cut)) for cut in cuts)
         yield Decision("stages", f"{blocks} blocks", "balanced by cost, head and embedding included")
-
-
-def _device_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
-    wanted = config.run.device
-    if wanted == "cuda" and not machine.is_gpu:
-        yield Problem("run.device", f"is 'cuda', and {machine.name} is no GPU", "set it to 'auto' or 'cpu'")
-    if wanted == "cpu" and machine.is_gpu:
-        yield Problem("run.device", f"is 'cpu', and {machine.name} is a GPU", "set it to 'auto' or 'cuda'")
-
-
-def _model_problems(spec: ModelSpec, layout: Layout, stages: int) -> Iterator[Problem]:
-    tp = layout.tp
-    if tp > 1 and not family_of(spec.family).placements:
-        what = f"the model family '{spec.family}' has no tensor-parallel placements"
-        yield Problem("parallel.tp", what, "set it to 1")
-    for name, count in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("ffn", spec.ffn)):
-        if count % tp:
-            what = f"model.{name} ({count}) does not divide over tp {tp}"
-            yield Problem("parallel.tp", what, f"use a divisor of {count}")
-    if -(-spec.vocab_size // tp) * (tp - 1) >= spec.vocab_size:
-        what = f"a vocabulary of {spec.vocab_size} leaves one of tp {tp} ranks without a row"
-        yield Problem("parallel.tp", what, "use a smaller tp")
-    if spec.layers < stages:
-        what = f"{spec.layers} layers cannot fill {stages} pipeline stages"
-        yield Problem("parallel.pp", what, "lower parallel.pp or parallel.stages_per_rank")
-
-
-def _context_problems(run: _Run, ulysses: int, ring: int, heads: int, kv_heads: int) -> Iterator[Problem]:
-    cp, tp = run.layout.cp, run.layout.tp
-    if run.config.parallel.context == "ulysses" and ulysses < cp:
-        what = f"'ulysses' cannot share {heads} heads and {kv_heads} kv heads over cp {cp}"
-        yield Problem("parallel.context", what, "set it to 'auto', which adds a ring")
-        return
-    pieces = tokens_divisor(ulysses, ring)
-    both = " x ".join(f"{axis} {degree}" for axis, degree in (("cp", cp), ("tp", tp)) if degree > 1)
-    for i, phase in enumerate(Timeline.of(run.config).phases):
-        for ranks, divisor in ((f"cp {cp}", pieces), (both, cp * tp)):
-            if phase.seq_len % divisor:
-                halves = ", in two chunks each" if ring > 1 and divisor == pieces else ""
-                what = f"{phase.seq_len} does not divide over {ranks}{halves}"
-                key = _phase_key(i, "seq_len", "data.seq_len")
-                yield Problem(key, what, f"make it a multiple of {divisor}")
-                break
-
-
-def _setting_problems(run: _Run, checkpointing: ActivationCheckpointing) -> Iterator[Problem]:
-    config, layout = run.config, run.layout
-    if layout.pp > 1:
-        yield from _pipeline_problems(run, checkpointing)
-    if config.data.packing == "none" and layout.cp * layout.tp * layout.pp > 1:
-        what = "'none' makes batches of varying width, which cp, tp and pp cannot divide"
-        yield Problem("data.packing", what, "set it to 'bestfit', or give the ranks to dp_shard")
-    if config.memory.offload_state and not layout.uses_fsdp:
-        what = f"moves shards, and the layout {layout} has none"
-        yield Problem("memory.offload_state", what, "remove it, or give ranks to dp_shard")
-    group = config.parallel.reshard
-    if isinstance(group, int) and layout.fsdp % group:
-        what = f"{group} does not divide the {layout.fsdp} ranks that share a copy of the weights"
-        yield Problem("parallel.reshard", what, "use a divisor, such as the number of GPUs per node")
-    if config.parallel.async_tp and not (layout.tp > 1 and run.compiled and run.machine.is_gpu):
-        what = "overlaps the communication of compiled, tensor-parallel layers on GPUs"
-        todo = "remove it, or set parallel.tp and precision.compile on a GPU"
-        yield Problem("parallel.async_tp", what, todo)
-    if config.memory.ffn_tile and checkpointing.is_selective:
-        what = f"recomputes its tiles itself, and '{checkpointing}' selects what to recompute"
-        yield Problem("memory.ffn_tile", what, f"set {_KEY} to 'full' or 'none', or this to false")
-    if checkpointing.kind == "budget" and not run.compiled:
-        what = f"'{checkpointing}' is applied by the compiler, and blocks are not compiled in this run"
-        yield Problem(_KEY, what, "set precision.compile to true, or use 'selective' or 'fraction:P'")
-
-
-def _pipeline_problems(run: _Run, checkpointing: ActivationCheckpointing) -> Iterator[Problem]:
-    name, other = run.schedule, "set parallel.schedule to 'interleaved-1f1b'"
-    if run.splits_backward and checkpointing.is_selective:
-        what = f"the schedule '{name}' runs two backward passes; '{checkpointing}' keeps results for one"
-        yield Problem(_KEY, what, f"set it to 'full' or 'none', or {other}")
-    if run.splits_backward and run.compiled:
-        what = f"the schedule '{name}' splits the backward pass, and compiled blocks cannot"
-        yield Problem("precision.compile", what, f"set it to false, or {other}")
-    if run.config.parallel.sync == "each":
-        what = "'each' is not possible in a pipeline, which reduces gradients after the last micro-batch"
-        yield Problem("parallel.sync", what, "set it to 'last'")
-    if SCHEDULES[name].v_shaped and not run.machine.is_gpu and run.machine.torch < (2, 13):
-        # before torch 2.13 gloo cannot send to its own rank, as a V does at its tip
-        version = ".".join(map(str, run.machine.torch))
-        what = f"'{name}' needs torch 2.13 on a CPU, and this is {version}"
-        yield Problem("parallel.schedule", what, "set it to 'zero-bubble' or 'interleaved-1f1b'")
-
-
-def _float8_problems(run: _Run) -> Iterator[Problem]:
-    section, cp = run.config.precision, run.layout.cp
-    if section.float8_head:
-        yield from _float8_head_problems(run)
-    if section.float8_all_gather:
-        yield from _float8_gather_problems(run)
-    if section.float8 == "off":
-        return
-    if run.compute != "bf16":
-        what = f"needs bf16 beside it, and this run computes in {run.compute}"
-        yield Problem("precision.float8", what, "set precision.compute = 'bf16', or this to 'off'")
-    if run.config.data.packing == "none":
-        what = f"rows of any length are not possible with float8, which multiplies in {_FLOAT8_MULTIPLE}s"
-        yield Problem("data.packing", what, "use 'bestfit' or 'concat'")
-        return
-    # weight gradients are sums over the tokens of a micro-batch
-    multiple, ranks = _FLOAT8_MULTIPLE * cp, f" on each of {cp} ranks" if cp > 1 else ""
-    for i, phase in enumerate(Timeline.of(run.config).phases):
-        if phase.seq_len % multiple:
-            what = f"{phase.seq_len} is not a multiple of {_FLOAT8_MULTIPLE}{ranks}, as float8 needs"
-            yield Problem(_phase_key(i, "seq_len", "data.seq_len"), what, f"use a multiple of {multiple}")
-
-
-def _float8_head_problems(run: _Run) -> Iterator[Problem]:
-    key, machine = "precision.float8_head", run.machine
-    if run.config.precision.float8 == "off":
-        what = "needs float8 in the blocks too, and precision.float8 is 'off'"
-        yield Problem(key, what, "set precision.float8 to 'tensorwise', or this to false")
-    if run.spec.dim % _FLOAT8_MULTIPLE:
-        what = f"multiplies in {_FLOAT8_MULTIPLE}s, and the model is {run.spec.dim} wide"
-        yield Problem(key, what, f"turn it off, or use a width that is a multiple of {_FLOAT8_MULTIPLE}")
-    if machine.is_gpu and not (machine.kind == "cuda" and machine.float8):
-        what = f"has no kernels for {machine.name}, where it would be slower than bf16"
-        yield Problem(key, what, "turn it off")
-
-
-def _float8_gather_problems(run: _Run) -> Iterator[Problem]:
-    key, spec, layout = "precision.float8_all_gather", run.spec, run.layout
-    if (kind := run.config.precision.float8) != "tensorwise":
-        what = f"gathers weights with one scale per tensor, and precision.float8 is '{kind}'"
-        yield Problem(key, what, "set precision.float8 to 'tensorwise', or this to false")
-    widths = (spec.attention_width, spec.kv_heads * spec.head_dim, spec.ffn)
-    rows = [spec.dim, *(width // layout.tp for width in widths)]
-    if layout.fsdp == 1:
-        what = f"no weights are sharded in the layout {layout}, so none are gathered"
-        yield Problem(key, what, "remove it, or raise parallel.dp_shard")
-    elif any(n % layout.fsdp for n in rows):
-        what = f"needs layers whose rows divide over {layout.fsdp} ranks"
-        yield Problem(key, what, "turn it off, or use another parallel.dp_shard")

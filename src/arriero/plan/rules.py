@@ -1,0 +1,196 @@
+"""Rules about settings that exclude each other, or that a layout, a model or a machine does not allow.
+
+Each rule yields problems with the key to change and what to do. Most layout rules belong here.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from arriero.config.fields import ActivationCheckpointing
+from arriero.config.keys import Problem
+from arriero.config.schema import RunConfig
+from arriero.config.timeline import Timeline, config_of
+from arriero.model.family import family_of
+from arriero.model.spec import ModelSpec
+from arriero.plan.hardware import Machine
+from arriero.plan.layout import SCHEDULES, Layout, tokens_divisor
+from arriero.plan.memory import MemoryEstimate, estimate_memory
+
+Compute = Literal["fp32", "bf16", "fp16"]
+BYTES: Mapping[Compute, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+# float8 matmuls take dimensions that are multiples of this
+_FLOAT8_MULTIPLE = 16
+_KEY = "memory.activation_checkpointing"
+
+
+class Draft(NamedTuple):
+    """The settings that are derived first, and that the rules look at."""
+
+    config: RunConfig
+    machine: Machine
+    spec: ModelSpec
+    layout: Layout
+    compute: Compute
+    compiled: bool
+    chunk: int | Literal[False]
+
+    @property
+    def schedule(self) -> str:
+        return self.config.parallel.schedule
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.layout.pp > 1 and SCHEDULES[self.schedule].splits_backward
+
+    def estimates(self, checkpointing: ActivationCheckpointing) -> list[MemoryEstimate]:
+        """Return the memory estimate of each phase."""
+        config, on_gpu = with_checkpointing(self.config, checkpointing), self.machine.is_gpu
+        sizes = self.spec, self.layout, BYTES[self.compute], self.chunk, on_gpu
+        return [estimate_memory(config_of(config, phase), *sizes) for phase in Timeline.of(config).phases]
+
+
+def with_checkpointing(config: RunConfig, checkpointing: ActivationCheckpointing) -> RunConfig:
+    memory = config.memory.model_copy(update={"activation_checkpointing": checkpointing})
+    return config.model_copy(update={"memory": memory})
+
+
+def phase_key(phase: int, name: str, first: str) -> str:
+    return f"data.phases[{phase - 1}].{name}" if phase else first
+
+
+def device_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
+    wanted = config.run.device
+    if wanted == "cuda" and not machine.is_gpu:
+        yield Problem("run.device", f"is 'cuda', and {machine.name} is no GPU", "set it to 'auto' or 'cpu'")
+    if wanted == "cpu" and machine.is_gpu:
+        yield Problem("run.device", f"is 'cpu', and {machine.name} is a GPU", "set it to 'auto' or 'cuda'")
+
+
+def model_problems(spec: ModelSpec, layout: Layout, stages: int) -> Iterator[Problem]:
+    tp = layout.tp
+    if tp > 1 and not family_of(spec.family).placements:
+        what = f"the model family '{spec.family}' has no tensor-parallel placements"
+        yield Problem("parallel.tp", what, "set it to 1")
+    for name, count in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("ffn", spec.ffn)):
+        if count % tp:
+            what = f"model.{name} ({count}) does not divide over tp {tp}"
+            yield Problem("parallel.tp", what, f"use a divisor of {count}")
+    if -(-spec.vocab_size // tp) * (tp - 1) >= spec.vocab_size:
+        what = f"a vocabulary of {spec.vocab_size} leaves one of tp {tp} ranks without a row"
+        yield Problem("parallel.tp", what, "use a smaller tp")
+    if spec.layers < stages:
+        what = f"{spec.layers} layers cannot fill {stages} pipeline stages"
+        yield Problem("parallel.pp", what, "lower parallel.pp or parallel.stages_per_rank")
+
+
+def context_problems(draft: Draft, ulysses: int, ring: int, heads: int, kv_heads: int) -> Iterator[Problem]:
+    cp, tp = draft.layout.cp, draft.layout.tp
+    if draft.config.parallel.context == "ulysses" and ulysses < cp:
+        what = f"'ulysses' cannot share {heads} heads and {kv_heads} kv heads over cp {cp}"
+        yield Problem("parallel.context", what, "set it to 'auto', which adds a ring")
+        return
+    pieces = tokens_divisor(ulysses, ring)
+    both = " x ".join(f"{axis} {degree}" for axis, degree in (("cp", cp), ("tp", tp)) if degree > 1)
+    for i, phase in enumerate(Timeline.of(draft.config).phases):
+        for ranks, divisor in ((f"cp {cp}", pieces), (both, cp * tp)):
+            if phase.seq_len % divisor:
+                halves = ", in two chunks each" if ring > 1 and divisor == pieces else ""
+                what = f"{phase.seq_len} does not divide over {ranks}{halves}"
+                key = phase_key(i, "seq_len", "data.seq_len")
+                yield Problem(key, what, f"make it a multiple of {divisor}")
+                break
+
+
+def setting_problems(draft: Draft, checkpointing: ActivationCheckpointing) -> Iterator[Problem]:
+    config, layout = draft.config, draft.layout
+    if layout.pp > 1:
+        yield from _pipeline_problems(draft, checkpointing)
+    if config.data.packing == "none" and layout.cp * layout.tp * layout.pp > 1:
+        what = "'none' makes batches of varying width, which cp, tp and pp cannot divide"
+        yield Problem("data.packing", what, "set it to 'bestfit', or give the ranks to dp_shard")
+    if config.memory.offload_state and not layout.uses_fsdp:
+        what = f"moves shards, and the layout {layout} has none"
+        yield Problem("memory.offload_state", what, "remove it, or give ranks to dp_shard")
+    group = config.parallel.reshard
+    if isinstance(group, int) and layout.fsdp % group:
+        what = f"{group} does not divide the {layout.fsdp} ranks that share a copy of the weights"
+        yield Problem("parallel.reshard", what, "use a divisor, such as the number of GPUs per node")
+    if config.parallel.async_tp and not (layout.tp > 1 and draft.compiled and draft.machine.is_gpu):
+        what = "overlaps the communication of compiled, tensor-parallel layers on GPUs"
+        todo = "remove it, or set parallel.tp and precision.compile on a GPU"
+        yield Problem("parallel.async_tp", what, todo)
+    if config.memory.ffn_tile and checkpointing.is_selective:
+        what = f"recomputes its tiles itself, and '{checkpointing}' selects what to recompute"
+        yield Problem("memory.ffn_tile", what, f"set {_KEY} to 'full' or 'none', or this to false")
+    if checkpointing.kind == "budget" and not draft.compiled:
+        what = f"'{checkpointing}' is applied by the compiler, and blocks are not compiled in this run"
+        yield Problem(_KEY, what, "set precision.compile to true, or use 'selective' or 'fraction:P'")
+
+
+def _pipeline_problems(draft: Draft, checkpointing: ActivationCheckpointing) -> Iterator[Problem]:
+    name, other = draft.schedule, "set parallel.schedule to 'interleaved-1f1b'"
+    if draft.splits_backward and checkpointing.is_selective:
+        what = f"the schedule '{name}' runs two backward passes; '{checkpointing}' keeps results for one"
+        yield Problem(_KEY, what, f"set it to 'full' or 'none', or {other}")
+    if draft.splits_backward and draft.compiled:
+        what = f"the schedule '{name}' splits the backward pass, and compiled blocks cannot"
+        yield Problem("precision.compile", what, f"set it to false, or {other}")
+    if draft.config.parallel.sync == "each":
+        what = "'each' is not possible in a pipeline, which reduces gradients after the last micro-batch"
+        yield Problem("parallel.sync", what, "set it to 'last'")
+    if SCHEDULES[name].v_shaped and not draft.machine.is_gpu and draft.machine.torch < (2, 13):
+        # before torch 2.13 gloo cannot send to its own rank, as a V does at its tip
+        version = ".".join(map(str, draft.machine.torch))
+        what = f"'{name}' needs torch 2.13 on a CPU, and this is {version}"
+        yield Problem("parallel.schedule", what, "set it to 'zero-bubble' or 'interleaved-1f1b'")
+
+
+def float8_problems(draft: Draft) -> Iterator[Problem]:
+    section, cp = draft.config.precision, draft.layout.cp
+    if section.float8_head:
+        yield from _float8_head_problems(draft)
+    if section.float8_all_gather:
+        yield from _float8_gather_problems(draft)
+    if section.float8 == "off":
+        return
+    if draft.compute != "bf16":
+        what = f"needs bf16 beside it, and this run computes in {draft.compute}"
+        yield Problem("precision.float8", what, "set precision.compute = 'bf16', or this to 'off'")
+    if draft.config.data.packing == "none":
+        what = f"rows of any length are not possible with float8, which multiplies in {_FLOAT8_MULTIPLE}s"
+        yield Problem("data.packing", what, "use 'bestfit' or 'concat'")
+        return
+    # weight gradients are sums over the tokens of a micro-batch
+    multiple, ranks = _FLOAT8_MULTIPLE * cp, f" on each of {cp} ranks" if cp > 1 else ""
+    for i, phase in enumerate(Timeline.of(draft.config).phases):
+        if phase.seq_len % multiple:
+            what = f"{phase.seq_len} is not a multiple of {_FLOAT8_MULTIPLE}{ranks}, as float8 needs"
+            yield Problem(phase_key(i, "seq_len", "data.seq_len"), what, f"use a multiple of {multiple}")
+
+
+def _float8_head_problems(draft: Draft) -> Iterator[Problem]:
+    key, machine = "precision.float8_head", draft.machine
+    if draft.config.precision.float8 == "off":
+        what = "needs float8 in the blocks too, and precision.float8 is 'off'"
+        yield Problem(key, what, "set precision.float8 to 'tensorwise', or this to false")
+    if draft.spec.dim % _FLOAT8_MULTIPLE:
+        what = f"multiplies in {_FLOAT8_MULTIPLE}s, and the model is {draft.spec.dim} wide"
+        yield Problem(key, what, f"turn it off, or use a width that is a multiple of {_FLOAT8_MULTIPLE}")
+    if machine.is_gpu and not (machine.kind == "cuda" and machine.float8):
+        what = f"has no kernels for {machine.name}, where it would be slower than bf16"
+        yield Problem(key, what, "turn it off")
+
+
+def _float8_gather_problems(draft: Draft) -> Iterator[Problem]:
+    key, spec, layout = "precision.float8_all_gather", draft.spec, draft.layout
+    if (kind := draft.config.precision.float8) != "tensorwise":
+        what = f"gathers weights with one scale per tensor, and precision.float8 is '{kind}'"
+        yield Problem(key, what, "set precision.float8 to 'tensorwise', or this to false")
+    widths = (spec.attention_width, spec.kv_heads * spec.head_dim, spec.ffn)
+    rows = [spec.dim, *(width // layout.tp for width in widths)]
+    if layout.fsdp == 1:
+        what = f"no weights are sharded in the layout {layout}, so none are gathered"
+        yield Problem(key, what, "remove it, or raise parallel.dp_shard")
+    elif any(n % layout.fsdp for n in rows):
+        what = f"needs layers whose rows divide over {layout.fsdp} ranks"
+        yield Problem(key, what, "turn it off, or use another parallel.dp_shard")
