@@ -415,13 +415,6 @@ def _momentum_has_a_use(optim) -> list[Problem]:
     return [Problem("optim.momentum", what, "remove it, or set optim.name to 'muon' or 'sgd'")]
 
 
-def _a_run_has_one_beginning(checkpoint) -> list[Problem]:
-    if checkpoint.start_from is None or checkpoint.resume_from is None:
-        return []
-    what = "a run starts from weights alone, or continues another (checkpoint.resume_from): not both"
-    return [Problem("checkpoint.start_from", what, "remove one of them")]
-
-
 _RULES = [
     (("data", "model"), _sequence_fits_model),
     (("data", "train"), _batch_is_whole_sequences),
@@ -434,5 +427,4 @@ _RULES = [
     (("schedule",), _decay_is_wsd),
     (("eval",), _eval_has_data),
     (("optim",), _momentum_has_a_use),
-    (("checkpoint",), _a_run_has_one_beginning),
 ]

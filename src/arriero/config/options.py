@@ -85,5 +85,5 @@ def _completed(incomplete: str, after: str) -> list[str]:
     from arriero.config.keys import all_keys
     from arriero.config.schema import RunConfig
 
-    keys = [key for key in all_keys(RunConfig) if not key.startswith("data.phases.")]
+    keys = [key for key in all_keys(RunConfig) if not key.startswith(("data.phases.", "optim.groups."))]
     return [f"{key}{after}" for key in keys if key.startswith(incomplete)]

@@ -206,6 +206,18 @@ class TrainSection(Section):
     )
 
 
+class GroupSection(Section):
+    match: str = Field(description="Name pattern of the parameters: '*norm.weight', 'blocks.0.*'.")
+    lr_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        1.0, description="Multiplies the learning rate of every step."
+    )
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="Weight decay of all parameters of the group, vectors included; unless given, that of "
+        "parameters outside groups.",
+    )
+
+
 class OptimSection(Section):
     name: Literal["adamw", "muon", "sgd"] = Field(
         "adamw",
@@ -227,7 +239,19 @@ class OptimSection(Section):
         "fp32 it is rounded stochastically.",
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.1, description="Decoupled decay of matrices; norms and biases are never decayed."
+        0.1,
+        description="Decoupled weight decay of matrices; norms and biases have none, unless optim.groups "
+        "gives them one.",
+    )
+    groups: tuple[GroupSection, ...] = Field(
+        (),
+        description="Parameter groups with their own learning rate and weight decay. A parameter belongs to "
+        "the first group that matches its name.",
+    )
+    freeze: tuple[str, ...] = Field(
+        (),
+        description="Parameters that are not trained, by name pattern: 'embedding.*'. They are saved and "
+        "exported.",
     )
     clip: Annotated[float, Field(gt=0)] | Literal[False] = Field(
         1.0, description="Largest global gradient norm; false does not clip."
@@ -424,12 +448,14 @@ class CheckpointSection(Section):
         None,
         description="Warm start: initialise the weights of a new run from a checkpoint, a run directory "
         "or a model in any format `arriero ckpt convert` reads, hf://OWNER/MODEL included. Step, optimizer "
-        "and data start from scratch.",
+        "and data start from scratch, unless resume_from names the checkpoint they come from.",
     )
     resume_from: str | None = Field(
         None,
         description="A checkpoint or run directory that a new run continues: weights, optimizer, step and "
-        "data position. A run resumes from its own newest checkpoint without this key.",
+        "data position. With start_from, everything but the weights. A run that has a checkpoint of its own "
+        "resumes from the newest without these keys; if resume_from names that very checkpoint, start_from "
+        "replaces its weights.",
     )
     start_over: bool = Field(
         False,

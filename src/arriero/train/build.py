@@ -10,7 +10,7 @@ import torch
 from arriero.checkpoint.directory import find_checkpoints, require_space, resolve_checkpoint
 from arriero.checkpoint.manager import Checkpoints
 from arriero.checkpoint.state import describe_parts, local_parts, named_tensors, total_bytes
-from arriero.config.schema import RunConfig
+from arriero.config.schema import OptimSection, RunConfig
 from arriero.config.timeline import Timeline, total_steps
 from arriero.data.order.ledger import check_data_unchanged, order_version
 from arriero.data.order.loader import Loader
@@ -27,6 +27,7 @@ from arriero.data.workers import ProgressCallback
 from arriero.errors import UserError
 from arriero.kernels import enable_kernels
 from arriero.kernels.float8 import computes_float8
+from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.parallel.apply import ModelOptions, parallelize
 from arriero.parallel.context import local_positions, shard_batch
@@ -45,13 +46,14 @@ from arriero.train.finish import check_export
 from arriero.train.forward_backward import Evaluator, ForwardBackward
 from arriero.train.hooks import Hook, Hooks
 from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoard
-from arriero.train.model_state import ModelState
+from arriero.train.model_state import ModelState, matching
 from arriero.train.optim.optimizer import Optimizer
 from arriero.train.resume import CheckpointLoader, StartingPoint, checkpoint_ranks, start_run
 from arriero.train.rundir import open_run_directory, run_directory, starts_over
 from arriero.train.saving import Saver, merge_over_stages
-from arriero.train.schedule import Rates
+from arriero.train.schedule import LearningRates
 from arriero.train.session import RunRecord, Session, SessionData
+from arriero.units import human_count
 
 
 def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[Hook] = ()) -> Session:
@@ -95,7 +97,7 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
         mesh=mesh,
         model=model,
         optimizer=optimizer,
-        schedule=Rates(config),
+        schedule=LearningRates(config),
         phase_passes=_phase_passes(plan, model, mesh),
         data=SessionData(streams.train, batches, outlooks, tokenizer, separators, max_steps),
         evaluator=build_evaluator(plan, mesh, streams),
@@ -126,11 +128,37 @@ def build_model_state(plan: Arrangement, mesh: Mesh) -> tuple[ModelState, list[D
     has_own_masters = plan.config.precision.master == "bf16" or plan.dtype == torch.float32 or mesh.shards
     tied = {"head.weight": "embedding.weight"} if resolved.spec.tied and resolved.layout.pp > 1 else {}
     model = ModelState.of(parts, None if has_own_masters else plan.dtype, tied)
-    if (precision := plan.config.precision).float8 == "off":
-        return model, []
-    head = "the head and " if precision.float8_head else ""
-    emulated = "" if computes_float8(device) else ", emulated: this device has no float8"
-    return model, [Decision("float8", precision.float8, head + float8.summary + emulated)]
+    model.freeze(plan.config.optim.freeze)
+    decisions = parameter_decisions(plan.config.optim, resolved.spec)
+    if (precision := plan.config.precision).float8 != "off":
+        head = "the head and " if precision.float8_head else ""
+        emulated = "" if computes_float8(device) else ", emulated: this device has no float8"
+        decisions.append(Decision("float8", precision.float8, head + float8.summary + emulated))
+    return model, decisions
+
+
+def parameter_decisions(optim: OptimSection, spec: ModelSpec) -> list[Decision]:
+    """Report frozen parameters and parameter groups; reject patterns of [optim] that match nothing."""
+    sizes = {name: tensor.numel() for name, tensor in own_tensors(spec).items()}
+    frozen = {name for pattern in optim.freeze for name in matching("optim.freeze", pattern, sizes)}
+    if len(frozen) == len(sizes):
+        raise UserError("optim.freeze leaves no parameter to train", "remove a pattern")
+    decisions, left = [], {name: size for name, size in sizes.items() if name not in frozen}
+    if frozen:
+        count, total = (human_count(sum(sizes[name] for name in names)) for names in (frozen, sizes))
+        why = f"{count} of {total} parameters are not trained"
+        decisions.append(Decision("frozen", ", ".join(optim.freeze), why))
+    for i, group in enumerate(optim.groups):
+        key = f"optim.groups[{i}].match"
+        names = [name for name in matching(key, group.match, sizes) if name in left]
+        if not names:
+            what = f"{key}: '{group.match}' matches only parameters that are frozen or in an earlier group"
+            raise UserError(what, "move the group up, or remove it")
+        decay = "" if group.weight_decay is None else f", weight decay {group.weight_decay:g}"
+        value = f"learning rate x {group.lr_factor:g}{decay}"
+        why = f"{human_count(sum(left.pop(name) for name in names))} parameters"
+        decisions.append(Decision(f"group {group.match}", value, why))
+    return decisions
 
 
 def _model_options(plan: Arrangement) -> ModelOptions:
@@ -302,9 +330,9 @@ def _data_decisions(config: RunConfig, streams: Streams) -> list[Decision]:
     """Report how long the data lasts, and a warm-up that is longer than the run."""
     last = max_steps_by_epochs(streams)
     decisions = [] if last is None else [Decision("data lasts", f"{last} steps", "max_epochs")]
-    rates, steps = Rates(config), total_steps(config)
+    rates, steps = LearningRates(config), total_steps(config)
     if steps and config.schedule.warmup and rates.timeline.steps_of(config.schedule.warmup) > steps:
-        peak = rates.share(steps - 1)
+        peak = rates.fraction(steps - 1)
         why = f"longer than the run: the learning rate ends at {peak:.0%} of optim.lr"
         decisions.append(Decision("warm-up", str(config.schedule.warmup), why))
     return decisions

@@ -144,14 +144,16 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     return {plain_name(name): p for part in parts for name, p in part.named_parameters()}
 
 
-def require_match(key: str, pattern: str, names: Iterable[str]) -> None:
-    """Reject a name pattern of the run file that matches no parameter."""
+def matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the parameter names that match a pattern of the run file, of which there must be some."""
     names = list(names)
-    if not any(fnmatchcase(name, pattern) for name in names):
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
         raise UserError(
             f"{key}: '{pattern}' matches no parameter",
-            f"names look like '{nearest(pattern, names) or names[0]}'; '*' stands for anything",
+            f"names look like '{nearest(pattern, names, cutoff=0.3) or names[0]}'; '*' stands for anything",
         )
+    return found
 
 
 def _with_master(name: str, parameter: nn.Parameter, dtype: torch.dtype | None) -> Weight:

@@ -9,11 +9,19 @@ from arriero.config.timeline import Timeline
 from arriero.data.order.ledger import LEDGER, read_ledger
 from arriero.errors import UserError
 from arriero.files import publish_file
-from arriero.train.schedule import Rates
+from arriero.train.schedule import LearningRates
 
 _RUN_FILE = "run.toml"
 # keys that a new run may change when it continues a checkpoint of another
-_FORKABLE = ("optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.clip", "train.z_loss")
+_FORKABLE = (
+    "optim.lr",
+    "optim.betas",
+    "optim.eps",
+    "optim.weight_decay",
+    "optim.groups",
+    "optim.clip",
+    "train.z_loss",
+)
 _FREE_SECTIONS = ("parallel", "memory", "checkpoint", "observe", "schedule")
 _FREE = (
     "run.name",
@@ -118,9 +126,9 @@ def refuse_other_phases(there: RunConfig, here: RunConfig, steps: int) -> None:
 
 def refuse_other_rates(there: RunConfig, here: RunConfig, steps: int) -> None:
     """A run may be lengthened, and its schedule change, where the steps it took had the same rates."""
-    old, new = Rates(there), Rates(here)
-    for step in range(0 if old.same_shape(new) else steps):
-        if (was := old.share(step)) != (now := new.share(step)):
+    old, new = LearningRates(there), LearningRates(here)
+    for step in range(0 if old.has_same_shape(new) else steps):
+        if (was := old.fraction(step)) != (now := new.fraction(step)):
             keep = there.schedule.horizon or there.train.horizon
             digits = next(n for n in range(4, 18) if f"{was:.{n}g}" != f"{now:.{n}g}")
             raise UserError(

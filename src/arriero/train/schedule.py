@@ -1,4 +1,4 @@
-"""Learning-rate shapes: pure functions of the tokens seen before a step. Peak = 1."""
+"""Learning-rate schedules: pure functions of the tokens consumed before a step, with a peak of 1."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from arriero.config.timeline import Timeline
 
 @dataclass(frozen=True)
 class Shape:
-    """Where a schedule's parts lie, in tokens."""
+    """A schedule with its lengths in tokens."""
 
     kind: str
     warmup: int
@@ -19,7 +19,7 @@ class Shape:
     decay: int
 
     def at(self, tokens: int, step: int) -> float:
-        """The share of the peak for a step of `step` tokens, after `tokens`."""
+        """Return the fraction of the peak for a step of `step` tokens after `tokens` tokens."""
         return _SHAPES[self.kind](self, tokens, step)
 
 
@@ -40,7 +40,7 @@ def make_shape(schedule: ScheduleSection, train: TrainSection, timeline: Timelin
     return Shape(schedule.kind, warmup, horizon, floor, decay)
 
 
-class Rates:
+class LearningRates:
     """The learning rate of each step of a run."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -49,25 +49,25 @@ class Rates:
         self._peak = config.optim.lr
 
     def at(self, step: int) -> float:
-        """After `step` steps."""
+        """Return the learning rate of the step after `step` steps."""
         phase = self.timeline.at(step)
-        return (phase.lr or self._peak) * self.share(step)
+        return (phase.lr or self._peak) * self.fraction(step)
 
-    def same_shape(self, other: "Rates") -> bool:
+    def has_same_shape(self, other: "LearningRates") -> bool:
         return self._shape == other._shape
 
-    def share(self, step: int) -> float:
+    def fraction(self, step: int) -> float:
         return self._shape.at(self.timeline.tokens_after(step), self.timeline.at(step).batch)
 
 
 def _warmup(shape: Shape, tokens: int, step: int) -> float:
-    """The step that completes the warm-up is the first at full rate; no step has rate zero."""
+    """Rise linearly; the step that completes the warm-up has the full rate, and no step has rate zero."""
     done = tokens + step
     return min(1.0, done / shape.warmup) if shape.warmup else 1.0
 
 
 def _after_warmup(shape: Shape, tokens: int, step: int) -> float:
-    """0 at the end of the warm-up, 1 at the last step."""
+    """Return 0 at the end of the warm-up and 1 at the last step."""
     done = tokens + step
     return min(1.0, max(0.0, (done - shape.warmup) / max(1, shape.horizon - shape.warmup)))
 
@@ -81,8 +81,8 @@ def _linear(shape: Shape, tokens: int, step: int) -> float:
 
 
 def _cosine(shape: Shape, tokens: int, step: int) -> float:
-    swing = 0.5 * (1 + math.cos(math.pi * _after_warmup(shape, tokens, step)))
-    return _warmup(shape, tokens, step) * (shape.floor + (1 - shape.floor) * swing)
+    cosine = 0.5 * (1 + math.cos(math.pi * _after_warmup(shape, tokens, step)))
+    return _warmup(shape, tokens, step) * (shape.floor + (1 - shape.floor) * cosine)
 
 
 def _wsd(shape: Shape, tokens: int, step: int) -> float:
@@ -91,7 +91,7 @@ def _wsd(shape: Shape, tokens: int, step: int) -> float:
 
 
 def _frontier(shape: Shape, tokens: int, step: int) -> float:
-    """frontier-torchtitan: (s + 1)/(w + 1), then a line that reaches zero one step past the last."""
+    """frontier-torchtitan: (s + 1)/(w + 1), then linear to zero one step after the last."""
     if tokens < shape.warmup:
         return (tokens + step) / (shape.warmup + step)
     passed = (tokens - shape.warmup) / max(1, shape.horizon - shape.warmup)
@@ -99,10 +99,10 @@ def _frontier(shape: Shape, tokens: int, step: int) -> float:
 
 
 def _fms(shape: Shape, tokens: int, _: int) -> float:
-    """fms-fsdp: a quadratic warm-up under a cosine that starts at token 0."""
-    rest = 1 - min(tokens, shape.warmup) / shape.warmup if shape.warmup else 0.0
-    swing = 0.5 * (1 + math.cos(math.pi * min(1.0, tokens / shape.horizon)))
-    return min(1 - rest**2, shape.floor + (1 - shape.floor) * swing)
+    """fms-fsdp: the smaller of a quadratic warm-up and a cosine that starts at token 0."""
+    left = 1 - min(tokens, shape.warmup) / shape.warmup if shape.warmup else 0.0
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, tokens / shape.horizon)))
+    return min(1 - left**2, shape.floor + (1 - shape.floor) * cosine)
 
 
 def _fms_annealing(shape: Shape, tokens: int, _: int) -> float:

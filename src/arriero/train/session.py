@@ -28,7 +28,7 @@ from arriero.train.model_state import ModelState
 from arriero.train.optim.optimizer import Optimizer
 from arriero.train.rundir import run_directory
 from arriero.train.saving import Outcome, Saver
-from arriero.train.schedule import Rates
+from arriero.train.schedule import LearningRates
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Session:
     mesh: Mesh
     model: ModelState
     optimizer: Optimizer
-    schedule: Rates
+    schedule: LearningRates
     phase_passes: Sequence[ForwardBackward]
     data: SessionData
     evaluator: Evaluator | None

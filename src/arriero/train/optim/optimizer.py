@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
@@ -168,8 +169,15 @@ def _rules(weights: Mapping[str, Weight], config: OptimSection, noise: Noise) ->
 
 
 def group_rates(weight: Weight, config: OptimSection) -> GroupRates:
-    """Return learning-rate factor and weight decay: by default only matrices are decayed."""
-    return GroupRates(1.0, config.weight_decay if weight.parameter.ndim > 1 else 0.0)
+    """Return learning-rate factor and weight decay of a parameter: those of the first group that matches.
+
+    By default only matrices are decayed.
+    """
+    decay = config.weight_decay if weight.parameter.ndim > 1 else 0.0
+    for group in config.groups:
+        if fnmatchcase(weight.name, group.match):
+            return GroupRates(group.lr_factor, decay if group.weight_decay is None else group.weight_decay)
+    return GroupRates(1.0, decay)
 
 
 class GradientAccumulator:
