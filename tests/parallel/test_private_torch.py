@@ -25,6 +25,7 @@ PRIVATE = {
     "torch._inductor.config._micro_pipeline_tp": "parallel/tensor.py",
     "torch._scaled_mm": "kernels/float8.py",
     "torch._subclasses.fake_tensor.FakeTensorMode": "checkpoint/formats/tensor_files.py",
+    "torch.cuda._sleep": "parallel/shared_gpu.py",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": "parallel/activation_checkpointing.py",
     "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "parallel/tensor.py",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
@@ -33,6 +34,7 @@ PRIVATE = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper": (
         "parallel/activation_checkpointing.py"
     ),
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "checkpoint/save_plan.py",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "parallel/dtensor.py",
     "torch.distributed.tensor.placement_types._StridedShard": "parallel/dtensor.py",
     "torch.ops._c10d_functional": "parallel/activation_checkpointing.py",
