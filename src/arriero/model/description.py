@@ -1,4 +1,4 @@
-"""What a directory says about the model in it, beside the weights."""
+"""The description of a stored model beside its weights: model.toml, run.toml, config.json or params.json."""
 
 import json
 import tomllib
@@ -21,7 +21,7 @@ _STATE = "state.json"
 
 @dataclass(frozen=True)
 class Description:
-    """`tokens` are ids under Hugging Face's names; `remarks` are what the user must know about them."""
+    """`tokens` are token ids under Hugging Face's names; `remarks` are notes about them for the user."""
 
     spec: ModelSpec
     tokens: Mapping[str, Any] = field(default_factory=dict)
@@ -39,7 +39,7 @@ def write_description(spec: ModelSpec, tokens: Mapping[str, Any], directory: Pat
 
 
 def read_description(directory: Path) -> Description | None:
-    """From model.toml, or from run.toml and state.json of a training checkpoint. None if there is neither."""
+    """Read model.toml, or run.toml and state.json of a training checkpoint; None if there is neither."""
     path = next((p for p in (directory / NAME, directory / "run.toml") if p.is_file()), None)
     if path is None:
         return None
@@ -58,19 +58,19 @@ def read_description(directory: Path) -> Description | None:
         return Description(spec, checked_token_ids(path, table.get("tokens", {})))
     tokens = read_json(directory / _STATE).get("token_ids") if (directory / _STATE).is_file() else None
     if tokens is None:
-        older = f"{directory} does not record its token ids, being from an older version"
+        older = f"{directory} was written by an older version, which did not record token ids"
         return Description(spec, remarks=(f"{older}: BOS and EOS are guessed from names in its tokenizer",))
     return Description(spec, checked_token_ids(directory / _STATE, tokens))
 
 
 def checked_token_ids(path: Path, tokens: Any) -> dict[str, Any]:
-    """Token ids under Hugging Face's names, as `path` gives them. Some models have several EOS or PAD ids."""
+    """Return token ids under Hugging Face's names after a check. Some models have several EOS or PAD ids."""
     if not isinstance(tokens, dict):
         raise UserError(f"{path}: the token ids are {tokens!r}, not a table", "copy the checkpoint again")
     for name, value in tokens.items():
         several = isinstance(value, list) and value and name != "bos_token_id"
         ids = value if several else [value]
-        # older configs write -1 for a token that the tokenizer does not have
+        # old configs contain -1 for a token that the tokenizer does not have
         if name != "add_bos_token" and not all(type(i) is int and -1 <= i < 2**31 for i in ids):
             raise UserError(f"{path}: {name} is {value!r}, not a token id", "copy or download it again")
         if name == "add_bos_token" and not isinstance(value, bool):
@@ -79,14 +79,14 @@ def checked_token_ids(path: Path, tokens: Any) -> dict[str, Any]:
 
 
 def model_at(path: Path, own: Mapping[str, Any]) -> ModelSpec:
-    """The model of a directory in any format, of a checkpoint or of a run, without reading weights.
+    """Return the model of a directory in any format, of a checkpoint or of a run, without reading weights.
 
-    Meta's params.json leaves open whether the head is tied, and Llama 2's the vocabulary: `own` says it.
+    `own` gives what Meta's params.json does not: whether the head is tied, and Llama 2's vocabulary size.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist", "give a model directory, a checkpoint or a run")
     directory = path if path.is_dir() else path.parent
-    # not those that were renamed aside or never finished
+    # without directories that were renamed or never finished
     found = directory.glob("checkpoints/step-*/run.toml")
     saved = sorted(file for file in found if file.parent.name.removeprefix("step-").isdigit())
     if (about := read_description(saved[-1].parent if saved else directory)) is not None:
@@ -108,10 +108,10 @@ def model_at(path: Path, own: Mapping[str, Any]) -> ModelSpec:
 def expand_from(
     table: Mapping[str, Any], sections: Mapping[str, Any], embedded: Collection[str]
 ) -> ModelSpec:
-    """The model of checkpoint.start_from or resume_from; keys of [model] that contradict it are refused.
+    """Return the model of checkpoint.start_from or resume_from; keys of [model] must not contradict it.
 
-    Where the directory cannot be read, a complete [model] is used, or the run's own record of it: a run that
-    has checkpoints of its own does not need the directory any more.
+    If the directory cannot be read, a complete [model] is used, or the run's own run.toml: a run with
+    checkpoints of its own does not need the directory any more.
     """
     section = sections["checkpoint"]
     key = "start_from" if section.start_from else "resume_from"
@@ -126,13 +126,13 @@ def expand_from(
             return _recorded(sections, key, path) or completed(table, sections)
         except UserError:
             raise UserError(f"checkpoint.{key}: {error.what}", error.todo) from None
-    wanted = resolve(preset, own) if preset else _laid_over(found, own)
-    refuse_model_changes(f"checkpoint.{key}: {path}", found, wanted, section.load.allow_model_changes)
+    wanted = resolve(preset, own) if preset else _overridden(found, own)
+    check_model_unchanged(f"checkpoint.{key}: {path}", found, wanted, section.load.allow_model_changes)
     return wanted
 
 
 def _recorded(sections: Mapping[str, Any], key: str, path: str) -> ModelSpec | None:
-    """The model of a run that began there earlier, from its run.toml."""
+    """Return the model of a run that started from `path` earlier, from its run.toml."""
     run = sections.get("run")
     file = Path(run.dir) / run.name / "run.toml" if run is not None else None
     if file is None or not file.is_file():
@@ -142,7 +142,7 @@ def _recorded(sections: Mapping[str, Any], key: str, path: str) -> ModelSpec | N
     return found.spec if found is not None and began == path else None
 
 
-def _laid_over(found: ModelSpec, own: Mapping[str, Any]) -> ModelSpec:
+def _overridden(found: ModelSpec, own: Mapping[str, Any]) -> ModelSpec:
     fields = found.to_dict()
     scaling = own.get("rope_scaling")
     if isinstance(scaling, Mapping):
@@ -155,27 +155,30 @@ def _laid_over(found: ModelSpec, own: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec.from_dict(merged)
 
 
-def refuse_model_changes(
+def check_model_unchanged(
     where: str, found: ModelSpec, wanted: ModelSpec, allowed: Collection[str] = ()
 ) -> None:
-    """`allowed` are patterns of keys of [model] that may differ."""
+    """Raise UserError if keys of [model] differ, except those that match a pattern in `allowed`."""
     old, new = ({**spec.to_dict(), "nominal_params": None} for spec in (found, wanted))
-    odd = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    odd = [name for name in odd if not any(fnmatchcase(name, pattern) for pattern in allowed)]
-    if odd:
-        told = ", ".join(f"{n} = {toml_value(old.get(n))} (the run: {toml_value(new.get(n))})" for n in odd)
+    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    changed = [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in allowed)]
+    if changed:
+        both = ", ".join(
+            f"{n} = {toml_value(old.get(n))} (the run: {toml_value(new.get(n))})" for n in changed
+        )
         raise UserError(
-            f"{where} is another model: it has {told}",
-            f"remove {', '.join(f'model.{name}' for name in odd)}, or allow the change: "
-            f"checkpoint.load.allow_model_changes = {toml_value(odd)}",
+            f"{where} is another model: it has {both}",
+            f"remove {', '.join(f'model.{name}' for name in changed)}, or allow the change: "
+            f"checkpoint.load.allow_model_changes = {toml_value(changed)}",
         )
 
 
-def described(directory: Path) -> Description:
+def require_description(directory: Path) -> Description:
+    """Read the description of a directory that must have one."""
     found = read_description(directory)
     if found is None:
         raise UserError(
-            f"{directory} holds weights but neither {NAME} nor run.toml to tell which model they are",
+            f"{directory} holds weights but neither {NAME} nor run.toml, which describe the model",
             f"write {NAME} there, with the [model] section of the run file",
         )
     return found

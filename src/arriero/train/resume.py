@@ -38,7 +38,7 @@ from arriero.data.text.hub import local_model
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition, same_ids
 from arriero.errors import UserError
 from arriero.events import EVENTS, EventLog
-from arriero.model.description import described, refuse_model_changes
+from arriero.model.description import check_model_unchanged, require_description
 from arriero.model.spec import ModelSpec
 from arriero.parallel.mesh import Mesh
 from arriero.plan.resolve import Decision
@@ -86,7 +86,7 @@ class CheckpointLoader:
     def open(self, path: str, key: str) -> SavedCheckpoint:
         """Return the checkpoint a user named; reject a damaged one and one of another model."""
         saved = open_checkpoint(Path(path), key, self.ranks)
-        self._check_model(saved.directory, described(saved.directory).spec)
+        self._check_model(saved.directory, require_description(saved.directory).spec)
         return saved
 
     def _load(self, saved: SavedCheckpoint, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> None:
@@ -123,7 +123,7 @@ class CheckpointLoader:
 
     def _check_model(self, where: Path, found: ModelSpec) -> None:
         spec = self.model.parts[0].spec
-        refuse_model_changes(str(where), found, spec, self.allowed.allow_model_changes)
+        check_model_unchanged(str(where), found, spec, self.allowed.allow_model_changes)
 
 
 def checkpoint_ranks(mesh: Mesh) -> Ranks:

@@ -24,7 +24,7 @@ from arriero.checkpoint.formats.model_reader import (
 )
 from arriero.checkpoint.formats.tensor_files import Advance, TorchFileWriter, TorchReader, no_progress
 from arriero.errors import UserError
-from arriero.model.description import described
+from arriero.model.description import require_description
 from arriero.model.name_maps import check_tensors, own_tensors
 
 _PREFIX = "model."
@@ -33,7 +33,7 @@ _TODO = "copy the checkpoint again, or take another"
 
 def open_dcp(directory: Path) -> ModelReader:
     """Open the weights of a training checkpoint, or of a directory that `write_dcp` wrote."""
-    about = described(directory)
+    about = require_description(directory)
     spec = about.spec
     reader = SafeDcpReader(directory)
     found = {}
@@ -146,7 +146,7 @@ def open_torch(path: Path) -> ModelReader:
     directory, file = (path, path / TORCH_NAME) if path.is_dir() else (path.parent, path)
     reader = TorchReader(file)
     found = dict(reader.tensors)
-    about = described(directory)
+    about = require_description(directory)
     spec = about.spec
     if spec.tied:
         found.pop("head.weight", None)

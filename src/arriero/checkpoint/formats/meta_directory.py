@@ -40,7 +40,7 @@ def open_meta(directory: Path) -> ModelReader:
         raise UserError(
             f"{files[0].path} lacks {meta.EMBEDDING} or {meta.HEAD}", "give Meta's original weights"
         )
-    rule = meta.rule_of_shards(pieces[0][meta.EMBEDDING], params.get("dim", 0))
+    rule = meta.rule_of_stored_shards(pieces[0][meta.EMBEDDING], params.get("dim", 0))
     whole = {}
     for name, piece in pieces[0].items():
         shape = meta.merged_shape(name, [shard[name] for shard in pieces], rule)
@@ -72,7 +72,7 @@ def write_meta(
     rule = writing.meta_rule or meta.rule_of(spec)
     kv_heads = meta.stored_kv_heads(spec, shards)
     params = meta.meta_params(spec, rule, kv_heads)
-    meta.refuse_indivisible(spec, shards, rule)
+    meta.check_divisible(spec, shards, rule)
     recipe, own = meta.meta_from_own(spec, kv_heads), source.tensors
     planned = {
         name: meta.split(name, made.of(own.__getitem__), shards, rule) for name, made in recipe.items()

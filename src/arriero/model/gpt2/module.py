@@ -1,4 +1,4 @@
-"""GPT-2: LayerNorm, learned positions, biases, GELU."""
+"""The GPT-2 module: LayerNorm, learned position embeddings, biases, GELU."""
 
 from torch import Tensor, nn
 

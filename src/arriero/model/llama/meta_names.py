@@ -1,4 +1,4 @@
-"""Meta's own layout of Llama: names, params.json, rotary order, and how tensors are cut into shards."""
+"""Meta's format of Llama: tensor names, params.json, RoPE order, and how tensors are split into shards."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from arriero.model.description import read_json
 from arriero.model.name_maps import TensorRule, unchanged
 from arriero.model.spec import ModelSpec, RopeScaling
 
-Rule = Literal["llama2", "llama3"]
+ShardRule = Literal["llama2", "llama3"]
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 _BLOCK = {
@@ -31,7 +31,7 @@ _BLOCK = {
 _BY_ROWS, _BY_COLUMNS = ("wq", "wk", "wv", "w1", "w3", "output"), ("wo", "w2")
 _FOREIGN = ("vision_chunk_size", "vision_model", "moe_args", "quantization_args", "lora_args")
 _SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
-# the pairs of Llama 2 and 3 as published
+# (multiple_of, ffn_dim_multiplier) of the published Llama 2 and 3 models
 _WIDTHS = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
 
 
@@ -40,7 +40,7 @@ _Real = Annotated[float, Field(gt=0, le=1e15)]
 
 
 class _Params(BaseModel):
-    """Types of params.json. The defaults only stand in for missing keys, which `spec_from_params` reports."""
+    """Types of params.json. Defaults are for type checks only; `spec_from_params` reports missing keys."""
 
     dim: _Dim = 1
     n_layers: _Dim = 1
@@ -64,13 +64,13 @@ def read_params(path: Path) -> dict[str, Any]:
     return params
 
 
-def rule_of(spec: ModelSpec) -> Rule:
-    """Which of Meta's two code bases a model belongs to: the vocabulary tells, 32,000 or 128,256."""
+def rule_of(spec: ModelSpec) -> ShardRule:
+    """Return which of Meta's two code bases reads a model, by its vocabulary: 32,000 or 128,256."""
     return "llama3" if spec.rope_scaling is not None or spec.vocab_size > 2**16 else "llama2"
 
 
 def meta_from_own(spec: ModelSpec, kv_heads: int | None = None) -> dict[str, TensorRule]:
-    """Meta stores the head even where it is the embedding. `kv_heads` may be more than the model's own."""
+    """Map each of Meta's tensors to ours; a tied head is stored too. `kv_heads` may exceed the model's."""
     recipe = {}
     for ours, theirs in _names(spec).items():
         recipe[theirs] = TensorRule((ours,), _to_meta(theirs, spec, kv_heads or spec.kv_heads))
@@ -78,6 +78,7 @@ def meta_from_own(spec: ModelSpec, kv_heads: int | None = None) -> dict[str, Ten
 
 
 def own_from_meta(spec: ModelSpec, kv_heads: int | None = None) -> dict[str, TensorRule]:
+    """Map each tensor of ours to Meta's."""
     recipe = {}
     for ours, theirs in _names(spec).items():
         recipe[ours] = TensorRule((theirs,), _from_meta(theirs, spec, kv_heads or spec.kv_heads))
@@ -85,26 +86,26 @@ def own_from_meta(spec: ModelSpec, kv_heads: int | None = None) -> dict[str, Ten
 
 
 def stored_kv_heads(spec: ModelSpec, shards: int) -> int:
-    """A shard holds whole heads: with more shards than kv heads, each head is stored several times."""
+    """Return the number of kv heads in the files: with more shards than heads, each is stored repeatedly."""
     return max(spec.kv_heads, shards)
 
 
-def split(name: str, tensor: Tensor, shards: int, rule: Rule) -> list[Tensor]:
+def split(name: str, tensor: Tensor, shards: int, rule: ShardRule) -> list[Tensor]:
     dim = _split_dim(name, rule)
     if dim is None:
         return [tensor] * shards
     return list(tensor.chunk(shards, dim=dim))
 
 
-def merged_shape(name: str, pieces: Sequence[Tensor], rule: Rule) -> tuple[int, ...]:
+def merged_shape(name: str, pieces: Sequence[Tensor], rule: ShardRule) -> tuple[int, ...]:
     shape, dim = list(pieces[0].shape), _split_dim(name, rule)
     if dim is not None and dim < len(shape):
         shape[dim] = sum(piece.shape[dim] for piece in pieces)
     return tuple(shape)
 
 
-def merge(name: str, pieces: Sequence[Callable[[], Tensor]], shape: Sequence[int], rule: Rule) -> Tensor:
-    """One piece in memory beside the whole; of what is in every shard alike, the first."""
+def merge(name: str, pieces: Sequence[Callable[[], Tensor]], shape: Sequence[int], rule: ShardRule) -> Tensor:
+    """Merge shards with one of them in memory beside the whole; replicated tensors are read once."""
     dim = _split_dim(name, rule)
     if dim is None or len(pieces) == 1:
         return pieces[0]()
@@ -118,27 +119,28 @@ def merge(name: str, pieces: Sequence[Callable[[], Tensor]], shape: Sequence[int
     return whole
 
 
-def rule_of_shards(embedding: Tensor, dim: int) -> Rule:
-    """Llama 2 cuts the embedding's columns, Llama 3 its rows; a single shard is whole either way."""
+def rule_of_stored_shards(embedding: Tensor, dim: int) -> ShardRule:
+    """Return the rule of stored shards: Llama 2 splits the embedding by columns, Llama 3 by rows."""
     return "llama3" if embedding.shape[-1] == dim else "llama2"
 
 
-def refuse_indivisible(spec: ModelSpec, shards: int, rule: Rule) -> None:
+def check_divisible(spec: ModelSpec, shards: int, rule: ShardRule) -> None:
+    """Raise UserError if the model cannot be split into that many model-parallel shards."""
     counts = {"heads": spec.heads, "ffn": spec.ffn, "vocab_size": spec.vocab_size}
     counts |= {"dim": spec.dim} if rule == "llama2" else {}
-    odd = [f"{name} {count}" for name, count in counts.items() if count % shards]
+    undivided = [f"{name} {count}" for name, count in counts.items() if count % shards]
     if spec.kv_heads % shards and shards % spec.kv_heads:
-        odd.append(f"kv_heads {spec.kv_heads}")
-    if odd:
+        undivided.append(f"kv_heads {spec.kv_heads}")
+    if undivided:
         raise UserError(
-            f"{shards} model-parallel shards do not divide {', '.join(odd)}",
+            f"{shards} model-parallel shards do not divide {', '.join(undivided)}",
             "choose another --model-parallel",
         )
 
 
-def meta_params(spec: ModelSpec, rule: Rule, kv_heads: int | None = None) -> dict[str, Any]:
-    """params.json with no key that Meta's code of that generation would stumble over."""
-    _refuse_inexpressible(spec)
+def meta_params(spec: ModelSpec, rule: ShardRule, kv_heads: int | None = None) -> dict[str, Any]:
+    """Return params.json with only the keys that Meta's code of that generation accepts."""
+    _check_expressible(spec)
     multiple, multiplier = _width(spec)
     params: dict[str, Any] = {
         "dim": spec.dim,
@@ -155,10 +157,10 @@ def meta_params(spec: ModelSpec, rule: Rule, kv_heads: int | None = None) -> dic
 
 
 def spec_from_params(params: Mapping[str, Any], vocab_size: int, tied: bool) -> ModelSpec:
-    """`vocab_size` and `tied` are seen in the weights: Llama 2's file says -1, and no file tells of tying."""
-    if odd := [key for key in _FOREIGN if params.get(key) not in (None, -1)]:
+    """Read the model. `vocab_size` and `tied` come from the weights; params.json may not have them."""
+    if foreign := [key for key in _FOREIGN if params.get(key) not in (None, -1)]:
         raise UserError(
-            f"params.json tells of {', '.join(odd)}", "only plain Llama 2 and 3 models can be read"
+            f"params.json has {', '.join(foreign)}", "only plain Llama 2 and 3 models can be read"
         )
     if missing := [key for key in ("dim", "n_layers", "n_heads") if key not in params]:
         raise UserError(
@@ -177,7 +179,7 @@ def spec_from_params(params: Mapping[str, Any], vocab_size: int, tied: bool) -> 
         "max_seq_len": _context(theta, scaled, vocab_size),
         "norm_eps": params.get("norm_eps", 1e-5),
         "rope_theta": theta,
-        # the tied models of 3.2 stretch by 32, those of 3.1 and 3.3 by 8; the file does not say
+        # the file does not have the factor: 32 for the tied models of 3.2, 8 for 3.1 and 3.3
         "rope_scaling": {"factor": 32.0 if tied else 8.0, **_SCALED} if scaled else None,
         "tied": tied,
     }
@@ -201,7 +203,7 @@ def _names(spec: ModelSpec) -> dict[str, str]:
     return names if spec.tied else names | {"head.weight": HEAD}
 
 
-def _split_dim(name: str, rule: Rule) -> int | None:
+def _split_dim(name: str, rule: ShardRule) -> int | None:
     kind = name.split(".")[-2]
     if name == EMBEDDING:
         return 1 if rule == "llama2" else 0
@@ -229,7 +231,7 @@ def _from_meta(theirs: str, spec: ModelSpec, kv_heads: int) -> Callable[[Tensor]
 
 
 def _interleave(heads: int, repeats: int, tensor: Tensor) -> Tensor:
-    """Meta turns neighbouring dimensions (2i, 2i + 1) where we turn i and i + E/2."""
+    """Reorder rows: Meta rotates dimensions 2i and 2i + 1, Arriero i and i + E/2."""
     halves = tensor.unflatten(0, (heads, 2, -1))
     return _repeat(heads, repeats, halves.transpose(1, 2).flatten(0, 2))
 
@@ -250,7 +252,7 @@ def _once(heads: int, repeats: int, tensor: Tensor) -> Tensor:
 
 
 def _width(spec: ModelSpec) -> tuple[int, float | None]:
-    """A multiple and multiplier that give this ffn: a published pair, else the shortest number that does."""
+    """Return multiple_of and ffn_dim_multiplier for this ffn: a published pair, else the shortest number."""
     for multiple, multiplier in _WIDTHS:
         if ffn_width(spec.dim, multiple, multiplier) == spec.ffn:
             return multiple, multiplier
@@ -263,13 +265,13 @@ def _width(spec: ModelSpec) -> tuple[int, float | None]:
 
 
 def _context(theta: float, scaled: bool, vocab_size: int) -> int:
-    """Meta's files leave the length to the caller; these are the published ones."""
+    """Return the published context length, which Meta's files do not contain."""
     if scaled:
         return 131072
     return 8192 if vocab_size > 2**16 else 16384 if theta >= 1e6 else 4096
 
 
-def _refuse_inexpressible(spec: ModelSpec) -> None:
+def _check_expressible(spec: ModelSpec) -> None:
     if spec.head_dim * spec.heads != spec.dim:
         raise UserError(
             f"Meta's layout needs heads x head_dim = dim, not {spec.heads} x {spec.head_dim} and {spec.dim}",

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: RMSNorm, rotary positions, grouped queries, SwiGLU."""
+"""The Llama module: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
 
 from torch import Tensor, nn
 
