@@ -1,4 +1,4 @@
-"""Files that grow while a run trains, the log of events among them."""
+"""Files that grow during training: the event log, metrics; and writing despite a full disk."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ START_OVER = "start over"
 
 
 def events_since(path: Path, kind: str) -> list[dict[str, Any]]:
-    """The events after the last one of a kind; all of them without one. A kill can leave half a line."""
+    """Return the events after the last one of a kind, or all. Half a line, left by a kill, is ignored."""
     found: list[dict[str, Any]] = []
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     for line in lines:
@@ -35,14 +35,14 @@ def events_since(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def warn(text: str) -> None:
-    """To stderr, which may lie on the full disk itself."""
+    """Print a warning to stderr, which may itself be on a full disk."""
     with suppress(OSError, ValueError):
         sys.stderr.write(f"warning: {text}\n")
         sys.stderr.flush()
 
 
 class Output:
-    """A stream that may lie on a full disk: what cannot be written stays in its buffer, or is lost."""
+    """A text stream on a disk that may be full: what cannot be written stays in the buffer or is lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -51,16 +51,16 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with _despite_full_disk():
+        with _ignoring_full_disk():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with _despite_full_disk():
+        with _ignoring_full_disk():
             self._stream.flush()
 
-    def give_up(self) -> None:
-        """Called last: what is left unwritten must not change the exit code."""
+    def finish(self) -> None:
+        """Flush at the end of the process; what cannot be written must not change the exit code."""
         try:
             self._stream.flush()
         except OSError:
@@ -68,7 +68,7 @@ class Output:
 
 
 @contextmanager
-def _despite_full_disk() -> Iterator[None]:
+def _ignoring_full_disk() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -76,18 +76,15 @@ def _despite_full_disk() -> Iterator[None]:
             raise
 
 
-class Tolerant:
-    """Attempts to write something that training can do without.
-
-    Reports the first failure and the first success after it, and nothing in between.
-    """
+class TolerantWriter:
+    """Write a file that training can do without: report the first failure and the first success after it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._failing = False
 
     def attempt(self, work: Callable[[], object], kept: str) -> bool:
-        """Whether it succeeded; `kept` says what becomes of the data meanwhile."""
+        """Return whether `work` succeeded; `kept` says in the warning what happens to the data."""
         try:
             work()
         except OSError as error:
@@ -101,20 +98,20 @@ class Tolerant:
         return True
 
 
-class GrowingFile:
-    """Appends records. Those that cannot be written wait in memory, the newest 20,000 of them."""
+class AppendedFile:
+    """Append records to a file. The newest 20,000 that cannot be written wait in memory."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._tolerant = path, Tolerant(path)
+        self._path, self._writer = path, TolerantWriter(path)
         self._waiting: deque[bytes] = deque(maxlen=_KEPT_RECORDS)
 
     def append(self, record: bytes) -> None:
         self._waiting.append(record)
-        self._tolerant.attempt(self._write, f"and its newest {_KEPT_RECORDS:,} records are kept in memory")
+        self._writer.attempt(self._write, f"and its newest {_KEPT_RECORDS:,} records are kept in memory")
 
     def close(self) -> None:
-        """Report the records that will be lost with the process."""
-        if self._waiting and not self._tolerant.attempt(self._write, ""):
+        """Try once more to write, and report the records that are lost."""
+        if self._waiting and not self._writer.attempt(self._write, ""):
             warn(f"{len(self._waiting):,} records of {self._path} are lost: it could not be written")
 
     def _write(self) -> None:
@@ -124,7 +121,7 @@ class GrowingFile:
             while self._waiting:
                 end, record = os.fstat(descriptor).st_size, self._waiting[0]
                 if os.write(descriptor, record) < len(record):
-                    # part of a record would spoil the next one
+                    # half a record would make the next one unreadable
                     os.ftruncate(descriptor, end)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self._waiting.popleft()
@@ -137,8 +134,8 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class LineFile(GrowingFile):
-    """One JSON object per line; numbers that are not finite become null, because JSON has none."""
+class LineFile(AppendedFile):
+    """A file with one JSON object per line; numbers that are not finite become null."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -153,7 +150,7 @@ class LineFile(GrowingFile):
 
 
 class EventLog(LineFile):
-    """What happened to a run, and when."""
+    """events.jsonl: what happened to a run, and when."""
 
     def write(self, kind: str, **fields: Any) -> None:
         self.line({"time": round(time.time(), 3), "event": kind, **fields})

@@ -17,12 +17,12 @@ from arriero.interrupt import Interrupted, Requests
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import World, process_group, world_from
-from arriero.train import lock
 from arriero.train.arrange import arrange
 from arriero.train.build import build
 from arriero.train.hooks import Hook
 from arriero.train.loop import train
 from arriero.train.run import run
+from arriero.train.rundir import lock_run
 
 SOURCE = Path(__file__).parents[2] / "src"
 BASE = [
@@ -58,7 +58,7 @@ from arriero.interrupt import Interrupted, Requests
 try:
     with Requests(final=True) as requests:
         if sys.argv[1] == "deferred":
-            requests.expect(lambda: "saving at step 7, then exiting", deferred=True)
+            requests.answer_with(lambda: "saving at step 7, then exiting", deferred=True)
         print("ready", flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 except Interrupted as stop:
@@ -90,18 +90,18 @@ def test_only_the_second_signal_interrupts_a_phase_that_defers():
         signal.raise_signal(signal.SIGUSR1)
         with Requests() as requests:
             assert requests.save
-            requests.expect(lambda: "", deferred=True)
+            requests.answer_with(lambda: "", deferred=True)
             signal.raise_signal(signal.SIGINT)
             assert requests.stop == signal.SIGINT
             with pytest.raises(Interrupted, match="SIGTERM"):
                 signal.raise_signal(signal.SIGTERM)
             with pytest.raises(Interrupted, match="SIGINT"):
-                requests.expect(lambda: "", deferred=False)
+                requests.answer_with(lambda: "", deferred=False)
         assert not outer.stop
 
 
 def test_a_rank_that_does_not_lead_is_silent_inside_a_command_that_answers(capfd):
-    with Requests(), Requests(speaks=False), Requests() as requests:
+    with Requests(), Requests(prints=False), Requests() as requests:
         signal.raise_signal(signal.SIGUSR1)
         assert requests.save
     assert capfd.readouterr().err == ""
@@ -219,10 +219,10 @@ def test_ranks_stopped_before_they_can_answer_end_the_launcher_with_its_signal()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
 
 
-def test_all_ranks_are_refused_when_the_first_finds_the_directory_in_use(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "WAIT_S", 0.0)
+def test_all_ranks_are_rejected_when_rank_0_finds_the_directory_in_use(config, monkeypatch):
+    monkeypatch.setattr("arriero.train.rundir.LOCK_WAIT_S", 0.0)
     with (
-        lock.held(tmp_path / "run"),
+        lock_run(config),
         pytest.raises(UserError, match=f"in use by process {os.getpid()} on"),
     ):
         run_ranks(lambda: run(config), 2, leader_prints=False)
@@ -240,7 +240,7 @@ def test_a_rejected_rank_0_does_not_wait_for_ranks_that_find_the_run_finished(co
         raise UserError("in use", "wait")
         yield
 
-    monkeypatch.setattr("arriero.train.run.held", in_use)
+    monkeypatch.setattr("arriero.train.run.lock_run", in_use)
     with pytest.raises(UserError, match="in use"):
         run(exports)
     monkeypatch.setenv("RANK", "1")

@@ -5,9 +5,9 @@ from arriero.parallel.mesh import make_mesh
 from arriero.parallel.world import World
 from arriero.plan.layout import Layout
 from arriero.train import metrics as metrics_module
-from arriero.train.cadence import Cadence
 from arriero.train.device import Device
 from arriero.train.metrics import Stopwatch
+from arriero.train.schedule import Cadence
 from arriero.units import Span
 
 
@@ -67,7 +67,7 @@ def test_a_pause_does_not_count_and_a_lap_starts_anew(clock):
 
 def due_after(every, steps, batch=100):
     cadence = Cadence(every)
-    return [step for step in range(1, steps + 1) if cadence.due(step, step * batch, batch, now=0.0)]
+    return [step for step in range(1, steps + 1) if cadence.is_due(step, step * batch, batch, now=0.0)]
 
 
 def test_a_period_of_steps_or_tokens_is_due_when_it_is_completed():
@@ -78,7 +78,7 @@ def test_a_period_of_steps_or_tokens_is_due_when_it_is_completed():
 
 def test_a_period_of_seconds_begins_when_the_last_one_was_done():
     cadence = Cadence(Span(10, "s"))
-    assert not cadence.due(1, 100, 100, now=9)
-    assert cadence.due(2, 200, 100, now=10)
+    assert not cadence.is_due(1, 100, 100, now=9)
+    assert cadence.is_due(2, 200, 100, now=10)
     cadence.restart(now=40)
-    assert not cadence.due(3, 300, 100, now=49)
+    assert not cadence.is_due(3, 300, 100, now=49)

@@ -16,7 +16,7 @@ from arriero.data.order.ledger import read_ledger
 from arriero.data.order.loader import IGNORED, Batch
 from arriero.errors import UserError
 from arriero.events import LineFile
-from arriero.interrupt import Interrupted, interruptible
+from arriero.interrupt import Interrupted, Requests
 from arriero.model.presets import expand
 from arriero.model.spec import flops_per_token
 from arriero.parallel.world import World
@@ -504,7 +504,7 @@ def test_a_signal_is_recorded_and_ends_the_run(session, number):
                 signal.raise_signal(number)
 
     run = session(hooks=[Stop()])
-    with pytest.raises(Interrupted), interruptible():
+    with pytest.raises(Interrupted), Requests():
         train(run)
     last = lines(run.run_dir / "events.jsonl")[-1]
     assert (last["event"], last["signal"], last["step"]) == ("signal", number.name, 3)

@@ -23,7 +23,7 @@ from arriero.parallel.loss import LOSS
 from arriero.train.device import Device, uuid_of
 from arriero.train.hooks import Hook
 from arriero.train.metrics import StepMetrics
-from arriero.train.ranges import OPTIMIZER
+from arriero.train.optim.optimizer import OPTIMIZER
 from arriero.train.run import run
 from arriero.train.session import Session
 

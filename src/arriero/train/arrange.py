@@ -8,7 +8,7 @@ from arriero.config.schema import RunConfig
 from arriero.parallel.world import World
 from arriero.plan.resolve import Resolved, resolve
 from arriero.train.device import DTYPES, Device, choose_device
-from arriero.train.rundir import refuse_foreign
+from arriero.train.rundir import check_run_directory
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,6 @@ class Arrangement:
 
 def arrange(config: RunConfig, world: World) -> Arrangement:
     """Choose the device of this rank and resolve the run for it."""
-    refuse_foreign(config)
+    check_run_directory(config)
     device = choose_device(config.run.device, world.local_rank, world.local_size, config.run.share_gpu)
     return Arrangement(resolve(config, device.machine(world.local_size), world.size), world, device)

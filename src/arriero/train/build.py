@@ -40,7 +40,6 @@ from arriero.parallel.world import leader_first
 from arriero.plan.layout import SCHEDULES
 from arriero.plan.resolve import Decision, Share
 from arriero.train.arrange import Arrangement
-from arriero.train.cadence import Cadence
 from arriero.train.device import make_deterministic
 from arriero.train.finish import check_export
 from arriero.train.forward_backward import Evaluator, ForwardBackward
@@ -51,7 +50,7 @@ from arriero.train.optim.optimizer import Optimizer
 from arriero.train.resume import CheckpointLoader, StartingPoint, checkpoint_ranks, start_run
 from arriero.train.rundir import open_run_directory, run_directory, starts_over
 from arriero.train.saving import Saver, merge_over_stages
-from arriero.train.schedule import LearningRates
+from arriero.train.schedule import Cadence, LearningRates
 from arriero.train.session import RunRecord, Session, SessionData
 from arriero.units import human_count
 

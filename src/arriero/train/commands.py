@@ -36,7 +36,7 @@ def train(run_file: RunFile = None, sets: Sets = [], nproc: Nproc = None) -> Non
     except Interrupted as stop:
         raise typer.Exit(128 + stop.number) from None
     finally:
-        Output(sys.stdout).give_up()
+        Output(sys.stdout).finish()
 
 
 def _train(run_file: RunFile, sets: Sets, nproc: Nproc) -> None:

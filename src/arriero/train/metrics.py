@@ -15,10 +15,13 @@ import torch
 from tensorboard.compat.proto.event_pb2 import Event  # pyrefly: ignore[missing-module-attribute]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyrefly: ignore[missing-module-attribute]
 from tensorboard.summary.writer.record_writer import RecordWriter
+from torch import Tensor
 
+from arriero.checkpoint.directory import find_checkpoints
 from arriero.checkpoint.manager import SaveReport
 from arriero.data.order.ledger import LEDGER, Stretch, begin_ledger, ledger_bytes
-from arriero.events import EVENTS, EventLog, GrowingFile, LineFile, Tolerant, finite
+from arriero.errors import UserError
+from arriero.events import EVENTS, AppendedFile, EventLog, LineFile, TolerantWriter, finite
 from arriero.files import publish_file
 from arriero.interrupt import Interrupted
 from arriero.parallel.mesh import Mesh
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of metrics.jsonl. Rates are means over the steps since the line before."""
+    """One line of metrics.jsonl. Rates are means over the steps since the previous line."""
 
     step: int
     tokens: int
@@ -56,10 +59,10 @@ class StepMetrics:
 
 
 class Stopwatch:
-    """Time of the steps since the last lap; evaluation and other pauses do not count.
+    """Measure the steps since the last lap, without pauses for evaluation and checkpoints.
 
-    Tokens, FLOPs and `peak_flops` are those of all ranks, peak memory is that of the rank that uses most. MFU
-    is None where the peak for the precision in use is not known.
+    Tokens, FLOPs and `peak_flops` are of all ranks, peak memory is of the rank that uses most. MFU is None if
+    the peak of the precision in use is unknown.
     """
 
     def __init__(self, device: Device, peak_flops: float | None, mesh: Mesh) -> None:
@@ -90,15 +93,16 @@ class Stopwatch:
         self._paused += time.perf_counter() - start
 
     def count(self, tokens: int, flops: float) -> None:
-        """A step of so many real tokens and so much work was done."""
+        """Add a step with its number of tokens without padding and its FLOPs."""
         self._steps += 1
         self._tokens += tokens
         self._flops += flops
 
     def lap(self, global_values: Sequence[torch.Tensor] = ()) -> tuple[dict[str, Any], list[float]]:
-        """Called by all ranks together: one collective on the device and one copy to the host.
+        """Return the rates since the last lap, and `global_values` as numbers; called by all ranks.
 
-        `global_values` are scalars on the device, alike on all ranks; they come back as numbers.
+        `global_values` are scalars on the device that are equal on all ranks. A lap costs one collective on
+        the device and one copy to the host.
         """
         counts = (self._tokens, self._flops) if self._mesh.is_batch_leader else (0, 0)
         device = self._device.torch_device
@@ -119,7 +123,43 @@ class Stopwatch:
         return lap, ranks[0, 3:].tolist()
 
 
+def measure_step(
+    session: "Session", outcome: "Outcome", watch: Stopwatch, lr: float, loss: Tensor, grad_norm: Tensor
+) -> dict[str, Any]:
+    """Return the fields of a line of metrics.jsonl. Only here does training wait for the device.
+
+    Raise UserError if too many updates were skipped because the loss or the gradient norm was not finite.
+    """
+    optimizer = session.optimizer
+    lap, values = watch.lap([loss, grad_norm, optimizer.taken, optimizer.skipped_in_a_row])
+    loss_value, norm, taken, skipped_in_a_row = values
+    outcome.add(loss_value, lap["tokens_per_s"])
+    line: dict[str, Any] = {"step": outcome.steps, "tokens": outcome.tokens, "loss": loss_value}
+    line |= {"grad_norm": norm, "lr": lr, "skipped": outcome.steps - int(taken), **lap}
+    never_updated = outcome.steps == session.total_steps and taken == 0
+    if skipped_in_a_row > session.config.optim.max_skips or never_updated:
+        session.record.hooks.on_metrics(session, StepMetrics(**line))
+        # the message names the newest checkpoint, which a background save may still be writing
+        session.record.saver.wait(session)
+        raise _too_many_skips(session, outcome.steps, int(skipped_in_a_row))
+    return line
+
+
+def _too_many_skips(session: "Session", step: int, in_a_row: int) -> UserError:
+    optim = session.config.optim
+    saved = [each.step for each in find_checkpoints(session.run_dir) if each.problem is None]
+    resume = f" --set checkpoint.resume_from={session.run_dir}" if saved else ""
+    start = f"resume from the checkpoint of step {saved[-1]}" if saved else "start again"
+    return UserError(
+        f"{in_a_row} updates in a row were skipped up to step {step}, because the loss or the gradient norm "
+        f"was not finite (optim.max_skips is {optim.max_skips})",
+        f"{start} with a lower learning rate: --set run.name=NEW{resume} --set optim.lr={optim.lr / 2:g}",
+    )
+
+
 class MetricsFile(Hook):
+    """Write metrics.jsonl."""
+
     def __init__(self, run_dir: Path) -> None:
         self._file = LineFile(run_dir / "metrics.jsonl")
 
@@ -134,29 +174,29 @@ class MetricsFile(Hook):
 
 
 class LedgerFile(Hook):
-    """What data the run has consumed. All ranks keep it together.
+    """Write ledger.json: what data the run has consumed. All ranks contribute.
 
-    It is written at the start, when a checkpoint is in place, and at the end: it never claims samples that a
+    It is written at the start, after each checkpoint and at the end. So it never claims samples that a
     restart would read again, and a logged step costs nothing. `checkpoint` is what the run resumes from.
     """
 
     def __init__(self, run_dir: Path, checkpoint: Path | None = None) -> None:
         self._checkpoint = checkpoint
-        self._tolerant = Tolerant(run_dir / LEDGER)
+        self._writer = TolerantWriter(run_dir / LEDGER)
         self._in_saves: deque[bytes] = deque()
         self._unwritten = b""
 
     def on_start(self, session: "Session") -> None:
         if session.mesh.world.is_leader:
             sequences = session.timeline.phases[0].sequences
-            self._begun = begin_ledger(session.run_dir, session.data.stream, sequences, self._checkpoint)
+            self._ledger = begin_ledger(session.run_dir, session.data.stream, sequences, self._checkpoint)
         self._write(self._content(session))
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
         self._write(self._unwritten)
 
     def on_save(self, session: "Session", report: SaveReport) -> None:
-        """Saves are reported in the order in which they were made."""
+        # saves are reported in the order in which they were made
         content = self._in_saves.popleft() if self._in_saves else b""
         if report.error is None:
             self._write(content)
@@ -165,7 +205,7 @@ class LedgerFile(Hook):
         self._write(self._content(session))
 
     def write(self, session: "Session") -> bytes:
-        """What a checkpoint made now holds as its ledger, on rank 0. Called by all ranks."""
+        """Return the ledger for a checkpoint of this step, empty on ranks above 0; called by all ranks."""
         content = self._content(session)
         self._in_saves.append(content)
         return content
@@ -174,18 +214,18 @@ class LedgerFile(Hook):
         stretch = _read_by_all(session)
         if not session.mesh.world.is_leader:
             return b""
-        return ledger_bytes(session.data.stream, self._begun.with_stretch(stretch))
+        return ledger_bytes(session.data.stream, self._ledger.with_stretch(stretch))
 
     def _write(self, content: bytes) -> None:
         if content:
-            done = self._tolerant.attempt(
-                lambda: publish_file(self._tolerant.path, content), "and it is written when that is possible"
+            done = self._writer.attempt(
+                lambda: publish_file(self._writer.path, content), "and it is written as soon as possible"
             )
             self._unwritten = b"" if done else content
 
 
 def _read_by_all(session: "Session") -> Stretch:
-    """Checksums and counts add up over ranks that read different sequences."""
+    """Add up checksums and counts over the ranks that read different sequences."""
     own = session.data.loader.read()
     wrapped = own.checksum - (1 << 64) if own.checksum >= 1 << 63 else own.checksum
     sums = torch.tensor([wrapped, own.real_tokens, own.slots])
@@ -196,6 +236,8 @@ def _read_by_all(session: "Session") -> Stretch:
 
 
 class EventsFile(Hook):
+    """Write events.jsonl."""
+
     def __init__(self, run_dir: Path) -> None:
         self._events = EventLog(run_dir / EVENTS)
         self._skipped = 0
@@ -232,12 +274,12 @@ class EventsFile(Hook):
 
 
 class TensorBoard(Hook):
-    """Event files written by the main thread: torch's SummaryWriter cannot go on after a full disk."""
+    """Write TensorBoard files without torch's SummaryWriter, which does not recover from a full disk."""
 
     def __init__(self, run_dir: Path) -> None:
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = GrowingFile(run_dir / "tensorboard" / name)
-        self._begun = False
+        self._file = AppendedFile(run_dir / "tensorboard" / name)
+        self._has_header = False
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
         line = metrics.line()
@@ -255,9 +297,9 @@ class TensorBoard(Hook):
         self._file.close()
 
     def _add(self, step: int, scalars: dict[str, float]) -> None:
-        if not self._begun:
+        if not self._has_header:
             self._append(Event(file_version="brain.Event:2"))
-            self._begun = True
+            self._has_header = True
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._append(Event(step=step, summary=Summary(value=values)))
 

@@ -12,8 +12,7 @@ from arriero.errors import UserError
 from arriero.interrupt import Requests
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import World, process_group, world_from
-from arriero.train.lock import held
-from arriero.train.rundir import run_directory
+from arriero.train.rundir import lock_run, run_directory
 
 if TYPE_CHECKING:
     from arriero.train.arrange import Arrangement
@@ -55,7 +54,7 @@ def run(config: RunConfig, hooks: "Sequence[Hook]" = (), nproc: int | None = Non
         return _run_rank(config, hooks, is_child=False)
     if world_from().size > 1:
         raise UserError("a launcher has started several ranks already", "omit --nproc")
-    with held(run_directory(config)):
+    with lock_run(config):
         # imported once here, so that the forked ranks need not import it
         import_module("arriero.train.build")
         return run_ranks(lambda: _run_rank(config, hooks, is_child=True), nproc, leader_prints=bool(hooks))
@@ -64,12 +63,12 @@ def run(config: RunConfig, hooks: "Sequence[Hook]" = (), nproc: int | None = Non
 def _run_rank(config: RunConfig, hooks: "Sequence[Hook]", is_child: bool) -> RunResult:
     """Run one rank. A forked rank is a process of its own, whose parent has locked the run directory."""
     world = world_from()
-    with Requests(speaks=world.is_leader, final=is_child), ExitStack() as stack:
+    with Requests(prints=world.is_leader, final=is_child), ExitStack() as stack:
         refusal = None
         if world.is_leader and not is_child:
             try:
                 # locked before torch is imported, so that a second run is rejected quickly
-                stack.enter_context(held(run_directory(config)))
+                stack.enter_context(lock_run(config))
             except UserError as error:
                 refusal = error
                 if world.size == 1:

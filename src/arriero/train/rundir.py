@@ -1,5 +1,6 @@
-"""The run directory: whose it is, and what is written at its start."""
+"""The run directory: its lock, its run file, and whether a run may use it."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from arriero.config.fields import to_toml, toml_value
@@ -8,11 +9,11 @@ from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
 from arriero.data.order.ledger import LEDGER, read_ledger
 from arriero.errors import UserError
-from arriero.files import publish_file
+from arriero.files import locked, publish_file
 from arriero.train.schedule import LearningRates
 
 _RUN_FILE = "run.toml"
-# keys that a new run may change when it continues a checkpoint of another
+# keys that a new run may change when it starts from a checkpoint of another run
 _FORKABLE = (
     "optim.lr",
     "optim.betas",
@@ -40,12 +41,28 @@ _FREE = (
 )
 
 
+# a killed run may need a moment to disappear
+LOCK_WAIT_S = 3.0
+
+
 def run_directory(config: RunConfig) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
-def refuse_foreign(config: RunConfig) -> None:
-    """A directory may be new, empty, or hold this very run; anything else is somebody's work."""
+def lock_run(config: RunConfig) -> AbstractContextManager[bool]:
+    """Lock the run directory, which need not exist yet: two runs would delete each other's checkpoints."""
+    directory = run_directory(config)
+    return locked(
+        directory.with_name(f".{directory.name}.lock"),
+        directory,
+        busy="wait for it or stop it, or choose another run with --set run.name=NAME",
+        unwritable="set run.dir to a directory you may write",
+        wait_s=LOCK_WAIT_S,
+    )
+
+
+def check_run_directory(config: RunConfig) -> None:
+    """Raise UserError unless the directory is new, empty, or holds this run with compatible settings."""
     directory = run_directory(config)
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is not a directory", "choose another run with --set run.name=NAME")
@@ -72,21 +89,21 @@ def refuse_foreign(config: RunConfig) -> None:
         raise UserError(f"{directory} already holds a different run ({what})", todo)
     if (directory / LEDGER).exists():
         steps = Timeline.of(there).steps_before(read_ledger(directory).samples)
-        refuse_other_phases(there, config, steps)
-        refuse_other_rates(there, config, steps)
+        check_phases(there, config, steps)
+        check_learning_rates(there, config, steps)
 
 
 def starts_over(config: RunConfig) -> bool:
     """Whether checkpoint.start_over is still to be applied.
 
-    The stored run file tells: a job that is started again with the same one must not lose its progress.
+    It is applied once: a job that is restarted with the same run file must keep its progress.
     """
     path = run_directory(config) / _RUN_FILE
     return config.checkpoint.start_over and path.exists() and not config_from_toml(path).checkpoint.start_over
 
 
 def open_run_directory(config: RunConfig) -> Path:
-    """Make the directory and publish the run file atomically, unless it is there already."""
+    """Create the directory and write the run file atomically, unless it is there already."""
     directory = run_directory(config)
     path, content = directory / _RUN_FILE, to_toml(config).encode()
     try:
@@ -101,8 +118,10 @@ def open_run_directory(config: RunConfig) -> Path:
 
 
 def _differences(there: RunConfig, here: RunConfig) -> dict[str, tuple[str, str]]:
-    """Old and new value of the keys that decide what is trained. Later phases are judged by the ledger,
-    schedules by the learning rates they gave."""
+    """Return old and new values of the keys that decide what is trained.
+
+    Phases and schedules are not among them: `check_phases` and `check_learning_rates` compare them.
+    """
     changed = {}
     for section in RunConfig.model_fields:
         old, new = (getattr(config, section).model_dump(mode="json") for config in (there, here))
@@ -113,8 +132,8 @@ def _differences(there: RunConfig, here: RunConfig) -> dict[str, tuple[str, str]
     return changed
 
 
-def refuse_other_phases(there: RunConfig, here: RunConfig, steps: int) -> None:
-    """Batch, sequence length and learning rate of steps that were taken cannot change; later ones may."""
+def check_phases(there: RunConfig, here: RunConfig, steps: int) -> None:
+    """Raise UserError if batch, sequence length or learning rate of steps already taken would change."""
     old, new = (Timeline.of(config).until(steps) for config in (there, here))
     if old != new:
         raise UserError(
@@ -124,8 +143,8 @@ def refuse_other_phases(there: RunConfig, here: RunConfig, steps: int) -> None:
         )
 
 
-def refuse_other_rates(there: RunConfig, here: RunConfig, steps: int) -> None:
-    """A run may be lengthened, and its schedule change, where the steps it took had the same rates."""
+def check_learning_rates(there: RunConfig, here: RunConfig, steps: int) -> None:
+    """Raise UserError if a new horizon or schedule changes the learning rate of a step already taken."""
     old, new = LearningRates(there), LearningRates(here)
     for step in range(0 if old.has_same_shape(new) else steps):
         if (was := old.fraction(step)) != (now := new.fraction(step)):

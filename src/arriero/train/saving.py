@@ -23,8 +23,8 @@ from arriero.data.tokens.tokenizer import read_definition
 from arriero.errors import UserError
 from arriero.interrupt import Interrupted, Requests
 from arriero.parallel.mesh import Mesh
-from arriero.train.cadence import Cadence
 from arriero.train.metrics import LedgerFile
+from arriero.train.schedule import Cadence
 
 if TYPE_CHECKING:
     from arriero.train.session import Session

@@ -1,11 +1,13 @@
-"""Learning-rate schedules: pure functions of the tokens consumed before a step, with a peak of 1."""
+"""Learning-rate schedules, and the intervals of evaluations and checkpoints."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from arriero.config.schema import RunConfig, ScheduleSection, TrainSection
 from arriero.config.timeline import Timeline
+from arriero.units import Span
 
 
 @dataclass(frozen=True)
@@ -118,3 +120,25 @@ _SHAPES: dict[str, Callable[[Shape, int, int], float]] = {
     "fms": _fms,
     "fms-annealing": _fms_annealing,
 }
+
+
+class Cadence:
+    """An interval in tokens, steps or seconds, or none; due whenever a whole interval has passed."""
+
+    def __init__(self, every: Span | Literal[False]) -> None:
+        self._every = every
+        self._start = 0.0
+
+    def restart(self, now: float) -> None:
+        """Start an interval in seconds now, so that the repeated work itself does not count."""
+        self._start = now
+
+    def is_due(self, steps: int, tokens: int, batch: int, now: float) -> bool:
+        """Return whether the interval ends with this step, which read `batch` of the `tokens`."""
+        if not self._every:
+            return False
+        if self._every.unit == "s":
+            return now - self._start >= self._every.amount
+        if self._every.unit == "steps":
+            return steps % self._every.amount == 0
+        return tokens // self._every.amount > (tokens - batch) // self._every.amount

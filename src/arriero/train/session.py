@@ -20,7 +20,6 @@ from arriero.data.tokens.tokenizer import Separators, Tokenizer
 from arriero.model.spec import ModelSpec, flops_per_token
 from arriero.parallel.mesh import Mesh
 from arriero.plan.resolve import Decision, Resolved
-from arriero.train.cadence import Cadence
 from arriero.train.device import Device
 from arriero.train.forward_backward import Evaluator, ForwardBackward
 from arriero.train.hooks import Hooks
@@ -28,7 +27,7 @@ from arriero.train.model_state import ModelState
 from arriero.train.optim.optimizer import Optimizer
 from arriero.train.rundir import run_directory
 from arriero.train.saving import Outcome, Saver
-from arriero.train.schedule import LearningRates
+from arriero.train.schedule import Cadence, LearningRates
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class Session:
 
     def is_due(self, cadence: Cadence, outcome: Outcome, now: float) -> bool:
         batch = self.timeline.at(outcome.steps - 1).batch
-        return cadence.due(outcome.steps, outcome.tokens, batch, now)
+        return cadence.is_due(outcome.steps, outcome.tokens, batch, now)
 
     def seconds_since(self, start: float) -> float:
         """Return elapsed seconds: by rank 0's clock if an interval is a time, so that all ranks agree."""

@@ -21,9 +21,10 @@ from arriero.train.model_state import ModelState, Weight
 from arriero.train.optim.rounding import Noise
 from arriero.train.optim.rules import AdamW, GroupRates, Muon, Rule, Sgd, Update
 from arriero.train.optim.state import Moment
-from arriero.train.ranges import OPTIMIZER
 
 COUNTERS = "optimizer"
+# the name of the update in profiles
+OPTIMIZER = "arriero.optimizer"
 
 _FIRST_SCALE = 2.0**16
 _SMALLEST_SCALE = 2.0**-14

@@ -1,3 +1,0 @@
-"""Stretches of a step that a profile shows by name."""
-
-OPTIMIZER = "arriero.optimizer"
