@@ -72,3 +72,10 @@ def test_kernels_import_torch_and_triton_only():
 def test_only_the_ui_imports_rich(path):
     if path.name != "ui.py":
         assert not [name for name in imports_of(path) if name.split(".")[0] == "rich"]
+
+
+def test_tests_import_no_private_names():
+    for path in sorted((SOURCE.parents[1] / "tests").rglob("*.py")):
+        for name in imports_of(path):
+            private = [part for part in name.split(".") if part.startswith("_") and not part.startswith("__")]
+            assert not (name.startswith("arriero.") and private), f"{path.name} imports {name}"

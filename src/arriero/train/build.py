@@ -123,7 +123,7 @@ def build_model_state(plan: Arrangement, mesh: Mesh) -> tuple[ModelState, list[D
     """
     resolved, device = plan.resolved, plan.device.torch_device
     stages = resolved.stages_of(plan.world.rank)
-    parts, float8 = parallelize(resolved.spec, stages, mesh, _model_options(plan), device)
+    parts, float8 = parallelize(resolved.spec, stages, mesh, model_options(plan), device)
     has_own_masters = plan.config.precision.master == "bf16" or plan.dtype == torch.float32 or mesh.shards
     tied = {"head.weight": "embedding.weight"} if resolved.spec.tied and resolved.layout.pp > 1 else {}
     model = ModelState.of(parts, None if has_own_masters else plan.dtype, tied)
@@ -160,7 +160,7 @@ def parameter_decisions(optim: OptimSection, spec: ModelSpec) -> list[Decision]:
     return decisions
 
 
-def _model_options(plan: Arrangement) -> ModelOptions:
+def model_options(plan: Arrangement) -> ModelOptions:
     config, parallel = plan.config, plan.config.parallel
     words = {"auto": plan.resolved.layout.pp == 1, "always": True, "never": False}
     reshard = words[parallel.reshard] if isinstance(parallel.reshard, str) else parallel.reshard
