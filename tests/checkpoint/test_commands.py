@@ -91,7 +91,7 @@ def test_a_bad_interval_for_prune_is_refused_in_a_sentence(ckpt, command):
 
 
 def test_verify_names_tensors_with_non_finite_values(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(Checkpoints, "_refuse_non_finite", lambda *_: None)
+    monkeypatch.setattr(Checkpoints, "_check_finite", lambda *_: None)
     tensors = {"model.a": torch.ones(4, 4), "model.b": torch.ones(4, dtype=torch.bfloat16)}
     tensors |= {"model.c": torch.ones(2, 3, 4), "optim.optimizer.step": torch.tensor(1)}
     tensors["model.b"][2], tensors["model.c"][1, 2, 3] = float("inf"), float("nan")

@@ -171,7 +171,7 @@ def test_what_is_written_is_what_was_true_at_the_step(checkpoints, tmp_path):
     many = checkpoints()
     one = unit(1, value=1.0)
     many.save(one)
-    one.pieces["model.a"].local.fill_(2.0)
+    one.parts["model.a"].local.fill_(2.0)
     many.wait()
     empty = {"model.a": torch.zeros(4, 4)}
     read_parts(SafeDcpReader(tmp_path / CHECKPOINTS / "step-00000001"), local_parts(empty), Ranks())

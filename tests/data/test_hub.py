@@ -10,7 +10,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hub_server import hub_of
+from safetensors.torch import load_file
 
 from arriero.checkpoint.convert import convert
 from arriero.checkpoint.formats.model_reader import ModelReader
@@ -58,6 +60,9 @@ def hub(tmp_path_factory, tokenizer_file):
     )
     for path in (folder / "made").iterdir():
         (model / path.name).write_bytes(path.read_bytes())
+    pickled, config = model.parents[1] / "pickled" / "main", folder / "made" / "config.json"
+    put(pickled / "config.json", lambda path: path.write_bytes(config.read_bytes()))
+    torch.save(load_file(folder / "made" / "model.safetensors"), pickled / "pytorch_model.bin")
     with hub_of(folder) as environment:
         yield {**os.environ, **environment, "PYTHONPATH": str(SOURCE), "COLUMNS": "200"}
 
@@ -95,3 +100,12 @@ def test_a_model_of_the_hub_is_converted_and_gives_a_run_its_dimensions(hub, tmp
     shown = arriero_of(hub, "config", "show", "--set", "checkpoint.start_from=hf://owner/model")
     assert shown.returncode == 0, shown.stderr
     assert f"dim = {MODEL['dim']}" in shown.stdout and "checkpoint.start_from" in shown.stdout
+
+
+def test_a_model_without_safetensors_is_downloaded_as_a_torch_file(hub, tmp_path):
+    for name in ("model", "pickled"):
+        done = arriero_of(hub, "ckpt", "convert", f"hf://owner/{name}", tmp_path / name, "--to", "torch")
+        assert done.returncode == 0, done.stderr
+    expected, found = (torch.load(tmp_path / name / "model.pt") for name in ("model", "pickled"))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)

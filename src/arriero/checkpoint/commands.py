@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 Run = Annotated[Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)]
 Checkpoint = Annotated[
-    Path, typer.Argument(help="A checkpoint, or a run directory: its newest.", show_default=False)
+    Path, typer.Argument(help="A checkpoint, or a run directory for its newest one.", show_default=False)
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="Look at sizes only; read no file.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Compare file sizes only.")]
 
 
 def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) -> None:
@@ -150,13 +150,15 @@ def verify(path: Checkpoint, as_json: AsJson = False) -> None:
 
 def prune(
     run: Run,
-    keep: Annotated[int | None, typer.Option(min=1, help="Number of the newest to keep.")] = None,
+    keep: Annotated[int | None, typer.Option(min=1, help="Number of newest checkpoints to keep.")] = None,
     keep_every: Annotated[
-        str | None, typer.Option(help="Keep the first one after each such stretch: '10B tok'.")
+        str | None, typer.Option(help="Also keep the first after each interval, such as '10B tok'.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
+    ] = False,
 ) -> None:
-    """Delete old checkpoints of a run that is not training, by its run file's rules or the given ones.
+    """Delete old checkpoints of a run that is not training, by the rules of its run file or these options.
 
     Nothing is deleted before the newest one has been read and found valid.
 
@@ -212,7 +214,7 @@ def _run_toml(directory: Path) -> str:
 
 
 def _read(path: Path, damaged: int | None = None, as_json: bool = False) -> "tuple[Path, Manifest]":
-    """`damaged` is the exit code for a directory whose manifest cannot be used."""
+    """Return a checkpoint and its manifest; `damaged` is the exit code if the manifest is invalid."""
     from arriero.checkpoint.directory import MANIFEST, Invalid, read_manifest, resolve_checkpoint
 
     directory = resolve_checkpoint(path)
@@ -220,7 +222,7 @@ def _read(path: Path, damaged: int | None = None, as_json: bool = False) -> "tup
         return directory, read_manifest(directory)
     except Invalid as error:
         if damaged is None:
-            raise UserError(f"{directory} {error}", "give a checkpoint that is whole") from None
+            raise UserError(f"{directory} {error}", "give a valid checkpoint") from None
         if as_json:
             print_json({"checkpoint": str(directory), "valid": False, "problems": {MANIFEST: str(error)}})
             raise typer.Exit(damaged) from None
@@ -259,18 +261,19 @@ if TYPE_CHECKING:
 Format = Literal["hf", "meta", "dcp", "torch"]
 Rule = Literal["llama2", "llama3"]
 Dtype = Annotated[
-    Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Type of the weights; else as they are.")
+    Literal["bf16", "fp16", "fp32"] | None,
+    typer.Option(help="Dtype of the written weights; unchanged if not given."),
 ]
-ShardSize = Annotated[str, typer.Option(help="hf: the largest safetensors file.")]
-ModelParallel = Annotated[int, typer.Option(min=1, help="meta: how many consolidated.NN.pth.")]
+ShardSize = Annotated[str, typer.Option(help="hf: largest size of a safetensors file.")]
+ModelParallel = Annotated[int, typer.Option(min=1, help="meta: number of consolidated.NN.pth files.")]
 MetaRule = Annotated[
     Rule | None,
-    typer.Option(help="meta: whose code will read the shards; llama2 cuts the embedding by columns."),
+    typer.Option(help="meta: the code that will read the shards; llama2 splits the embedding by columns."),
 ]
 
 
 class SpreadWeights(TyperCommand):
-    """Lets `--weights 0.3 0.7` stand for `--weights 0.3 --weights 0.7`."""
+    """A command that accepts `--weights 0.3 0.7` for `--weights 0.3 --weights 0.7`."""
 
     def parse_args(self, ctx, args):
         spread, within = [], False
@@ -291,16 +294,16 @@ def convert(
             metavar="SRC", help="A model or checkpoint in any format, or hf://OWNER/MODEL[@REVISION]."
         ),
     ],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to make.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to create.")],
     to: Annotated[Format, typer.Option(help="The format to write.")],
     dtype: Dtype = None,
     shard_size: ShardSize = "5GB",
     model_parallel: ModelParallel = 1,
     meta_rule: MetaRule = None,
 ) -> None:
-    """Turn a model into another format, a tensor at a time; what SRC is, is seen from its files.
+    """Convert a model to another format, one tensor at a time. The format of SRC is recognised by its files.
 
-    Tokenizer files and the generation config travel along. DST must not exist, and appears only when whole.
+    Tokenizer files and the generation config are copied. DST must not exist, and appears when it is complete.
 
     Example: arriero ckpt convert runs/demo/checkpoints/step-00001000 exported --to hf --dtype bf16
     """
@@ -312,18 +315,22 @@ def convert(
 
 
 def average(
-    models: Annotated[list[Path], typer.Argument(metavar="A B ...", help="Models of one shape, any format.")],
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="DST", help="The directory to make.")],
+    models: Annotated[
+        list[Path], typer.Argument(metavar="A B ...", help="Models of the same dimensions, in any format.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="DST", help="The directory to create.")],
     weights: Annotated[
-        list[float] | None, typer.Option(help="One number per model, in proportion; else all alike.")
+        list[float] | None, typer.Option(help="One weight per model; equal if not given.")
     ] = None,
-    to: Annotated[Format | None, typer.Option(help="The format to write; else the first model's.")] = None,
+    to: Annotated[
+        Format | None, typer.Option(help="The format to write; that of the first model if not given.")
+    ] = None,
     dtype: Dtype = None,
     shard_size: ShardSize = "5GB",
     model_parallel: ModelParallel = 1,
     meta_rule: MetaRule = None,
 ) -> None:
-    """Write the weighted mean of models, summed in a wider type, a tensor at a time.
+    """Write the weighted mean of models, computed in a wider dtype, one tensor at a time.
 
     Example: arriero ckpt average site-a site-b -o merged --weights 0.3 0.7
     """

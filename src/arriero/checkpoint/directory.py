@@ -25,15 +25,15 @@ _THREADS = 8
 
 
 class Invalid(Exception):
-    """Why a directory is not a checkpoint that can be used: its content, once read, proves it damaged."""
+    """The content of a directory is not a valid checkpoint."""
 
 
 class Newer(Invalid):
-    """Possibly valid, but written by a later version than this one."""
+    """The checkpoint was written by a newer version of Arriero, and may be valid."""
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """A read error says nothing about the content, so it must never count as damage."""
+    """Return the error for a file that cannot be read, which must not count as damage."""
     return UserError(
         f"{path} cannot be read ({error.strerror or error})",
         "check its permissions and the file system, then run the same command again; nothing was changed",
@@ -48,7 +48,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`tensors`: the type and shape of each; `tokenizer`: the sha256 of its definition."""
+    """The content of `manifest.json`. `tensors` has dtype and shape; `tokenizer` is a sha256."""
 
     step: int
     tokens: int
@@ -96,7 +96,7 @@ def find_damage(
     progress: Callable[[int], None] = lambda _: None,
     report_unreadable: bool = False,
 ) -> dict[str, str]:
-    """Names of the files whose content differs from what was written, each with its problem.
+    """Return the files whose content differs from what was written, each with its problem.
 
     A read error raises UserError, or is listed among the problems with `report_unreadable`.
     """
@@ -116,7 +116,7 @@ def find_damage(
 
 
 def find_wrong_sizes(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """Compare sizes only, without reading the files."""
+    """Return the files of a wrong size, without reading their content."""
     problems = {}
     for name, file in manifest.files.items():
         try:
@@ -152,7 +152,7 @@ _ASIDE = re.compile(rf"step-(\d{{8,}})\.(?:{DAMAGED[1:]}|{_REPLACED[1:]})(?:-\d+
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint by its manifest. `problem`: why it cannot be used; `damaged`: its content proves that."""
+    """A checkpoint, judged by its manifest. `problem` says why it cannot be used; `damaged`: is it damage."""
 
     directory: Path
     step: int
@@ -166,7 +166,7 @@ def directory_name(step: int) -> str:
 
 
 def find_checkpoints(run_dir: Path, report_unreadable: bool = False) -> list[SavedCheckpoint]:
-    """The published checkpoints by step, judged by their manifests alone.
+    """Return the published checkpoints by step, judged by their manifests alone.
 
     A manifest that cannot be read raises UserError, or becomes a problem with `report_unreadable`.
     """
@@ -174,7 +174,7 @@ def find_checkpoints(run_dir: Path, report_unreadable: bool = False) -> list[Sav
     for path in _entries(run_dir):
         if match := _NAME.fullmatch(path.name):
             try:
-                saved = _look(path, int(match[1]))
+                saved = _read_saved(path, int(match[1]))
             except UserError as error:
                 if not report_unreadable:
                     raise
@@ -185,7 +185,7 @@ def find_checkpoints(run_dir: Path, report_unreadable: bool = False) -> list[Sav
 
 
 def find_renamed(run_dir: Path) -> list[tuple[int, Path]]:
-    """Step and directory of each checkpoint that was renamed aside."""
+    """Return step and directory of each checkpoint that was renamed because it was damaged or replaced."""
     found = [(_ASIDE.fullmatch(path.name), path) for path in _entries(run_dir)]
     return sorted((int(match[1]), path) for match, path in found if match)
 
@@ -200,12 +200,12 @@ def _entries(run_dir: Path) -> list[Path]:
         raise unreadable(folder, error) from None
 
 
-def _look(path: Path, step: int) -> SavedCheckpoint | None:
+def _read_saved(path: Path, step: int) -> SavedCheckpoint | None:
     try:
         if not stat.S_ISDIR(path.stat().st_mode):
             return None
     except OSError as error:
-        # a link whose target is not mounted is no proof of damage
+        # the target of a link may not be mounted, which is not damage
         if isinstance(error, FileNotFoundError) and not path.is_symlink():
             return None
         raise unreadable(path, error) from None
@@ -221,7 +221,7 @@ def _look(path: Path, step: int) -> SavedCheckpoint | None:
 
 
 def remove_unfinished(run_dir: Path) -> list[str]:
-    """Remove what was never published. Returns remarks; a leftover that cannot be removed is only one."""
+    """Remove checkpoints that were never published; return remarks, also on those that cannot be removed."""
     remarks = []
     for path in _entries(run_dir):
         if path.name.startswith("step-") and path.name.endswith(UNFINISHED):
@@ -232,7 +232,7 @@ def remove_unfinished(run_dir: Path) -> list[str]:
 
 
 def delete(path: Path) -> str | None:
-    """Delete a checkpoint; returns why not all of it could be deleted.
+    """Delete a checkpoint; return the problem if not all of it could be deleted.
 
     It is renamed first, so that a half-deleted checkpoint does not look like a damaged one.
     """
@@ -245,7 +245,7 @@ def delete(path: Path) -> str | None:
 
 
 def remove(path: Path) -> str | None:
-    """Remove a file or directory as far as possible; returns the first problem."""
+    """Remove a file or directory as far as possible; return the first problem."""
     problems: list[BaseException] = []
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, onerror=lambda _call, _path, info: problems.append(info[1]))
@@ -259,14 +259,14 @@ def remove(path: Path) -> str | None:
 
 
 def rename_aside(path: Path, suffix: str = DAMAGED) -> Path:
-    """Rename a checkpoint so that it is neither used nor deleted; raises OSError where that fails."""
+    """Rename a checkpoint so that it is neither used nor deleted; raise OSError if that fails."""
     aside = free_name(path.with_name(path.name + suffix))
     path.rename(aside)
     return aside
 
 
 def free_name(path: Path, suffix: str = "") -> Path:
-    """`path` + `suffix`, or the first of path-2, path-3, ... that does not exist yet."""
+    """Return path + suffix, or the first of path-2, path-3, ... that does not exist."""
     candidate, number = path.with_name(path.name + suffix), 2
     while os.path.lexists(candidate):
         candidate, number = path.with_name(f"{path.name}-{number}{suffix}"), number + 1
@@ -274,14 +274,14 @@ def free_name(path: Path, suffix: str = "") -> Path:
 
 
 def publish(path: Path, final: Path) -> None:
-    """The one rename that makes a checkpoint. What has its name cannot be used here, but is not deleted."""
+    """Publish a checkpoint by one rename. An unusable one with the same name is renamed, not deleted."""
     if os.path.lexists(final):
         rename_aside(final, _REPLACED)
     publish_directory(path, final)
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """A checkpoint by its own path, or the newest of a run."""
+    """Return a checkpoint given by its own path, or the newest of a run directory."""
     if (path / CHECKPOINTS).is_dir():
         usable = [saved for saved in find_checkpoints(path) if saved.problem is None]
         if not usable:
@@ -298,12 +298,12 @@ class SavedStep(NamedTuple):
 
 
 def expired_steps(saved: Sequence[SavedStep], keep: int, period: int | None) -> list[int]:
-    """Steps of all but the newest `keep` and the first after each whole `period` of tokens."""
+    """Return the steps to delete: all but the newest `keep` and the first after each `period` of tokens."""
     ordered = sorted(saved)
     gone, before = [], 0
     for number, mark in enumerate(ordered):
-        stays_for_ever = period is not None and mark.tokens // period > before // period
-        if number < len(ordered) - keep and not stays_for_ever:
+        is_permanent = period is not None and mark.tokens // period > before // period
+        if number < len(ordered) - keep and not is_permanent:
             gone.append(mark.step)
         before = mark.tokens
     return gone
@@ -311,7 +311,7 @@ def expired_steps(saved: Sequence[SavedStep], keep: int, period: int | None) -> 
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """`each` is the size of a checkpoint in bytes."""
+    """Free bytes, and how many checkpoints of `each` bytes fit."""
 
     free: int
     each: int

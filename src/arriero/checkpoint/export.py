@@ -75,17 +75,17 @@ class Gather:
         ranks: Ranks,
         stop: StopRequested = never,
     ) -> None:
-        self._tensors, self._pieces = tensors, local_parts(local)
+        self._tensors, self._parts = tensors, local_parts(local)
         self.ranks, self._stop = ranks, stop
 
     def tensor(self, name: str) -> Tensor:
         """Return the whole tensor on rank 0, an empty one elsewhere."""
-        expected, piece = self._tensors[name], self._pieces.get(name)
-        locations = self._agree(_STOP if self._stop() else _CONTINUE, piece)
+        expected, part = self._tensors[name], self._parts.get(name)
+        locations = self._agree(_STOP if self._stop() else _CONTINUE, part)
         # of ranks that hold the same part, the first one sends it
         senders = {place: rank for rank, place in reversed(list(enumerate(locations))) if place is not None}
         sends = self.ranks.rank in senders.values()
-        local = piece.local.detach().to("cpu", expected.dtype) if piece is not None and sends else expected
+        local = part.local.detach().to("cpu", expected.dtype) if part is not None and sends else expected
         if not self.ranks.is_leader:
             if sends:
                 dist.send(local.contiguous(), dst=0, group=self.ranks.group)
@@ -120,19 +120,19 @@ class Gather:
         dist.recv(buffer, src=rank, group=self.ranks.group)
         return buffer
 
-    def _agree(self, status: int, piece: LocalPart | None) -> list[Location | None]:
+    def _agree(self, status: int, part: LocalPart | None) -> list[Location | None]:
         """Return where each rank's part lies; end the export on all ranks if one of them asks for it."""
-        statuses, locations = self._exchange(status, piece)
+        statuses, locations = self._exchange(status, part)
         if _FAILED in statuses:
             self.ranks.on_leader(lambda: None)
         if _STOP in statuses:
             raise _Stopped
         return locations
 
-    def _exchange(self, status: int, piece: LocalPart | None) -> tuple[list[int], list[Location | None]]:
+    def _exchange(self, status: int, part: LocalPart | None) -> tuple[list[int], list[Location | None]]:
         location = None
-        if piece is not None and piece.local.numel():
-            location = tuple(piece.offset), tuple(piece.local.shape)
+        if part is not None and part.local.numel():
+            location = tuple(part.offset), tuple(part.local.shape)
         if self.ranks.size == 1:
             return [status], [location]
         everyones = torch.zeros(self.ranks.size, 2 + 2 * _MAX_DIMS, dtype=torch.int64)

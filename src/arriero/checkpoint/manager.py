@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved as one unit, found again, and deleted by retention."""
+"""Save the checkpoints of a run in the background, find the newest valid one, delete old ones."""
 
 import os
 import threading
@@ -44,18 +44,18 @@ START_OVER_ADVICE = "--set checkpoint.start_over=true moves old checkpoints asid
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """All that is saved together. `files` are small; `about` makes the manifest around all checksums."""
+    """What a checkpoint contains. `files` are small; `about` returns the manifest for the checksums."""
 
     step: int
-    pieces: Mapping[str, LocalPart]
+    parts: Mapping[str, LocalPart]
     files: Mapping[str, bytes]
     about: Callable[[Mapping[str, File]], Manifest]
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The result of a save. `still_fit` is how many more the disk holds; `warnings` concern old checkpoints
-    that could not be deleted."""
+    """The result of a save. `still_fit` is the number of further checkpoints the disk has room for;
+    `warnings` name old checkpoints that could not be deleted."""
 
     step: int
     blocked_s: float
@@ -68,8 +68,10 @@ class SaveReport:
 
 
 class Checkpoints:
-    """One on each rank. `bytes_each` is what a save of all ranks needs; `period`, in tokens, sets apart those
-    kept for ever."""
+    """Manages the checkpoints of a run; every rank has one. `bytes_each` is the size of a checkpoint.
+
+    Retention keeps the newest `keep`, and for ever the first after each `period` of tokens.
+    """
 
     def __init__(
         self,
@@ -91,10 +93,10 @@ class Checkpoints:
         self._damaged: set[str] = set()
 
     def newest(self, start_over: bool = False) -> tuple[SavedCheckpoint | None, list[str]]:
-        """The newest valid checkpoint, if there is any, and remarks on the others. Called by all ranks.
+        """Return the newest valid checkpoint, or None, and remarks on the others. Called by all ranks.
 
-        Where there are checkpoints and none can be loaded, it moves them aside with `start_over` and refuses
-        without it. Damaged ones are renamed once a valid one is found; nothing published is deleted.
+        If none of the checkpoints is valid, `start_over` moves them aside; without it this is an error.
+        Damaged ones are renamed once a valid one is found; nothing published is deleted.
         """
         found, aside = self._ranks.on_leader(
             lambda: (find_checkpoints(self._run_dir), find_renamed(self._run_dir))
@@ -125,7 +127,7 @@ class Checkpoints:
         return None, self._ranks.on_leader(lambda: remove_unfinished(self._run_dir))
 
     def _rename_aside(self, damaged: list[Path]) -> dict[str, str]:
-        """What became of each of them. One that keeps its name must not count as a checkpoint to keep."""
+        """Rename damaged checkpoints; return the outcomes. Retention ignores one that keeps its name."""
         outcomes = {}
         for path in damaged:
             try:
@@ -136,7 +138,7 @@ class Checkpoints:
         return outcomes
 
     def start_over(self) -> list[str]:
-        """Rename the whole folder of checkpoints, so that the run starts at step 0. Called by all ranks."""
+        """Rename the directory of checkpoints, so that the run starts at step 0. Called by all ranks."""
 
         def move() -> list[str]:
             if not os.path.lexists(self.folder):
@@ -150,27 +152,27 @@ class Checkpoints:
 
         return self._ranks.on_leader(move)
 
-    def save(self, unit: SaveRequest) -> float:
-        """Returns the seconds training had to wait. `reports` has what failed while writing.
+    def save(self, request: SaveRequest) -> float:
+        """Copy the tensors and write them in the background; return the seconds that training waited.
 
         Called by all ranks. Non-finite weights or state are not saved: all ranks raise the same UserError.
         """
         start = time.perf_counter()
         self.wait()
-        staged = SaveRequest(unit.step, self._staging.copy(unit.pieces), unit.files, unit.about)
-        self._refuse_non_finite(unit.step)
+        staged = SaveRequest(request.step, self._staging.copy(request.parts), request.files, request.about)
+        self._check_finite(request.step)
         if not self._background:
             self._write(staged, start)
             return time.perf_counter() - start
         blocked = time.perf_counter() - start
-        # a daemon: when the process must end at once, it ends; what is half written is not a checkpoint
+        # a daemon thread does not keep a process alive; what it has half written is not a checkpoint
         self._thread = threading.Thread(
             target=self._write, args=(staged, start, blocked), name="checkpoint", daemon=True
         )
         self._thread.start()
         return blocked
 
-    def _refuse_non_finite(self, step: int) -> None:
+    def _check_finite(self, step: int) -> None:
         found = self._staging.non_finite
         if not self._ranks.any(bool(found)):
             return
@@ -190,13 +192,13 @@ class Checkpoints:
             self._thread = None
 
     def reports(self) -> list[SaveReport]:
-        """Of the saves that have ended since last asked; the writing thread may add one meanwhile."""
+        """Return the reports of saves that ended since the last call."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
-    def _write(self, unit: SaveRequest, start: float, blocked: float | None = None) -> None:
-        report = SaveReport(unit.step, 0.0, 0.0)
+    def _write(self, request: SaveRequest, start: float, blocked: float | None = None) -> None:
+        report = SaveReport(request.step, 0.0, 0.0)
         try:
-            report = self._write_whole(unit)
+            report = self._write_whole(request)
         except (Exception, CheckpointException) as error:
             problem = str(error) if isinstance(error, Failed | UserError) else explain(error)
             report = replace(report, error=problem)
@@ -204,16 +206,16 @@ class Checkpoints:
         waited = seconds if blocked is None else blocked
         self._reports.append(replace(report, blocked_s=waited, written_s=seconds))
 
-    def _write_whole(self, unit: SaveRequest) -> SaveReport:
+    def _write_whole(self, request: SaveRequest) -> SaveReport:
         ranks = self._ranks
-        making = ranks.on_leader(lambda: self._make_room(unit.step))
+        making = ranks.on_leader(lambda: self._make_room(request.step))
         try:
-            written = write_parts(making, unit.pieces, ranks, self._plan)
+            written = write_parts(making, request.parts, ranks, self._plan)
             parts = ranks.gather_to_leader(
                 lambda: {name: _confirmed(making / name, sha) for name, sha in written.items()}
             )
             files = {name: file for part in parts for name, file in part.items()}
-            return ranks.on_leader(lambda: self._finish(unit, making, files))
+            return ranks.on_leader(lambda: self._finish(request, making, files))
         except (Exception, CheckpointException):
             if ranks.is_leader:
                 remove(making)
@@ -227,28 +229,28 @@ class Checkpoints:
         making.mkdir(parents=True)
         return making
 
-    def _finish(self, unit: SaveRequest, making: Path, files: dict[str, File]) -> SaveReport:
+    def _finish(self, request: SaveRequest, making: Path, files: dict[str, File]) -> SaveReport:
         assert METADATA in files
-        for name, content in unit.files.items():
+        for name, content in request.files.items():
             (making / name).write_bytes(content)
             sync(making / name)
             files[name] = File(len(content), sha256_of_file(making / name))
-        manifest = unit.about(files)
+        manifest = request.about(files)
         (making / MANIFEST).write_bytes(manifest.to_json())
         sync(making / MANIFEST)
-        publish(making, self.folder / directory_name(unit.step))
-        self._damaged.discard(directory_name(unit.step))
-        report = SaveReport(unit.step, 0.0, 0.0, manifest.size)
+        publish(making, self.folder / directory_name(request.step))
+        self._damaged.discard(directory_name(request.step))
+        report = SaveReport(request.step, 0.0, 0.0, manifest.size)
         try:
             removed, warnings = self._delete_old()
             fits = disk_space(self.folder, self.bytes_each).fits
         except (OSError, UserError) as error:
-            # the new checkpoint is in place and valid, whatever happens to older ones
-            return replace(report, warnings=(f"old checkpoints were not looked at ({error})",))
+            # the new checkpoint is valid, whatever happens to older ones
+            return replace(report, warnings=(f"old checkpoints were not deleted ({error})",))
         return replace(report, still_fit=fits, removed=tuple(removed), warnings=tuple(warnings))
 
     def _delete_old(self) -> tuple[list[str], list[str]]:
-        """What retention removed, and what it could not; called when a new checkpoint is in place."""
+        """Delete the checkpoints that retention does not keep; return their names, and what failed."""
         found = find_checkpoints(self._run_dir, report_unreadable=True)
         valid = [s for s in found if s.manifest and not s.problem and s.directory.name not in self._damaged]
         marks = [SavedStep(s.step, s.manifest.tokens) for s in valid if s.manifest]
@@ -263,10 +265,10 @@ class Checkpoints:
 
 
 def verify_by_ranks(saved: SavedCheckpoint, ranks: Ranks) -> str | None:
-    """What is wrong with a checkpoint's files, or None. Called by all ranks: each reads a share of them."""
+    """Return what is wrong with a checkpoint's files, or None. Called by all ranks: each reads some files."""
     manifest = saved.manifest
     assert manifest is not None
-    # the largest first, so that every rank has about as much to read
+    # largest first, to balance the bytes that the ranks read
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
     mine = by_size[ranks.rank :: ranks.size]
     found = ranks.on_all_ranks(lambda: find_damage(saved.directory, manifest, mine))
@@ -275,8 +277,8 @@ def verify_by_ranks(saved: SavedCheckpoint, ranks: Ranks) -> str | None:
 
 
 def _confirmed(path: Path, sha256: str) -> File:
-    """On the disk, and read back from there."""
+    """Sync a file, read it back from the disk and compare its checksum."""
     sync(path, drop_cache=True)
     if sha256_of_file(path) != sha256:
-        raise Failed(f"{path.name} does not read back as it was written: the disk is not to be trusted")
+        raise Failed(f"{path.name} does not read back as it was written: the disk is faulty")
     return File(path.stat().st_size, sha256)

@@ -1,4 +1,4 @@
-"""The ranks of a run doing one thing together: all of them succeed, or all of them hear why not."""
+"""Collective calls in which all ranks succeed, or all of them raise the first error."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ Result = TypeVar("Result")
 
 
 class Failed(Exception):
-    """What went wrong on the first rank where something did."""
+    """The error of the first rank that failed."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """`group` is theirs alone: a training step must not meet a message of a save."""
+    """The ranks of a run. `group` is separate from those of training, because saves run in a thread."""
 
     rank: int = 0
     size: int = 1
@@ -30,27 +30,27 @@ class Ranks:
         return self.rank == 0
 
     def on_all_ranks(self, work: Callable[[], Result]) -> list[Result]:
-        """Everyone's result, on every rank."""
+        """Run `work` on every rank and return all results on every rank."""
         mine = _attempt(work)
         if self.size == 1:
             return _results([mine])
-        told: list[Any] = [None] * self.size
-        dist.all_gather_object(told, mine, group=self.group)
-        return _results(told)
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, mine, group=self.group)
+        return _results(gathered)
 
     def gather_to_leader(self, work: Callable[[], Result]) -> list[Result]:
-        """Everyone's result on rank 0, nothing elsewhere; a failure is raised on all ranks."""
+        """Run `work` on every rank; return all results on rank 0. A failure is raised on all ranks."""
         mine = _attempt(work)
         if self.size == 1:
             return _results([mine])
-        told: list[Any] | None = [None] * self.size if self.is_leader else None
-        dist.gather_object(mine, told, dst=0, group=self.group)
+        gathered: list[Any] | None = [None] * self.size if self.is_leader else None
+        dist.gather_object(mine, gathered, dst=0, group=self.group)
         results: list[Result] = []
-        self.on_leader(lambda: results.extend(_results(told or [])))
+        self.on_leader(lambda: results.extend(_results(gathered or [])))
         return results
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on any rank."""
+        """Return whether the flag is true on any rank."""
         if self.size == 1:
             return flag
         found = torch.tensor([int(flag)])
@@ -58,11 +58,11 @@ class Ranks:
         return bool(found)
 
     def on_leader(self, work: Callable[[], Result]) -> Result:
-        """Done once; the others learn the result."""
-        said: list[Any] = [_attempt(work) if self.is_leader else None]
+        """Run `work` on rank 0 and return its result on every rank."""
+        shared: list[Any] = [_attempt(work) if self.is_leader else None]
         if self.size > 1:
-            dist.broadcast_object_list(said, src=0, group=self.group)
-        return _results(said)[0]
+            dist.broadcast_object_list(shared, src=0, group=self.group)
+        return _results(shared)[0]
 
 
 def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Any]:
@@ -77,7 +77,7 @@ def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Any]:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The first rank's exception, which DCP wraps into one of its own."""
+    """Return the first rank's exception, which DCP wraps in a CheckpointException."""
     inner = getattr(error, "failures", None)
     if isinstance(inner, dict) and inner:
         first = next(iter(inner.values()))
@@ -90,9 +90,9 @@ def explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _results(told: Iterable[tuple[Any, Any]]) -> list[Any]:
+def _results(gathered: Iterable[tuple[Any, Any]]) -> list[Any]:
     values = []
-    for rank, (value, problem) in enumerate(told):
+    for rank, (value, problem) in enumerate(gathered):
         if isinstance(problem, tuple):
             raise UserError(*problem)
         if problem is not None:

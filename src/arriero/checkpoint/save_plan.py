@@ -1,4 +1,10 @@
-"""Which rank writes which part of a tensor, and DCP's index of all parts: computed once and cached."""
+"""Which rank writes which part of a tensor, and DCP's index of all parts: computed once and cached.
+
+Names, shapes, layout and the sizes of the files do not change while a run trains, so later saves exchange
+only whether anything changed. torch builds several Python objects per chunk of its index and pickles them
+while holding the GIL; here numpy assembles the same pickle. Private torch API, tested with 2.11 and 2.13:
+`_StorageInfo`.
+"""
 
 import pickle
 from collections.abc import Sequence
@@ -23,11 +29,11 @@ from typing import Protocol
 from arriero.checkpoint.ranks import Ranks
 from arriero.files import sha256_of
 
-# private, but part of the file format: its fields are the same in torch 2.11 to 2.13
+# private, but part of the file format
 
 Ints = np.ndarray
 VERSION = "1.0.0"
-# pickled fragments number what they memoize from 0; ours must not collide
+# pickled fragments number their memo entries from 0; these must not collide
 _FIRST_MEMO = 10_000
 _NEW, _STATE, _DONE = b")\x81", b"}(", b"ub"
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
@@ -35,7 +41,7 @@ _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of a run: names, types and whole shapes."""
+    """Names, dtypes and whole shapes of the tensors of a run."""
 
     names: Sequence[str]
     dtypes: Sequence[torch.dtype]
@@ -44,7 +50,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Chunks:
-    """One row per stored chunk, ordered by `tensor`. `file` and `begin`, `length` in bytes say where it is.
+    """One row per stored chunk, ordered by `tensor`: its `file`, and `begin` and `length` in bytes.
 
     `offsets` and `sizes` have as many columns as the tensor with the most dimensions.
     """
@@ -58,7 +64,7 @@ class Chunks:
 
 
 def metadata_bytes(tensors: Tensors, chunks: Chunks, files: Sequence[str]) -> bytes:
-    """The content of `.metadata`, as torch's own pickle would be read back."""
+    """Return the content of `.metadata`, which unpickles to the same objects as torch's own."""
     writer = _Writer()
     for each in (
         Metadata,
@@ -103,12 +109,12 @@ def metadata_bytes(tensors: Tensors, chunks: Chunks, files: Sequence[str]) -> by
 
 
 def _plain(value: Any) -> bytes:
-    """A value's own pickle, without the header and the final STOP."""
+    """Return the pickle of a value without its header and its final STOP."""
     return pickle.dumps(value, protocol=2)[2:-1]
 
 
 class _Writer:
-    """Opcodes of pickle protocol 2. What is remembered is referred to by a number of fixed width."""
+    """Collects opcodes of pickle protocol 2. `remember` adds a value to the memo, `get` refers to it."""
 
     def __init__(self) -> None:
         self.out = [b"\x80\x02"]
@@ -154,7 +160,7 @@ class _Writer:
 
 
 def _records(count: int, fields: Sequence[bytes | Ints]) -> bytes:
-    """`count` records side by side: constants, and integers as opcode and value (unsigned 32 bits: bare)."""
+    """Return `count` records of constants and integers, each with its opcode unless it is unsigned 32-bit."""
     parts: list[tuple[bytes, Ints | None]] = []
     for field in fields:
         if isinstance(field, bytes):
@@ -178,7 +184,7 @@ def _records(count: int, fields: Sequence[bytes | Ints]) -> bytes:
 
 
 class Held(Protocol):
-    """What a plan has to know about a rank's piece of a tensor."""
+    """The attributes of a LocalPart that a plan uses."""
 
     @property
     def local(self) -> torch.Tensor: ...
@@ -192,21 +198,21 @@ class Held(Protocol):
 
 @dataclass(frozen=True)
 class PartTable:
-    """A rank's pieces. `heads` has a line per tensor: name, type, shape; `rows` where each piece lies: its
-    offset, then its size, padded with 0 and 1 to as many dimensions as any tensor of the rank has."""
+    """The parts of a rank. `heads` has a line per tensor: name, dtype, shape. `rows` has offset and size of
+    each part, padded with 0 and 1 to the most dimensions of any tensor of the rank."""
 
     heads: bytes
     rows: Ints
 
     @staticmethod
-    def of(pieces: Mapping[str, Held]) -> "PartTable":
-        lines, most = [], max((len(piece.shape) for piece in pieces.values()), default=0)
-        rows = np.tile(np.repeat(np.array([0, 1]), most), (len(pieces), 1))
-        for row, (name, piece) in zip(rows, pieces.items(), strict=True):
-            shape = ",".join(map(str, piece.shape))
-            lines.append(f"{name}\t{str(piece.local.dtype).removeprefix('torch.')}\t{shape}")
-            row[: len(piece.shape)] = piece.offset
-            row[most : most + len(piece.shape)] = piece.local.shape
+    def of(parts: Mapping[str, Held]) -> "PartTable":
+        lines, most = [], max((len(part.shape) for part in parts.values()), default=0)
+        rows = np.tile(np.repeat(np.array([0, 1]), most), (len(parts), 1))
+        for row, (name, part) in zip(rows, parts.items(), strict=True):
+            shape = ",".join(map(str, part.shape))
+            lines.append(f"{name}\t{str(part.local.dtype).removeprefix('torch.')}\t{shape}")
+            row[: len(part.shape)] = part.offset
+            row[most : most + len(part.shape)] = part.local.shape
         return PartTable("\n".join(lines).encode(), rows)
 
     def same_as(self, other: "PartTable") -> bool:
@@ -217,7 +223,7 @@ class PartTable:
 
 
 def pack(ints: Ints) -> bytes:
-    """Neighbouring rows are alike, so their differences compress well."""
+    """Compress the differences of neighbouring rows, which are similar."""
     return zlib.compress(np.diff(ints, axis=0, prepend=0).astype("<i8").tobytes(), 1)
 
 
@@ -227,7 +233,7 @@ def unpack(packed: bytes, columns: int = 1) -> Ints:
 
 
 class WritePlan:
-    """The pieces of all ranks, on rank 0: who writes each, and the index once the written sizes are known."""
+    """The parts of all ranks, on rank 0: which rank writes each, and the index for the written sizes."""
 
     def __init__(self, packed: Sequence[tuple[bytes, bytes, int]]) -> None:
         known: dict[bytes, Ints] = {}
@@ -250,7 +256,7 @@ class WritePlan:
         self._chosen = self._choose(most)
 
     def _choose(self, most: int) -> Ints:
-        """Rows that are written, by tensor and offset: one of each piece, however many ranks hold it."""
+        """Return the rows to write, by tensor and offset: one of each part, however many ranks hold it."""
         amount = self._rows[:, most:].prod(axis=1)
         held = np.flatnonzero(amount)
         keys = np.stack([self._tensor[held], *self._rows[held, :most].T])
@@ -260,14 +266,14 @@ class WritePlan:
         return rows[first + _takers(self._rank[rows[first]], copies, amount[rows[first]])]
 
     def masks(self) -> list[bytes]:
-        """For each rank, one bit per piece: whether it writes it."""
+        """Return one bit per part for each rank: whether it writes the part."""
         written = np.zeros(len(self._rows), bool)
         written[self._chosen] = True
         ends = np.cumsum(self._counts)
         return [np.packbits(written[e - n : e]).tobytes() for e, n in zip(ends, self._counts, strict=True)]
 
     def index(self, lengths: Sequence[Ints]) -> bytes:
-        """`.metadata`, given the size in bytes of each piece in the order each rank wrote them."""
+        """Return `.metadata`, given the bytes of each part in the order in which its rank wrote them."""
         begin, length = np.zeros(len(self._rows), int), np.zeros(len(self._rows), int)
         mine = np.sort(self._chosen)
         length[mine] = np.concatenate(lengths)
@@ -286,16 +292,16 @@ class WritePlan:
 
 
 def _starts(keys: Ints) -> Ints:
-    """The columns that differ from the one before."""
+    """Return the columns that differ from the previous one."""
     new = np.ones(keys.shape[1], bool)
     new[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
     return np.flatnonzero(new)
 
 
 def _takers(first_rank: Ints, copies: Ints, amount: Ints) -> Ints:
-    """Which of its holders writes each piece.
+    """Return which of its holders writes each part.
 
-    Ranks that hold the same pieces take turns, largest piece first and in alternating direction, so that they
+    Ranks that hold the same parts take turns, largest part first and in alternating direction, so that they
     write about as many bytes each.
     """
     taker = np.zeros(len(copies), int)
@@ -330,7 +336,7 @@ def _parsed(numbers: Mapping[bytes, int]) -> Tensors:
 
 
 class SavePlan:
-    """One on each rank, used by every save of a run. All ranks call its methods together."""
+    """The cached plan of all saves of a run; every rank has one, and all call its methods together."""
 
     def __init__(self) -> None:
         self._table: PartTable | None = None
@@ -339,14 +345,14 @@ class SavePlan:
         self._lengths: Ints | None = None
         self._index, self._sha256 = b"", ""
 
-    def names(self, pieces: Mapping[str, Held], ranks: Ranks) -> list[str]:
-        """The pieces this rank writes, in order."""
-        table = PartTable.of(pieces)
+    def names(self, parts: Mapping[str, Held], ranks: Ranks) -> list[str]:
+        """Return the names of the parts that this rank writes, in order."""
+        table = PartTable.of(parts)
         if ranks.any(self._table is None or not table.same_as(self._table)):
             packed = ranks.gather_to_leader(table.packed)
             masks = ranks.on_leader(lambda: self._arrange(packed))
-            mine = np.unpackbits(np.frombuffer(masks[ranks.rank], np.uint8), count=len(pieces)).astype(bool)
-            self._names = [name for name, wanted in zip(pieces, mine, strict=True) if wanted]
+            mine = np.unpackbits(np.frombuffer(masks[ranks.rank], np.uint8), count=len(parts)).astype(bool)
+            self._names = [name for name, wanted in zip(parts, mine, strict=True) if wanted]
             self._table, self._lengths = table, None
         return self._names
 
@@ -355,11 +361,11 @@ class SavePlan:
         return self._world.masks()
 
     def index(self, lengths: Sequence[int], ranks: Ranks) -> tuple[bytes, str]:
-        """`.metadata` and its sha256 on rank 0, given how many bytes each of this rank's pieces took."""
+        """Return `.metadata` and its sha256 on rank 0, given the bytes of each part that this rank wrote."""
         written, table = np.array(lengths, int), self._table
         assert table is not None
         if ranks.any(self._lengths is None or not np.array_equal(written, self._lengths)):
-            # rank 0 has forgotten the pieces of the others once there was an index
+            # rank 0 drops the parts of the others once it has an index
             again = table.packed() if self._lengths is not None else None
             found = ranks.gather_to_leader(lambda: (again, pack(written[:, None])))
             ranks.on_leader(lambda: self._make_index(found))

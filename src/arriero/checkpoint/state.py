@@ -35,7 +35,7 @@ Value = TypeVar("Value")
 
 
 class LazyMapping(Mapping[str, Value]):
-    """For tensors that are computed from others and would not fit beside them all at once."""
+    """A mapping that computes values when they are read, for tensors that do not fit in memory together."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Value]]) -> None:
         self._makers = makers
@@ -55,7 +55,7 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class LocalPart:
-    """What this rank holds of a tensor; `local` is empty where that is nothing."""
+    """The part of a tensor on this rank, at `offset` in the whole of `shape`; `local` may be empty."""
 
     local: Tensor
     offset: tuple[int, ...]
@@ -69,19 +69,19 @@ class LocalPart:
 
 
 def local_parts(tensors: Mapping[str, Tensor]) -> Mapping[str, LocalPart]:
-    """They share memory with the tensors: what is read into a piece is in the tensor."""
-    return LazyMapping({name: partial(_piece, tensors, name) for name in tensors})
+    """Return the part of each tensor on this rank; it shares memory with the tensor."""
+    return LazyMapping({name: partial(_part, tensors, name) for name in tensors})
 
 
-def _piece(tensors: Mapping[str, Tensor], name: str) -> LocalPart:
+def _part(tensors: Mapping[str, Tensor], name: str) -> LocalPart:
     tensor = tensors[name]
     return LocalPart(*local_shard(tensor), tensor.shape)
 
 
 class FiniteCheck:
-    """The least and greatest value of each tensor added, left on its device until `non_finite` is asked for.
+    """Finds tensors with NaN or infinity by their minimum and maximum, kept on the device until the end.
 
-    Both are finite exactly when the whole tensor is: aminmax propagates NaN.
+    Both are finite exactly when the whole tensor is, because aminmax propagates NaN.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class FiniteCheck:
         self._found.setdefault((wide.device, wide.dtype), {})[name] = tuple(torch.aminmax(wide))
 
     def non_finite(self) -> list[str]:
-        """Names of the tensors with a NaN or an infinity; one copy from each device."""
+        """Return the names of tensors with a NaN or an infinity; copies once from each device."""
         names = []
         for extremes in self._found.values():
             bounds = torch.stack([bound for pair in extremes.values() for bound in pair])
@@ -104,25 +104,24 @@ class FiniteCheck:
 
 
 class Staging:
-    """Host memory for one save, used again by the next. What is on its way there need not wait for the rest:
-    its memory is free for what the device does after the copy. `non_finite` are names of the last copy."""
+    """Copies parts to host memory, which the next save reuses. `non_finite` has names of the last copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self.non_finite: list[str] = []
 
-    def copy(self, pieces: Mapping[str, LocalPart]) -> dict[str, LocalPart]:
+    def copy(self, parts: Mapping[str, LocalPart]) -> dict[str, LocalPart]:
         staged, from_gpu, extremes = {}, False, FiniteCheck()
-        for name, piece in pieces.items():
-            extremes.add(name, piece.local)
-            from_gpu |= piece.local.is_cuda
+        for name, part in parts.items():
+            extremes.add(name, part.local)
+            from_gpu |= part.local.is_cuda
             buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != piece.local.shape or buffer.dtype != piece.local.dtype:
-                pinned = piece.local.is_cuda
-                buffer = torch.empty_like(piece.local, device="cpu", pin_memory=pinned)
+            if buffer is None or buffer.shape != part.local.shape or buffer.dtype != part.local.dtype:
+                pinned = part.local.is_cuda
+                buffer = torch.empty_like(part.local, device="cpu", pin_memory=pinned)
                 self._buffers[name] = buffer
-            buffer.copy_(piece.local, non_blocking=True)
-            staged[name] = LocalPart(buffer, piece.offset, piece.shape)
+            buffer.copy_(part.local, non_blocking=True)
+            staged[name] = LocalPart(buffer, part.offset, part.shape)
         if from_gpu:
             torch.cuda.synchronize()
         self.non_finite = extremes.non_finite()
@@ -130,13 +129,16 @@ class Staging:
 
 
 def write_parts(
-    directory: Path, pieces: Mapping[str, LocalPart], ranks: Ranks, plan: SavePlan
+    directory: Path, parts: Mapping[str, LocalPart], ranks: Ranks, plan: SavePlan
 ) -> dict[str, str]:
-    """Called by all ranks. The sha256 of each file this rank wrote, of the bytes on their way to it."""
-    names = plan.names(pieces, ranks)
+    """Write DCP files and return the sha256 of each file of this rank, computed while writing.
+
+    Called by all ranks.
+    """
+    names = plan.names(parts, ranks)
     path = directory / file_of(ranks.rank)
     written: list[tuple[str, list[int]]] = []
-    ranks.gather_to_leader(lambda: written.append(_write_file(path, [pieces[name].local for name in names])))
+    ranks.gather_to_leader(lambda: written.append(_write_file(path, [parts[name].local for name in names])))
     sha256, lengths = written[0]
     index, of_index = plan.index(lengths, ranks)
     ranks.on_leader(lambda: (directory / METADATA).write_bytes(index))
@@ -145,7 +147,7 @@ def write_parts(
 
 
 def _write_file(path: Path, tensors: Sequence[Tensor]) -> tuple[str, list[int]]:
-    """One `torch.save` after the other, as DCP stores them; the hash of all, the length of each in bytes."""
+    """Write tensors with torch.save, as DCP does; return the sha256 of the file and the bytes of each."""
     digest, lengths = hashlib.sha256(), []
     if not tensors:
         return "", []
@@ -156,14 +158,14 @@ def _write_file(path: Path, tensors: Sequence[Tensor]) -> tuple[str, list[int]]:
             try:
                 torch.save(tensor, cast(IO[bytes], stream))
             except Exception as error:
-                # torch's archive writer hides what the file system said
+                # torch's archive writer hides the error of the file system
                 raise stream.problem or error from None
             lengths.append(file.tell() - begin)
     return digest.hexdigest(), lengths
 
 
 class _Hashed:
-    """What `torch.save` needs of a file, hashing what is written."""
+    """The methods of a file that torch.save needs; hashes what is written."""
 
     def __init__(self, file: IO[bytes], digest: Any) -> None:
         self._file, self._digest = file, digest
@@ -180,10 +182,10 @@ class _Hashed:
     def flush(self) -> None: ...
 
 
-def read_parts(reader: SafeDcpReader, pieces: Mapping[str, LocalPart], ranks: Ranks) -> None:
-    """Called by all ranks, each with the pieces it needs. Each reads on its own; all fail together."""
+def read_parts(reader: SafeDcpReader, parts: Mapping[str, LocalPart], ranks: Ranks) -> None:
+    """Fill parts from a checkpoint. Called by all ranks, which read independently and fail together."""
     _hush()
-    wanted = cast(dict[str, Any], dict(pieces))
+    wanted = cast(dict[str, Any], dict(parts))
 
     def load() -> None:
         try:
@@ -198,7 +200,7 @@ def read_parts(reader: SafeDcpReader, pieces: Mapping[str, LocalPart], ranks: Ra
 
 
 def _hush() -> None:
-    """One process may well save without others."""
+    """Silence torch's warning about loading in a single process."""
     warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable)")
 
 
@@ -213,10 +215,10 @@ class _Loading(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         items = []
-        for name, piece in self.state_dict.items():
+        for name, part in self.state_dict.items():
             saved = self.metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, saved, piece.chunks)
+            items += create_read_items_for_chunk_list(name, saved, part.chunks)
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -232,25 +234,20 @@ Moments = Mapping[str, Mapping[str, Tensor]]
 
 
 def named_tensors(weights: Mapping[str, Tensor], state: Moments) -> Mapping[str, Tensor]:
-    """Under their names in checkpoints; each is taken from where it is when it is asked for."""
+    """Return weights and optimizer state by their names in checkpoints; each is computed when it is read."""
     makers = {MODEL + name: partial(weights.__getitem__, name) for name in weights}
     for name, kinds in state.items():
         makers |= {f"{OPTIM}{name}.{kind}": partial(kinds.__getitem__, kind) for kind in kinds}
     return LazyMapping(makers)
 
 
-def named_weights(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    return named_tensors(weights, {})
-
-
 TensorInfo = Mapping[str, tuple[str, list[int]]]
 
 
-def describe_parts(pieces: Mapping[str, LocalPart]) -> TensorInfo:
-    """Of each tensor, its type and its whole shape."""
+def describe_parts(parts: Mapping[str, LocalPart]) -> TensorInfo:
+    """Return the dtype and the whole shape of each tensor."""
     return {
-        name: (str(piece.local.dtype).removeprefix("torch."), list(piece.shape))
-        for name, piece in pieces.items()
+        name: (str(part.local.dtype).removeprefix("torch."), list(part.shape)) for name, part in parts.items()
     }
 
 
@@ -260,7 +257,7 @@ def total_bytes(tensors: TensorInfo) -> int:
 
 @dataclass(frozen=True)
 class AllowedDifferences:
-    """Patterns of names that may be missing from a checkpoint, or be in it without use."""
+    """Patterns of tensor names that a checkpoint may lack, or hold without being used."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -276,16 +273,15 @@ def load_tensors(
     tolerated: AllowedDifferences,
     prefix: str = "",
 ) -> None:
-    """Fill the tensors, in place, from a checkpoint of any layout, and give each to `keep`; some at a time,
-    since all may not fit. Called by all ranks.
+    """Fill tensors in place from a checkpoint of any layout, in batches, and pass each to `keep`.
 
-    `everywhere` joins what the ranks of a pipeline hold. Only names with `prefix` are looked at.
+    Called by all ranks. `everywhere` merges what the pipeline stages hold. Only names with `prefix` are read.
     """
-    pieces = local_parts(tensors)
-    wanted = everywhere({name: list(piece.shape) for name, piece in pieces.items()})
+    parts = local_parts(tensors)
+    wanted = everywhere({name: list(part.shape) for name, part in parts.items()})
     there = {name: shape for name, (_, shape) in manifest.tensors.items() if name.startswith(prefix)}
     _check_names_and_shapes(directory, wanted, there, tolerated)
-    # of all ranks' names and in the file's order, lest one read less often than the others
+    # all ranks read the same batches, because each read is a collective call
     sizes = {name: total_bytes({name: manifest.tensors[name]}) for name in there if name in wanted}
     reader = SafeDcpReader(directory)
     for names in _batches(sizes, _READ_AT_ONCE * ranks.size):
@@ -298,7 +294,7 @@ def load_tensors(
 def non_finite_tensors(
     directory: Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None
 ) -> list[str]:
-    """Names of the tensors of a checkpoint with a NaN or an infinity; read whole, one at a time."""
+    """Return the names of tensors with a NaN or an infinity; reads one tensor at a time."""
     reader, extremes = SafeDcpReader(directory), FiniteCheck()
     for name, (dtype, shape) in manifest.tensors.items():
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -347,6 +343,6 @@ def _not_tolerated(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 def listed(names: list[str]) -> str:
-    """The first of many names, and how many more there are."""
+    """Join names, the first 12 of them, with the number of the rest."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more

@@ -29,7 +29,6 @@ from arriero.checkpoint.state import (
     load_tensors,
     local_parts,
     named_tensors,
-    named_weights,
 )
 from arriero.config.schema import CheckpointSection, LoadSection
 from arriero.data.order.ledger import LEDGER, check_same_order, read_ledger
@@ -70,7 +69,7 @@ class CheckpointLoader:
             self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(path)))
             return path
         saved = self.open(str(path), key)
-        self._load(saved, named_weights(self.model.tensors()), MODEL)
+        self._load(saved, named_tensors(self.model.tensors(), {}), MODEL)
         return saved.directory
 
     def load_checkpoint(self, saved: SavedCheckpoint) -> None:

@@ -123,12 +123,11 @@ def _reader(path: Path) -> SafetensorsReader | TorchReader:
 
 
 def _files(directory: Path) -> list[Path]:
-    """One file, or several named by an index; safetensors before files of torch.save."""
+    """Return the weight files: safetensors before torch.save files, an index before a single file."""
     places = (directory / f"{name}{index}" for name in (_WEIGHTS, _PICKLED) for index in ("", ".index.json"))
     found = [path for path in places if path.is_file()]
     if not found:
         raise UserError(f"{directory} lacks {_WEIGHTS}", "copy the weights there")
-    # an index counts before a single file of the same kind
     first = found[1] if found[1:] and found[1].name == f"{found[0].name}.index.json" else found[0]
     if first.suffix != ".json":
         return [first]
@@ -139,7 +138,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _indexed(path: Path) -> list[str]:
-    """The files an index names, all of them beside it."""
+    """Return the files that an index names; each must be a plain name beside it."""
     table = read_json(path).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise UserError(f"{path} has no weight_map", "copy or download it again")
@@ -147,14 +146,14 @@ def _indexed(path: Path) -> list[str]:
         plain = isinstance(name, str) and name == Path(name).name and not set(name) & {"\\", "\0"}
         if not plain or name in ("", ".", ".."):
             raise UserError(
-                f"{path}: {tensor} is said to be in {name!r}, which is not the name of a file beside it",
+                f"{path} places {tensor} in {name!r}, which is not the name of a file beside it",
                 "copy or download it again, from a source you trust",
             )
     return sorted(set(table.values()))
 
 
 def _shards(planned: Mapping[str, Tensor], limit: int) -> dict[str, list[str]]:
-    """In order, each at most `limit` bytes; a tensor larger than that has a file of its own."""
+    """Distribute tensors over files of at most `limit` bytes; a larger tensor gets its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in planned.items():
@@ -172,13 +171,13 @@ TEMPLATE = "add_bos_token"
 
 
 def check_tokenizer(extra_files: Mapping[str, Path], tokens: Mapping[str, Any]) -> None:
-    """Checked before the weights are written; a tokenizer that is only copied is not read."""
+    """Reject a damaged tokenizer before weights are written, unless it is only copied."""
     if "tokenizer.json" in extra_files and (TEMPLATE in tokens or "tokenizer_config.json" not in extra_files):
         read_definition(extra_files["tokenizer.json"])
 
 
 def write_tokenizer(directory: Path, spec: ModelSpec, tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the tokenizer files in the directory; returns the token ids for config.json.
+    """Complete the tokenizer files in the directory; return the token ids for config.json.
 
     Where `tokens` says whether texts began with the BOS in training, tokenizer.json is made to do the same.
     """
@@ -199,7 +198,7 @@ def write_tokenizer(directory: Path, spec: ModelSpec, tokens: Mapping[str, Any])
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": spec.max_seq_len,
-        # a plain vocabulary entry is not named: transformers would cut it out of every text
+        # transformers would cut a plain vocabulary entry out of every text if it were named here
         **{name: token for name, token in names.items() if token is not None},
         **({TEMPLATE: tokens[TEMPLATE], "add_eos_token": False} if TEMPLATE in tokens else {}),
         "clean_up_tokenization_spaces": False,
@@ -209,7 +208,7 @@ def write_tokenizer(directory: Path, spec: ModelSpec, tokens: Mapping[str, Any])
 
 
 def set_bos_template(definition: str, bos_id: int | None) -> str:
-    """The same tokenizer, with a post-processor that adds `bos_id` before a text, and nothing else."""
+    """Return the tokenizer with a post-processor that adds `bos_id` before a text, and nothing else."""
     document = json.loads(definition)
     before = document.get("post_processor") or {}
     steps = before.get("processors", []) if before.get("type") == "Sequence" else [before]
@@ -247,12 +246,12 @@ def _usual_ids(special: Mapping[int, str]) -> dict[str, int]:
 
 
 def _name(special: Mapping[int, str], number: int | list[int]) -> str | None:
-    """A config may name several EOS tokens; a tokenizer has one, the first."""
+    """Return the name of a token id; of several EOS tokens the first, because a tokenizer has one."""
     return special.get(number[0] if isinstance(number, list) else number)
 
 
 def _from_model_file(path: Path) -> str:
-    """Meta's models were trained with the BOS before each text, and transformers adds it so."""
+    """Convert Meta's tokenizer.model; it adds the BOS, as in the training of Meta's models."""
     definition = read_definition(path)
     inner = parsed(definition)
     found = (inner.token_to_id(name) for name in KNOWN_BEGINNINGS)

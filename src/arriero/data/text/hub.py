@@ -11,8 +11,9 @@ from arriero.data.text.sources import HUB
 from arriero.errors import UserError
 
 TOKENIZER_FILES = ["*.json", "tokenizer.model", "*.txt", "*.jinja"]
-# without pytorch_model.bin and other copies of the same weights
 MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
+# downloaded only if a model has no safetensors
+PICKLED_FILES = ["pytorch_model*.bin"]
 
 
 class HubCorpus(NamedTuple):
@@ -93,7 +94,10 @@ def local_model(path: str, weights: bool = True) -> Path:
         raise UserError(f"{path} needs the 'huggingface_hub' package", "pip install 'arriero[hub]'") from None
     try:
         files = MODEL_FILES if weights else TOKENIZER_FILES
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=files))
+        folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=files))
+        if weights and not any(folder.glob("*.safetensors")):
+            snapshot_download(name, revision=revision or None, allow_patterns=PICKLED_FILES)
+        return folder
     except Exception as error:  # the library raises many kinds for a missing network, name or account
         raise _unavailable(path.removeprefix(HUB), error) from None
 
