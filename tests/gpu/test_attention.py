@@ -50,7 +50,7 @@ def prefers_cudnn():
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_causal_attention_takes_cudnns_kernel_forward_and_back(shape):
+def test_causal_attention_uses_the_cudnn_kernel(shape):
     def work():
         if not prefers_cudnn():
             return None

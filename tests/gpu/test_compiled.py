@@ -29,7 +29,7 @@ def gradients(spec, dtype, compiled):
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_compiled_gradients_of_every_parameter_are_the_eager_ones_in_fp32(family):
+def test_compiled_fp32_gradients_equal_eager_ones(family):
     def work():
         eager = gradients(SHAPES[family], torch.float32, compiled=False)
         found = gradients(SHAPES[family], torch.float32, compiled=True)
@@ -41,7 +41,7 @@ def test_compiled_gradients_of_every_parameter_are_the_eager_ones_in_fp32(family
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_compiled_gradients_in_bf16_are_as_near_to_exact_ones_as_eager_gradients(family):
+def test_compiled_bf16_gradients_are_as_exact_as_eager_ones(family):
     """Both round to 8 bits, in different places: each is held to fp64 on the same weights."""
 
     def work():

@@ -32,7 +32,7 @@ def attention(attend, mask, q, k, v, grad):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_one_kernel_for_all_documents_is_attention_of_each_alone_in_fp32(shape):
+def test_flex_attention_equals_attention_per_document(shape):
     def work():
         assert usable_on(DEVICE)
         documents, given = documents_of(shape[-1], 3), inputs(*shape)
@@ -47,7 +47,7 @@ def test_one_kernel_for_all_documents_is_attention_of_each_alone_in_fp32(shape):
     assert max(gradients) < 2**-6, gradients
 
 
-def test_other_documents_neither_recompile_nor_wait_for_the_gpu():
+def test_other_documents_do_not_recompile_or_synchronise():
     def work():
         given = inputs(8, 2, 64, 1024)
         compiled = torch.compile(lambda mask, *given: attention(AttentionCore(), mask, *given), dynamic=False)
@@ -66,7 +66,7 @@ def test_other_documents_neither_recompile_nor_wait_for_the_gpu():
     assert alone(work)
 
 
-def test_long_packed_rows_take_memory_in_proportion_to_their_tokens():
+def test_memory_of_packed_rows_is_proportional_to_their_tokens():
     def work():
         peaks = []
         for tokens in (16_384, 65_536):

@@ -37,7 +37,7 @@ def out_of_line(tensor):
     [(BF16, BF16, False), (BF16, FP32, True), (BF16, BF16, True), (FP32, FP32, False)],
     ids=["bf16, stochastic rounding", "fp32 in halves", "fp32 in halves, bf16 moments", "fp32"],
 )
-def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halves, shifted):
+def test_multi_tensor_adamw_equals_the_reference(weights, moments, halves, shifted):
     def work():
         from arriero.kernels.multi_tensor import Parameters, Rates, adamw_
 
@@ -89,7 +89,7 @@ def test_all_parameters_at_once_are_updated_as_one_by_one(weights, moments, halv
 
 
 @pytest.mark.parametrize("shifted", [False, True], ids=["in line", "out of line"])
-def test_the_norm_of_many_tensors_is_that_of_all_their_elements(shifted):
+def test_multi_tensor_sum_of_squares_equals_the_reference(shifted):
     def work():
         from arriero.kernels.multi_tensor import sum_of_squares
 
@@ -102,7 +102,7 @@ def test_the_norm_of_many_tensors_is_that_of_all_their_elements(shifted):
 
 @pytest.mark.parametrize("outs", [(512,), (256, 64, 64), (48,)])
 @pytest.mark.parametrize("tokens", [256, 100])
-def test_float8_products_and_gradients_are_those_emulated(tokens, outs):
+def test_float8_products_and_gradients_equal_emulated_ones(tokens, outs):
     def work():
         torch.manual_seed(1)
         x = fresh(tokens, 128).requires_grad_()
@@ -119,7 +119,7 @@ def test_float8_products_and_gradients_are_those_emulated(tokens, outs):
     assert max(alone(work)) < 0.02
 
 
-def test_swiglu_of_two_halves_is_the_plain_one():
+def test_swiglu_of_a_joint_matrix_equals_the_reference():
     def work():
         y = fresh(3, 50, 2 * 5000).requires_grad_()
         exact = y.detach().double().cpu().requires_grad_()
@@ -184,7 +184,7 @@ def test_gelu_and_its_bias_match_pytorch_for_any_size(dtype):
         assert max(differences) < (2**-7 if dtype is BF16 else 1e-5), (size, differences)
 
 
-def test_slices_of_the_vocabulary_have_the_slope_of_the_whole():
+def test_slices_of_the_vocabulary_have_the_gradient_of_the_whole():
     """As the ranks of tensor parallelism compute it, which exchange their statistics between the halves."""
 
     def work():

@@ -24,7 +24,7 @@ def apart(found, expected):
 
 @pytest.mark.parametrize("outs", [(48,), (32, 16, 16)])
 @pytest.mark.parametrize("tokens", [16, 7, 1])
-def test_several_layers_are_one_product_near_the_exact_one(tokens, outs):
+def test_several_layers_are_one_product_close_to_the_exact_one(tokens, outs):
     x, weights = given(tokens, 64, outs)
     y = linears(x, weights)
     exact = torch.cat([x.detach().double() @ weight.detach().double().T for weight in weights], dim=-1)
@@ -32,7 +32,7 @@ def test_several_layers_are_one_product_near_the_exact_one(tokens, outs):
     assert 0 < apart(y, exact) < FORWARD
 
 
-def test_gradients_are_near_the_exact_ones():
+def test_gradients_are_close_to_exact_ones():
     x, weights = given(24, 64, (32, 16))
     gradient = torch.randn(2, 24, 48, generator=torch.Generator().manual_seed(4)).bfloat16()
     found = torch.autograd.grad(linears(x, weights), [x, *weights], gradient)
@@ -45,7 +45,7 @@ def test_gradients_are_near_the_exact_ones():
         assert apart(mine, theirs) < BACKWARD
 
 
-def test_zeros_and_large_numbers_have_scales_too():
+def test_zeros_and_large_numbers_have_valid_scales():
     x, weights = given(16, 32, (16,))
     assert not linears(torch.zeros_like(x), weights).any()
     large = linears(x.detach() * 2.0**90, weights)
@@ -53,7 +53,7 @@ def test_zeros_and_large_numbers_have_scales_too():
     torch.testing.assert_close(large * 2.0**-90, linears(x, weights), rtol=0, atol=0)
 
 
-def test_compiled_it_is_the_same():
+def test_compiled_results_equal_eager_ones():
     x, weights = given(16, 32, (16, 32))
     compiled = torch.compile(lambda x, a, b: linears(x, [a, b]), backend="aot_eager", fullgraph=True)
     gradient = torch.ones(2, 16, 48, dtype=torch.bfloat16)

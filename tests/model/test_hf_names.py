@@ -86,7 +86,7 @@ def test_logits_equal_transformers(shape):
 
 
 @pytest.mark.parametrize("shape", ["gqa", "scaled rope"])
-def test_logits_equal_transformers_far_out(shape):
+def test_logits_equal_transformers_at_far_positions(shape):
     spec = spec_of(shape)
     model = lively(spec)
     tokens = torch.randint(0, spec.vocab_size, (1, 32), generator=torch.Generator().manual_seed(3))
@@ -96,7 +96,7 @@ def test_logits_equal_transformers_far_out(shape):
     assert (ours - peers).abs().max() <= 1e-5
 
 
-def test_scaling_matters_where_it_is_tested():
+def test_rope_scaling_changes_the_tested_logits():
     plain, scaled = lively(spec_of("gqa")), lively(spec_of("scaled rope"))
     tokens = torch.arange(96)[None]
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_scaling_matters_where_it_is_tested():
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_survive_both_ways_bit_for_bit(shape, dtype):
+def test_weights_are_converted_and_back_bit_for_bit(shape, dtype):
     spec = spec_of(shape)
     ours = lively(spec).to(dtype).state_dict()
     back = from_hf(to_hf(ours, spec), spec)
@@ -117,7 +117,7 @@ def test_weights_survive_both_ways_bit_for_bit(shape, dtype):
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_preset_survives_config_json(name):
+def test_every_preset_is_written_to_config_json_and_read_back(name):
     spec = load_preset(name)
     config = json.loads(json.dumps(hf_config(spec)))
     back = spec_from_hf(config)
@@ -184,7 +184,7 @@ def test_a_saved_directory_loads_in_transformers(shape, dtype, tmp_path):
     assert difference <= 1e-5
 
 
-def test_the_tokenizer_travels_with_the_model(tmp_path):
+def test_the_tokenizer_is_saved_with_the_model(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<end>"])
@@ -199,7 +199,7 @@ def test_the_tokenizer_travels_with_the_model(tmp_path):
     assert AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == 3
 
 
-def test_a_model_in_pieces_is_read(tmp_path):
+def test_a_sharded_model_is_read(tmp_path):
     spec = spec_of("gqa")
     model = lively(spec)
     save_hf(tmp_path / "whole", model.state_dict(), spec)
@@ -247,7 +247,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 5e5}
         ({"rope_scaling": "yarn"}, "not a table"),
     ],
 )
-def test_rope_is_what_transformers_applies_or_refused_by_name(rope, refused):
+def test_rope_is_read_as_transformers_reads_it_or_is_an_error(rope, refused):
     config = {k: v for k, v in hf_config(load_preset("llama-test")).items() if not k.startswith("rope_")}
     if refused:
         with pytest.raises(UserError, match=refused):
@@ -264,7 +264,7 @@ def test_rope_is_what_transformers_applies_or_refused_by_name(rope, refused):
         assert spec.rope_scaling.original_max_seq_len == applied["original_max_position_embeddings"]
 
 
-def test_a_bad_config_is_reported_with_its_file_and_its_own_names(tmp_path):
+def test_an_invalid_config_is_reported_with_its_file_and_keys(tmp_path):
     spec = spec_of("gqa")
     save_hf(tmp_path, lively(spec).state_dict(), spec)
     path = tmp_path / "config.json"
@@ -279,7 +279,7 @@ def test_a_bad_config_is_reported_with_its_file_and_its_own_names(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", "", 7, None, ["a"], "a\\b"])
-def test_an_index_that_names_other_than_files_beside_it_is_refused(tmp_path, name):
+def test_an_index_may_only_name_files_in_its_directory(tmp_path, name):
     spec = spec_of("gqa")
     save_hf(tmp_path, lively(spec).state_dict(), spec)
     index = {"weight_map": {"model.norm.weight": name, "lm_head.weight": "model.safetensors"}}

@@ -16,7 +16,7 @@ def weights(spec, seed=1):
 
 
 @pytest.mark.parametrize("name", ["llama-test", "gpt2-test"])
-def test_one_seed_one_model(name):
+def test_the_same_seed_gives_the_same_weights(name):
     spec = load_preset(name)
     first, again, other = weights(spec), weights(spec), weights(spec, seed=2)
     torch.manual_seed(123)
@@ -30,12 +30,12 @@ def test_a_parameter_does_not_depend_on_the_others():
     assert all(torch.equal(tensor, deep[key]) for key, tensor in shallow.items())
 
 
-def test_no_two_parameters_are_alike():
+def test_parameters_have_different_weights():
     drawn = [t.flatten()[:64] for t in weights(load_preset("llama-test")).values() if t.std() > 0]
     assert torch.unique(torch.stack(drawn), dim=0).shape[0] == len(drawn)
 
 
-def test_a_slice_filled_alone_equals_the_slice_of_the_whole():
+def test_a_shard_gets_the_weights_of_its_place_in_the_whole():
     whole = torch.empty(40, 24)
     fill(whole, "w", InitRule(0.02), seed=3)
     part = torch.empty(7, 10)
@@ -47,7 +47,7 @@ def test_a_slice_filled_alone_equals_the_slice_of_the_whole():
     assert torch.equal(piece, line[50:80])
 
 
-def test_large_parameters_do_not_show_the_chunks():
+def test_large_parameters_are_independent_of_chunk_boundaries():
     large = torch.empty(300, 1000)
     fill(large, "w", InitRule(1.0), seed=3)
     rows = torch.empty(1, 1000)
@@ -57,7 +57,7 @@ def test_large_parameters_do_not_show_the_chunks():
 
 
 @pytest.mark.parametrize("cut", [3.0, 5.0])
-def test_draws_are_a_cut_normal(cut):
+def test_weights_have_a_truncated_normal_distribution(cut):
     x = torch.empty(1000, 1000)
     fill(x, "w", InitRule(1.0, cut), seed=4)
     x = x.double().flatten()
@@ -71,7 +71,7 @@ def test_draws_are_a_cut_normal(cut):
     assert abs((pairs[:, 0] * pairs[:, 1]).mean()) < 5e-3
 
 
-def test_llama_spreads():
+def test_standard_deviations_of_llama():
     spec = resolve("llama-test", {"dim": 128, "ffn": 512})
     drawn, cut = weights(spec), 0.98658
     expected = {
@@ -86,7 +86,7 @@ def test_llama_spreads():
     assert torch.equal(drawn["norm.weight"], torch.ones(128))
 
 
-def test_gpt2_spreads():
+def test_standard_deviations_of_gpt2():
     drawn = weights(load_preset("gpt2-test"))
     assert abs(drawn["positions.weight"].std() / 0.02 - 1) < 0.05
     assert abs(drawn["blocks.1.ffn.down.weight"].std() / 0.01 - 1) < 0.05

@@ -52,7 +52,7 @@ def test_logits_are_the_head_of_the_hidden_states(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_token_sees_the_future(name):
+def test_attention_is_causal(name):
     model = made(load_preset(name))
     x = tokens(model.spec)
     changed = x.clone()
@@ -64,7 +64,7 @@ def test_no_token_sees_the_future(name):
 
 
 @pytest.mark.parametrize("preset", [*FAMILIES, "mqa"])
-def test_packed_documents_give_the_logits_of_each_alone(preset):
+def test_packed_documents_have_the_logits_of_separate_ones(preset):
     spec = resolve("llama-test", {"kv_heads": 1}) if preset == "mqa" else load_preset(preset)
     model = made(spec)
     lengths = (5, 1, 11, 7)
@@ -86,7 +86,7 @@ def test_given_positions_equal_the_default_ones(name):
     torch.testing.assert_close(model(x, torch.arange(24).expand(2, -1)), model(x), rtol=0, atol=1e-6)
 
 
-def test_a_cast_to_bf16_leaves_the_angles_alone():
+def test_rotary_angles_stay_fp32_in_a_bf16_model():
     model = made(load_preset("llama-test"))
     exact = model.rope.frequencies.clone()
     model.bfloat16()
@@ -98,7 +98,7 @@ def test_a_cast_to_bf16_leaves_the_angles_alone():
     torch.testing.assert_close(logits.float(), made(model.spec)(x), rtol=0, atol=0.1)
 
 
-def test_far_positions_keep_their_angles():
+def test_rotary_angles_of_far_positions_are_exact():
     rope = Rope(16, 5e5, None)
     cos, sin = rope(torch.tensor([131071]))
     angle = 131071 * rope_frequencies(16, 5e5, None).double()
@@ -106,7 +106,7 @@ def test_far_positions_keep_their_angles():
     torch.testing.assert_close(sin.square() + cos.square(), torch.ones_like(sin))
 
 
-def test_scaling_slows_low_frequencies_only():
+def test_rope_scaling_changes_low_frequencies_only():
     scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
     ratio = rope_frequencies(128, 5e5, None) / rope_frequencies(128, 5e5, scaling)
     assert ratio[0] == 1.0 and abs(ratio[-1] - 8.0) < 1e-5

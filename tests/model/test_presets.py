@@ -35,12 +35,12 @@ CENSUS = {
 
 
 @pytest.mark.parametrize(("name", "billions"), CENSUS.items())
-def test_parameters_equal_the_census_to_the_printed_digit(name, billions):
+def test_parameter_counts_equal_published_ones(name, billions):
     assert f"{load_preset(name).parameters / 1e9:.3f}" == billions
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_the_module_really_has_the_parameters_the_spec_counts(name):
+def test_the_module_has_the_parameters_that_the_spec_counts(name):
     spec = load_preset(name)
     with torch.device("meta"):
         model = build_model(spec)
@@ -72,7 +72,7 @@ def test_an_unknown_preset_names_the_nearest():
     assert "arriero config models" in caught.value.todo
 
 
-def test_overrides_lie_over_the_preset():
+def test_fields_override_the_preset():
     spec = resolve("llama3-8b", {"layers": 4, "max_seq_len": None})
     assert spec == load_preset("llama3-8b-mini")
     assert spec.nominal_params is None
@@ -88,7 +88,7 @@ def test_head_dim_and_kv_heads_follow_the_heads():
     assert resolve("gpt2-test", {"heads": 8}).kv_heads == 8
 
 
-def test_scaling_can_be_taken_away():
+def test_rope_scaling_can_be_removed():
     assert resolve("llama3.1-8b", {"rope_scaling": False}).rope_scaling is None
 
 
@@ -120,7 +120,7 @@ def test_every_problem_of_an_override_is_reported():
         ("", "known families"),
     ],
 )
-def test_an_unknown_preset_is_answered_by_family_and_size(name, words):
+def test_an_unknown_preset_gets_a_suggestion_of_its_size(name, words):
     with pytest.raises(UserError) as caught:
         load_preset(name)
     assert words in caught.value.todo

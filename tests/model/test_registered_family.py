@@ -109,7 +109,7 @@ def test_it_is_exported_by_its_name_map_and_read_back(config, tmp_path):
     assert checkpoint.spec.extra == {"activation": "relu", "embedding_scale": 4.0}
 
 
-def test_what_a_family_lacks_is_said_before_training(config):
+def test_what_a_family_lacks_is_reported_before_training(config):
     with pytest.raises(UserError, match="family 'unmapped' has no Hugging Face name map"):
         arriero.run(config("lacking", model__family="unmapped"), nproc=1)
     with pytest.raises(UserError, match="family 'unmapped' has no tensor-parallel placements"):

@@ -13,7 +13,7 @@ from arriero.model.spec import FLOP_FORMULAS, ModelSpec, RopeScaling, flops_per_
 SMALL = {"vocab_size": 100, "dim": 64, "layers": 2, "heads": 4, "ffn": 128, "max_seq_len": 32}
 
 
-def test_missing_shapes_are_derived():
+def test_missing_fields_are_derived():
     spec = ModelSpec.from_dict(SMALL)
     assert (spec.family, spec.kv_heads, spec.head_dim, spec.rope_theta, spec.tied) == (
         "llama",
@@ -24,7 +24,7 @@ def test_missing_shapes_are_derived():
     )
 
 
-def test_a_spec_survives_its_own_dict():
+def test_a_spec_is_restored_from_its_dict():
     spec = load_preset("llama3.2-1b")
     assert isinstance(spec.rope_scaling, RopeScaling)
     assert ModelSpec.from_dict(spec.to_dict()) == spec
@@ -52,13 +52,13 @@ def test_a_spec_survives_its_own_dict():
         ({"family": "gpt2", "head_dim": 32}, "gpt2 needs heads x head_dim = dim"),
     ],
 )
-def test_an_impossible_shape_is_refused(change, sentence):
+def test_invalid_dimensions_are_errors(change, sentence):
     with pytest.raises(UserError, match="cannot be built") as caught:
         ModelSpec.from_dict({**SMALL, **change})
     assert sentence in str(caught.value)
 
 
-def test_all_problems_come_at_once():
+def test_all_problems_are_reported_at_once():
     with pytest.raises(UserError) as caught:
         ModelSpec.from_dict({"vocab_size": 0, "dim": 65, "heads": 4, "kv_heads": 3, "ffn": "x", "layrs": 1})
     for part in (
@@ -115,7 +115,7 @@ def test_nnscaler_count_and_its_published_mfu():
     assert round(100 * replicas * 64 * sequence / (100.3 * 16 * 1307.4), 1) == 24.2
 
 
-def test_packed_documents_cost_only_their_own_squares():
+def test_flops_of_packed_documents_depend_on_their_lengths():
     spec = load_preset("llama-test")
     whole = flops_per_token(spec, 128)
     assert flops_per_token(spec, 128, attended=128) == whole
@@ -134,7 +134,7 @@ def test_hfu_adds_flash_backward_and_recomputed_blocks_but_not_the_head():
     assert flops_per_token(spec, 128, "hfu", recompute=0.25) == plain + blocks / 4
 
 
-def test_nonsense_is_not_counted():
+def test_invalid_arguments_of_flops_per_token_are_errors():
     spec = load_preset("llama-test")
     for arguments in (
         {"formula": "mine"},

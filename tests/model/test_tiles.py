@@ -30,7 +30,7 @@ def gradients(name, tile=None, compiled=False):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("tile", [1, 7, 10, 29])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tiles_have_the_loss_and_gradients_of_the_whole(name, tile, compiled):
+def test_tiles_have_the_loss_and_gradients_of_whole_sequences(name, tile, compiled):
     if compiled and tile != 7:
         tile = 10
     loss, expected = gradients(name)
@@ -41,7 +41,7 @@ def test_tiles_have_the_loss_and_gradients_of_the_whole(name, tile, compiled):
         torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5, msg=key)
 
 
-def test_no_more_than_a_tile_goes_through_at_once():
+def test_at_most_one_tile_is_computed_at_a_time():
     seen = []
 
     def function(x):
@@ -56,7 +56,7 @@ def test_no_more_than_a_tile_goes_through_at_once():
     torch.testing.assert_close(weight.grad, x.detach().sum((0, 1)))
 
 
-def test_many_small_gradients_of_tiles_add_up_in_fp32():
+def test_gradients_of_tiles_are_summed_in_fp32():
     """In bf16 256 + 1 is 256."""
     weight = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     x = torch.ones(1, 512, 1, dtype=torch.bfloat16)

@@ -68,7 +68,7 @@ def one_based(text, layers):
     return sorted(block + 1 for block in ActivationCheckpointing.parse(text).blocks(layers))
 
 
-def test_a_share_of_the_blocks_is_spread_evenly_and_centred():
+def test_a_fraction_of_the_blocks_is_spread_evenly():
     assert one_based("fraction:1/5", 15) == [3, 8, 13]
     assert one_based("fraction:1/3", 15) == [2, 5, 8, 11, 14]
     assert one_based("fraction:1/2", 15) == [1, 3, 5, 7, 9, 11, 13, 15]
@@ -78,7 +78,7 @@ def test_a_share_of_the_blocks_is_spread_evenly_and_centred():
     assert one_based("fraction:1", 15) == one_based("fraction:1.5", 15) == list(range(1, 16))
 
 
-def test_a_share_takes_its_rounded_count_and_decimals_are_exact():
+def test_a_fraction_selects_its_rounded_count_of_blocks():
     for layers in range(1, 40):
         for tenths in range(11):
             share = Fraction(tenths, 10)
@@ -89,7 +89,7 @@ def test_a_share_takes_its_rounded_count_and_decimals_are_exact():
             )
 
 
-def test_every_kth_block_and_all_and_none():
+def test_which_blocks_are_checkpointed():
     assert one_based("every:3", 8) == [3, 6]
     assert one_based("every:1", 3) == one_based("full", 3) == one_based("selective", 3) == [1, 2, 3]
     assert one_based("none", 3) == one_based("budget:0.5", 3) == one_based("every:9", 3) == []
@@ -98,11 +98,11 @@ def test_every_kth_block_and_all_and_none():
 @pytest.mark.parametrize(
     "text", ["none", "full", "selective", "every:2", "fraction:1/3", "fraction:2/5", "budget:0.1"]
 )
-def test_what_is_written_is_read_back(text):
+def test_a_setting_is_written_and_read_back(text):
     assert str(ActivationCheckpointing.parse(text)) == text
 
 
-def test_the_run_file_keeps_it(tmp_path):
+def test_the_run_file_holds_the_setting(tmp_path):
     config = load_run(
         None, ["memory.activation_checkpointing=fraction:0.4", "memory.loss_chunk=false"], expand
     ).config
@@ -127,7 +127,7 @@ def test_the_run_file_keeps_it(tmp_path):
         ("budget:", "between 0 and 1"),
     ],
 )
-def test_a_mistake_is_named_with_its_cure(text, says):
+def test_an_invalid_setting_is_reported_with_an_example(text, says):
     with pytest.raises(UserError, match=rf"memory\.activation_checkpointing: .*{says}.*; write it like"):
         load_run(None, [f"memory.activation_checkpointing={text}"], expand)
 
@@ -135,7 +135,7 @@ def test_a_mistake_is_named_with_its_cure(text, says):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_the_same_to_the_bit(name, kind, offloads):
+def test_gradients_are_bit_identical(name, kind, offloads):
     for masked in (False, True):
         model = model_of(name)
         reference = gradients(copy.deepcopy(model), masked)
@@ -144,7 +144,7 @@ def test_gradients_are_the_same_to_the_bit(name, kind, offloads):
 
 
 @pytest.mark.parametrize("kind", ["full", "selective", "every:3", "fraction:1/2"])
-def test_a_part_of_a_pipeline_recomputes_the_blocks_the_whole_would(kind):
+def test_a_pipeline_stage_recomputes_the_same_blocks_as_the_whole_model(kind):
     part = model_of(blocks=range(2, 4))
     reference = gradients(copy.deepcopy(part))
     apply_activation_checkpointing(part, ActivationCheckpointing.parse(kind), LAYERS)
@@ -154,7 +154,7 @@ def test_a_part_of_a_pipeline_recomputes_the_blocks_the_whole_would(kind):
     assert_equal(gradients(part), reference)
 
 
-def test_names_and_attributes_are_those_of_the_bare_block():
+def test_wrapped_blocks_keep_parameter_names_and_attributes():
     model = model_of()
     names = [name for name, _ in model.named_parameters()]
     attention = model.blocks["1"].attention
@@ -165,7 +165,7 @@ def test_names_and_attributes_are_those_of_the_bare_block():
 
 
 @pytest.mark.parametrize("kind", ["none", "full", "every:2", "fraction:1/3"])
-def test_the_chosen_blocks_and_no_others_run_again_in_backward(kind):
+def test_only_the_selected_blocks_are_recomputed(kind):
     model = model_of()
     calls = Counter()
     for name, block in model.blocks.items():
@@ -178,14 +178,14 @@ def test_the_chosen_blocks_and_no_others_run_again_in_backward(kind):
 
 
 @pytest.mark.parametrize("offloads", [False, True])
-def test_a_recomputed_block_keeps_its_input_alone(offloads, monkeypatch):
+def test_a_recomputed_block_keeps_only_its_input(offloads, monkeypatch):
     kept = kept_bytes(monkeypatch, offloads)
     state = 2 * 10 * 32 * 4
     assert kept("full") <= LAYERS * state + 4096 < kept("fraction:1/2") / 3 < kept("none") / 5
 
 
 def kept_bytes(monkeypatch, offloads, backend=None):
-    """What blocks keep: as the hooks of autograd see it, or as it goes to host memory."""
+    """Return a function that measures the bytes blocks save for backward, or offload."""
     sizes = []
 
     class Weighed(activation_checkpointing.OffloadedTensor):
@@ -248,7 +248,7 @@ def test_selective_recomputes_every_second_matmul_and_no_attention(name, linear,
     assert full[attention] == LAYERS
 
 
-def test_offloading_moves_each_activation_once_and_no_weight(monkeypatch):
+def test_each_activation_is_offloaded_once_and_no_weight(monkeypatch):
     moved = []
 
     class Seen(activation_checkpointing.OffloadedTensor):
@@ -266,8 +266,8 @@ def test_offloading_moves_each_activation_once_and_no_weight(monkeypatch):
     assert all(t.dtype == torch.float32 for t in moved), "the mask stays"
 
 
-def test_what_came_back_leaves_again_after_its_last_use(monkeypatch):
-    """A graph that is kept for a second pass does not keep activations on the device meanwhile."""
+def test_a_prefetched_activation_is_released_after_its_last_use(monkeypatch):
+    """A graph that is retained for a second pass must not hold activations on the device."""
     made = []
 
     class Seen(activation_checkpointing.OffloadedTensor):
@@ -283,7 +283,7 @@ def test_what_came_back_leaves_again_after_its_last_use(monkeypatch):
     assert [tensor for tensor in made if tensor.on_device is not None] == []
 
 
-def test_a_share_of_the_blocks_may_keep_its_activations_in_host_memory():
+def test_a_fraction_of_the_blocks_is_offloaded():
     model = model_of()
     apply_activation_checkpointing(model, ActivationCheckpointing.parse("none"), LAYERS, offload=0.5)
     kinds = [type(block) for block in model.blocks.values()]
@@ -291,7 +291,7 @@ def test_a_share_of_the_blocks_may_keep_its_activations_in_host_memory():
     assert_equal(gradients(model), gradients(model_of()))
 
 
-def test_a_block_asks_for_its_own_and_for_what_the_block_before_will_need(monkeypatch):
+def test_a_block_prefetches_its_activations_and_those_of_the_block_before(monkeypatch):
     asked = []
 
     class Seen(activation_checkpointing.OffloadGroup):
@@ -317,7 +317,7 @@ def test_a_block_asks_for_its_own_and_for_what_the_block_before_will_need(monkey
 
 
 @pytest.mark.parametrize(("kind", "offloads"), [("full", False), ("none", True), ("full", True)])
-def test_a_pipeline_may_run_the_backward_pass_in_two_halves(kind, offloads):
+def test_backward_may_run_in_two_passes(kind, offloads):
     part = model_of(blocks=range(2, 4))
     reference = gradients(copy.deepcopy(part))
     apply_activation_checkpointing(part, ActivationCheckpointing.parse(kind), LAYERS, offload=offloads)
@@ -333,7 +333,7 @@ def test_a_pipeline_may_run_the_backward_pass_in_two_halves(kind, offloads):
 @pytest.mark.parametrize(
     ("kind", "offloads"), [("full", False), ("selective", False), ("none", True), ("full", True)]
 )
-def test_compiled_after_wrapping_gives_the_eager_gradients(name, kind, offloads):
+def test_compiled_gradients_equal_eager_ones(name, kind, offloads):
     graphs = []
 
     def backend(graph, inputs):
@@ -350,8 +350,8 @@ def test_compiled_after_wrapping_gives_the_eager_gradients(name, kind, offloads)
     assert graphs
 
 
-def test_compiled_blocks_keep_as_much_as_they_were_told(monkeypatch):
-    """A budget of nothing keeps less than a full recomputation that must not look across its blocks."""
+def test_compiled_blocks_keep_what_the_setting_says(monkeypatch):
+    """A budget of zero keeps less than checkpointing of whole blocks."""
     kept = kept_bytes(monkeypatch, offloads=False, backend="aot_eager_decomp_partition")
     sizes = [kept(kind) for kind in ("none", "budget:0.5", "budget:0")]
     assert sizes[0] > 1.5 * sizes[1] > 3 * sizes[2]
@@ -373,7 +373,7 @@ def sharded(model, mesh):
 
 
 @pytest.mark.parametrize(("kind", "offloads"), [("none", True), ("full", True), ("selective", False)])
-def test_split_over_ranks_it_changes_no_gradient_either(kind, offloads):
+def test_gradients_are_equal_under_tensor_parallelism_and_fsdp(kind, offloads):
     def work():
         with process_group(world_from(), torch.device("cpu")):
             mesh = init_device_mesh("cpu", (2,))
@@ -399,7 +399,7 @@ def whole(gradient):
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def test_a_budget_is_the_compilers_and_does_not_outlive_its_run():
+def test_a_memory_budget_is_reset_by_the_next_run():
     apply_activation_checkpointing(model_of(), ActivationCheckpointing.parse("budget:0.25"), LAYERS)
     assert torch._functorch.config.activation_memory_budget == 0.25
     apply_activation_checkpointing(model_of(), ActivationCheckpointing.parse("none"), LAYERS)

@@ -56,7 +56,7 @@ def in_ranks(layout, work):
 
 @pytest.fixture
 def eagerly_traced(monkeypatch):
-    """What is compiled is traced, and computed as it is."""
+    """Trace compiled blocks but execute them eagerly."""
     compiled = nn.Module.compile
     monkeypatch.setattr(
         nn.Module, "compile", lambda self, **options: compiled(self, backend="aot_eager", **options)
@@ -65,8 +65,8 @@ def eagerly_traced(monkeypatch):
 
 @pytest.mark.usefixtures("eagerly_traced")
 @pytest.mark.parametrize("widths_vary", [False, True])
-def test_a_compiled_block_is_for_any_size_only_where_widths_vary(widths_vary, caplog):
-    """Of itself torch would take a second size, as of held-out batches, for a sign that any may come."""
+def test_blocks_are_compiled_for_any_length_only_if_lengths_vary(widths_vary, caplog):
+    """By default torch would compile for any size as soon as it sees a second one, such as in validation."""
     torch._dynamo.reset()
     torch._logging.set_logs(dynamic=logging.INFO)
     how = replace(options(compiled=True), widths_vary=widths_vary)
@@ -121,8 +121,8 @@ def test_all_blocks_share_the_same_compiled_graphs(name, mode, monkeypatch):
     ],
     ids=str,
 )
-def test_first_weights_are_the_same_bits_in_every_layout(name, layout):
-    """Also where rows do not divide evenly, over fsdp or tp; each rank fills only what it holds."""
+def test_initial_weights_are_bit_identical_in_every_layout(name, layout):
+    """This includes rows that do not divide evenly over fsdp or tp."""
     spec = replace(load_preset(name), layers=3, vocab_size=509)
 
     def work(mesh):

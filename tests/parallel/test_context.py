@@ -86,7 +86,7 @@ def part_of_a_rank(case, batch, change):
 
 
 def unlike_one_process(case, change=lambda _: None):
-    """Of the loss and of each parameter's gradient, the largest error relative to its largest entry."""
+    """Return the largest error of loss and gradients, each relative to its largest element."""
 
     def work():
         torch.set_num_threads(1)
@@ -126,7 +126,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_divided_sequence_has_the_loss_and_gradients_of_the_whole(case):
+def test_context_parallel_loss_and_gradients_equal_those_of_one_rank(case):
     assert unlike_one_process(case) == {}
 
 
@@ -171,7 +171,7 @@ def test_compiled_blocks_have_the_same_gradients():
         (8, 1, 1, (1, 8)),
     ],
 )
-def test_heads_are_traded_as_far_as_they_go_and_a_ring_makes_up_the_rest(cp, heads, kv_heads, expected):
+def test_ulysses_is_as_large_as_the_heads_allow_and_a_ring_is_the_rest(cp, heads, kv_heads, expected):
     assert divide_context(cp, heads, kv_heads) == expected
 
 
@@ -179,7 +179,7 @@ DEGREES = [(1, 1), (2, 1), (4, 1), (3, 1), (1, 2), (1, 3), (1, 4), (2, 2), (3, 2
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), DEGREES)
-def test_every_position_is_held_exactly_once_and_all_ranks_hold_equally_many(ulysses, ring):
+def test_every_position_is_on_one_rank_and_ranks_have_equally_many(ulysses, ring):
     length = 5 * tokens_divisor(ulysses, ring)
     held = [local_positions(length, rank, ulysses, ring) for rank in range(ulysses * ring)]
     assert {len(each) for each in held} == {length // (ulysses * ring)}
@@ -189,7 +189,7 @@ def test_every_position_is_held_exactly_once_and_all_ranks_hold_equally_many(uly
 
 
 def pairs_met(ring, length, documents):
-    """How often each query of a ring's ranks meets each key, for each row; and the work of each step."""
+    """Count how often each query attends to each key, per row, and the work of each step."""
     met, work = torch.zeros(2, length, length, dtype=torch.long), []
     for step in range(ring):
         work.append([])
@@ -207,20 +207,20 @@ def pairs_met(ring, length, documents):
 
 
 @pytest.mark.parametrize("ring", [2, 3, 4])
-def test_a_ring_meets_each_causal_pair_once_and_no_other_and_all_ranks_work_alike(ring):
+def test_a_ring_computes_each_causal_pair_once_with_equal_work_per_rank(ring):
     met, work = pairs_met(ring, 12 * ring, None)
     assert met.equal(torch.ones_like(met).tril())
     assert all(len(set(step)) == 1 for step in work)
 
 
 @pytest.mark.parametrize("ring", [2, 3, 4])
-def test_a_ring_meets_each_pair_of_a_document_once_and_no_other(ring):
+def test_a_ring_computes_each_pair_of_a_document_once(ring):
     numbers = documents_of(LENGTHS)
     met, _ = pairs_met(ring, TOKENS, Documents(numbers))
     assert met.equal((numbers[:, :, None] == numbers[:, None, :]).long().tril())
 
 
-def test_a_cut_batch_says_where_its_tokens_stood():
+def test_a_sharded_batch_has_the_positions_of_its_tokens():
     batch = Case(1, 2).batch()
     held = local_positions(TOKENS, 1, 1, 2)
     part = shard_batch(batch, held)
@@ -232,7 +232,7 @@ def test_a_cut_batch_says_where_its_tokens_stood():
 
 
 def attention_by_blocks(q, k, v, grad, documents, ring):
-    """What the ranks of a ring compute, on one device and one after the other."""
+    """Compute on one device what the ranks of a ring compute."""
     held = [local_positions(q.shape[1], rank, 1, ring).to(q.device) for rank in range(ring)]
     out, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, q, k, v))
     for rank, at in enumerate(held):
@@ -276,7 +276,7 @@ def errors_of(results, true):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_merged_blocks_are_as_near_to_exact_attention_as_one_kernel_is(device, masked, dtype):
+def test_merged_partial_attention_is_as_exact_as_one_kernel(device, masked, dtype):
     def work():
         torch.manual_seed(5)
         shapes = ((2, TOKENS, 6, 16), (2, TOKENS, 3, 16), (2, TOKENS, 3, 16), (2, TOKENS, 6, 16))

@@ -51,7 +51,7 @@ def test_off_changes_nothing():
     renew_scales(model, PrecisionSection())
 
 
-def test_a_part_of_the_pipeline_converts_its_own_blocks():
+def test_a_pipeline_stage_converts_its_own_blocks():
     model = on_meta()
     model.keep(range(1, 2))
     layers = apply_float8(model, float8(float8_exclude=("blocks.0.*", "*.attention.k")), emulate=True)
@@ -67,12 +67,12 @@ def test_excluded_layers_stay_in_the_compute_precision():
     assert layers.summary == "7 of 14 linear layers; 7 left: named by precision.float8_exclude"
 
 
-def test_a_pattern_that_names_nothing_is_refused():
+def test_a_pattern_that_matches_nothing_is_an_error():
     with pytest.raises(UserError, match=r"atention.k' names no linear layer.*\.attention.k'"):
         apply_float8(on_meta(), float8(float8_exclude=("blocks.0.atention.k",)), emulate=True)
 
 
-def test_layers_that_are_not_in_sixteens_are_left_and_reported():
+def test_layers_that_are_not_multiples_of_16_are_left_and_reported():
     model = on_meta(replace(SPEC, ffn=200))
     layers = apply_float8(model, float8(), emulate=True)
     assert {name.split(".", 2)[2] for name in layers.left} == {"ffn.gate", "ffn.up", "ffn.down"}
@@ -80,13 +80,13 @@ def test_layers_that_are_not_in_sixteens_are_left_and_reported():
     assert kinds(model)["blocks.1.ffn.up"] == "Linear"
 
 
-def test_every_ranks_slice_of_a_layer_must_be_in_sixteens():
+def test_every_ranks_slice_of_a_layer_must_be_a_multiple_of_16():
     layers = apply_float8(on_meta(), float8(), emulate=True, tp=4)
     assert {name.split(".", 2)[2] for name in layers.left} == {"attention.k", "attention.v"}
     assert layers.left["blocks.0.attention.k"] == "64 x 32 is not in multiples of 16 on each of 4 ranks"
 
 
-def test_conversion_after_hooks_were_set_is_a_mistake():
+def test_conversion_after_hooks_is_an_error():
     model = on_meta()
     model.blocks["0"].attention.q.register_forward_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match="before tensor parallelism"):
@@ -99,7 +99,7 @@ def test_gathering_float8_needs_shards():
         apply_float8(on_meta(), float8(float8_all_gather=True), emulate=True)
 
 
-def test_without_torchao_the_user_is_told_what_to_install(python):
+def test_without_torchao_the_error_says_what_to_install(python):
     code = """
 import sys, torch
 sys.modules["torchao"] = None
@@ -118,7 +118,7 @@ except UserError as error:
     assert "pip install 'arriero[float8]'" in told
 
 
-def test_torchao_comes_only_when_asked_for_and_quietly(python):
+def test_torchao_is_imported_only_when_needed_and_without_messages(python):
     code = """
 import sys
 from arriero.config.schema import PrecisionSection
@@ -142,7 +142,7 @@ AMD = {"gfx942:sramecc+:xnack-": (9, 4), "gfx950": (9, 5), "gfx90a:sramecc+:xnac
 
 
 @pytest.mark.parametrize("name", [*NVIDIA, *AMD])
-def test_the_device_is_asked_whether_it_computes_float8(name, monkeypatch):
+def test_which_devices_have_float8(name, monkeypatch):
     properties = SimpleNamespace(name=name, **({"gcnArchName": name} if name in AMD else {}))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (NVIDIA | AMD)[name])
@@ -165,7 +165,7 @@ def test_float8_kernels_are_for_nvidia_gpus_with_float8(name, own, monkeypatch):
     assert found is own
 
 
-def test_settings_that_float8_can_keep_are_accepted():
+def test_settings_that_float8_supports_are_accepted():
     sets = ["precision.float8=tensorwise", "precision.float8_all_gather=true", "precision.compute=bf16"]
     config = load_run(None, [*sets, "precision.float8_exclude=['blocks.0.*']"], expand).config
     assert config.precision.float8_exclude == ("blocks.0.*",)

@@ -37,7 +37,7 @@ STEPS = 20
 
 @pytest.fixture(scope="module", autouse=True)
 def torchao():
-    """Once for all forked ranks."""
+    """Import torchao once for all forked ranks."""
     return precision._torchao()
 
 
@@ -52,7 +52,7 @@ def in_ranks(ranks, work):
 
 
 def batch():
-    """Four sequences, each by its own rule."""
+    """Return four sequences with different rules."""
     rows = [torch.tensor([[5], [17], [200], [333]])]
     for _ in range(32):
         rows.append((rows[-1] * torch.tensor([[3], [5], [7], [11]]) + 1) % 512)
@@ -110,7 +110,7 @@ def shard_over(model, mesh, dtype):
 
 
 def laid_out(recipe, dp, tp, dtype, compiled=False, **keys):
-    """Returns the model, its settings, and which part of the batch is for this rank."""
+    """Return the model, its settings, and the slice of the batch for this rank."""
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     model, settings = made(recipe, tp, **keys)
     if tp > 1:
@@ -157,7 +157,7 @@ LAYOUT_TOLERANCE = {"tensorwise": 1.2e-6, "rowwise": 4e-3, "rowwise_gw_hp": 4e-3
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
 def test_a_layout_computes_the_same_float8_gradients(recipe, dp, tp):
-    """The reference takes each rank's part of the batch in turn: activations have scales by micro-batch."""
+    """The reference computes each rank's part in turn, because activations are scaled per micro-batch."""
     found = in_ranks(dp * tp, lambda: gradients_in_layout(recipe, dp, tp))
     assert furthest(found, reference_gradients(recipe, dp, tp)) < LAYOUT_TOLERANCE[recipe]
 
@@ -165,19 +165,19 @@ def test_a_layout_computes_the_same_float8_gradients(recipe, dp, tp):
 @pytest.mark.parametrize(
     "keys", [{}, {"float8_all_gather": True, "compiled": True}], ids=["eager", "compiled"]
 )
-def test_so_do_shards_of_split_layers_gathered_in_float8_compiled_and_recomputed(keys):
+def test_float8_all_gathers_compiled_and_checkpointed_have_the_same_gradients(keys):
     found = in_ranks(4, lambda: gradients_in_layout("tensorwise", 2, 2, **keys))
     assert furthest(found, reference_gradients("tensorwise", 2, 2)) < LAYOUT_TOLERANCE["tensorwise"]
 
 
 def test_float8_gradients_are_not_the_plain_ones():
-    """So that a conversion which does nothing cannot pass for exact. Measured: 0.06 to 0.11."""
+    """A conversion without effect would also pass the tests above. Measured: 0.06 to 0.11."""
     for recipe in RECIPES:
         assert 0.02 < furthest(reference_gradients(recipe, 1), reference_gradients("off", 1)) < 0.3
 
 
 def test_scales_are_per_tensor_or_per_row_and_weight_gradients_may_stay_exact():
-    """The second token is ten million times smaller than the first: beside it, with one scale, it is zero."""
+    """With one scale for both, the second token, ten million times smaller, is rounded to zero."""
 
     def errors(recipe):
         model, _ = made(recipe)
@@ -274,7 +274,7 @@ def test_shards_gathered_in_float8_are_filled_from_meta_like_the_whole_model():
 
 
 def losses_alone(recipe, parts=1, shift=0):
-    """As a process on its own trains: bf16 weights, fp32 masters."""
+    """Train as one process does: bf16 weights, fp32 master weights."""
     model, _ = made(recipe)
     masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     working = list(model.to(torch.bfloat16).parameters())
@@ -327,7 +327,7 @@ BF16_TOLERANCE = 0.05
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_float8_learns_as_bf16_does(recipe):
+def test_float8_reaches_the_loss_of_bf16(recipe):
     reference = reference_losses("off")
     assert reference[-1] < 0.1 * reference[0]
     assert apart(reference_losses(recipe), reference) < BF16_TOLERANCE
@@ -340,12 +340,12 @@ def test_float8_learns_as_bf16_does(recipe):
     [(2, 1, False, 1e-6), (2, 2, True, 0.013)],
     ids=["fsdp", "fsdp x tp"],
 )
-def test_a_layout_learns_as_one_process_does(dp, tp, gathered, tolerance):
+def test_a_layout_reaches_the_loss_of_one_process(dp, tp, gathered, tolerance):
     found = in_ranks(dp * tp, lambda: losses_in_layout("tensorwise", dp, tp, float8_all_gather=gathered))
     assert apart(found, reference_losses("tensorwise", dp)) < tolerance
 
 
-def test_a_wrong_scale_or_wrong_labels_would_be_noticed(monkeypatch):
+def test_a_wrong_scale_or_wrong_labels_are_detected(monkeypatch):
     right = float8.both_layouts
 
     def twice_the_scale(parts, kind):

@@ -24,12 +24,12 @@ VOCAB, DIM = 37, 8
 
 
 def in_chunks(*args, **more):
-    """The chunked loss with these options."""
+    """Return the chunked loss with these options."""
     return partial(chunked_loss, options=LossOptions(*args, **more))
 
 
 def states(batch=2, length=9, dtype=torch.float32, vocab=VOCAB, dim=DIM, ignored=3):
-    """Logits several units wide, so that a softmax is far from flat."""
+    """Return states whose logits differ by several units, so that the softmax is not flat."""
     generator = torch.Generator().manual_seed(7)
     x = (2.0 * torch.randn(batch, length, dim, generator=generator)).to(dtype).requires_grad_()
     weight = torch.randn(vocab, dim, generator=generator).to(dtype).requires_grad_()
@@ -46,7 +46,7 @@ def with_gradients(loss, x, weight, labels, scale=0.25):
 
 
 def loss_with_z(z):
-    """What autograd makes of it: the cross-entropy plus z times the squared log of the softmax's sum."""
+    """Compute cross-entropy plus z times the squared log of the sum of the softmax, with autograd."""
 
     def loss(x, weight, labels):
         log_sum = F.linear(x, weight).float().logsumexp(-1)
@@ -62,18 +62,18 @@ def assert_same(ours, reference, rtol=2e-5, atol=2e-6):
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 6, 18, 1000, False])
-def test_any_chunk_gives_the_plain_loss_and_its_gradients(chunk):
+def test_every_chunk_size_gives_the_same_loss_and_gradients(chunk):
     given = states()
     assert_same(with_gradients(in_chunks(chunk), *given), with_gradients(logits_loss, *given))
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 7), (1, 13), (5, 2)])
-def test_any_number_of_tokens_will_do(batch, length):
+def test_any_number_of_tokens_works(batch, length):
     given = states(batch, length, ignored=0)
     assert_same(with_gradients(in_chunks(4), *given), with_gradients(logits_loss, *given))
 
 
-def test_ignored_tokens_count_for_nothing_even_where_they_fill_a_chunk():
+def test_masked_tokens_do_not_count_even_if_they_fill_a_chunk():
     x, weight, labels = states(ignored=11)
     value, x_grad, weight_grad = with_gradients(in_chunks(4, z_loss=0.1), x, weight, labels)
     assert_same([value], [logits_loss(x, weight, labels).detach()])
@@ -87,8 +87,8 @@ def test_ignored_tokens_count_for_nothing_even_where_they_fill_a_chunk():
         assert torch.equal(result, torch.zeros_like(result))
 
 
-def test_bf16_is_as_near_to_the_exact_loss_as_the_plain_loss_in_bf16():
-    """Softmax and sums are in fp32, so what is lost is bf16's rounding of logits and results: 2**-8."""
+def test_the_bf16_loss_is_as_exact_as_the_plain_one():
+    """Softmax and sums are in fp32; only logits and results are rounded to bf16, by 2**-8."""
     x, weight, labels = states(4, 32, dtype=torch.bfloat16, vocab=300, dim=32)
     ours = with_gradients(in_chunks(24), x, weight, labels)
     assert_same(ours, with_gradients(logits_loss, x, weight, labels), rtol=2**-7, atol=2**-7)
@@ -99,8 +99,8 @@ def test_bf16_is_as_near_to_the_exact_loss_as_the_plain_loss_in_bf16():
         assert error <= 1.2 * (theirs.double() - truth).norm() / truth.norm() + 2**-9
 
 
-def test_the_weights_gradient_does_not_lose_small_chunks_in_bf16():
-    """A thousand equal chunks: summed in bf16 the later ones would vanish beside the sum."""
+def test_the_weight_gradient_of_many_chunks_is_summed_in_fp32():
+    """Summed in bf16, the last of a thousand equal chunks would not change the sum."""
     x = torch.ones(1, 1024, 4, dtype=torch.bfloat16)
     weight = torch.zeros(2, 4, dtype=torch.bfloat16)
     labels = torch.zeros(1, 1024, dtype=torch.long)
@@ -109,7 +109,7 @@ def test_the_weights_gradient_does_not_lose_small_chunks_in_bf16():
 
 
 @pytest.mark.parametrize("chunk", [5, False])
-def test_the_z_loss_is_in_the_gradients_and_not_in_the_reported_value(chunk):
+def test_the_z_loss_changes_gradients_but_not_the_value(chunk):
     given = states()
     value, *gradients = with_gradients(in_chunks(chunk, z_loss=0.03), *given)
     assert_same([value], [logits_loss(*given).detach()])
@@ -119,13 +119,13 @@ def test_the_z_loss_is_in_the_gradients_and_not_in_the_reported_value(chunk):
 
 
 def as_float8(tensor, kind):
-    """Rounded as by one scale from its largest element."""
+    """Round to float8 with one scale for the tensor."""
     scale = tensor.detach().abs().max() / torch.finfo(kind).max
     return (tensor.detach() / scale).to(kind).float() * scale
 
 
 @pytest.mark.parametrize("chunk", [4, False])
-def test_a_float8_head_multiplies_what_float8_makes_of_states_weight_and_slope(chunk):
+def test_a_float8_head_multiplies_rounded_operands(chunk):
     x, weight, labels = states(2, 16, dim=16, vocab=48, ignored=0)
     value, x_grad, weight_grad = with_gradients(in_chunks(chunk, float8=True), x, weight, labels, scale=1.0)
     total, x_grads, weight_grads = 0.0, [], []
@@ -144,14 +144,14 @@ def test_a_float8_head_multiplies_what_float8_makes_of_states_weight_and_slope(c
     assert not torch.allclose(x_grad, with_gradients(logits_loss, x, weight, labels, scale=1.0)[1], rtol=1e-2)
 
 
-def test_held_out_text_is_judged_by_the_head_as_it_is():
+def test_evaluation_does_not_use_float8():
     x, weight, labels = states(dim=16)
     with torch.no_grad():
         value = in_chunks(4, float8=True)(x, weight, labels)
     assert_same([value], [logits_loss(x, weight, labels).detach()])
 
 
-def test_far_away_logits_do_not_overflow():
+def test_large_logits_do_not_overflow():
     x, weight, labels = states()
     given = (x.detach() * 200, weight, labels)
     ours = with_gradients(in_chunks(4), *given)
@@ -159,7 +159,7 @@ def test_far_away_logits_do_not_overflow():
     assert_same(ours, with_gradients(logits_loss, *given))
 
 
-def test_what_needs_no_gradient_costs_none():
+def test_gradients_that_are_not_needed_are_not_computed():
     x, weight, labels = states()
     frozen = in_chunks(4)(x, weight.detach(), labels)
     assert torch.autograd.grad(frozen, x)[0].isfinite().all()
@@ -171,7 +171,7 @@ def test_what_needs_no_gradient_costs_none():
 
 
 class LargestMade(TorchDispatchMode):
-    """The most elements of a tensor that any operation gave back, and how many operations were matmuls."""
+    """Record the size of the largest tensor an operation returns, and count matmuls."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ def test_no_more_than_one_chunk_of_logits_exists(dtype):
     assert plain.elements == 128 * 300
 
 
-def test_a_pipeline_may_ask_for_both_gradients_one_after_the_other():
+def test_both_gradients_may_be_computed_one_after_the_other():
     """A schedule that splits the backward pass runs this node twice on the same graph."""
     given = states()
     _, x_grad, weight_grad = with_gradients(logits_loss, *given, scale=1.0)
@@ -228,7 +228,7 @@ def test_a_model_gets_the_same_gradients_from_its_head(name, tied):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_sharded_model_gets_the_same_gradients(tied):
-    """Weights are gathered for the head's forward pass alone; nothing of them is kept."""
+    """Weights are gathered only for the forward pass of the head."""
     tokens = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(3))
 
     def gradients(chunked, shards):
@@ -251,7 +251,7 @@ def test_a_sharded_model_gets_the_same_gradients(tied):
 
 
 def over_slices(ranks, vocab, make_loss, ignored=3):
-    """Every rank's loss and gradients put together, beside those of one process."""
+    """Return the combined loss and gradients of all ranks, and those of one process."""
 
     def work():
         with process_group(world_from(), torch.device("cpu")):
@@ -277,7 +277,7 @@ def by_dtensor(x, weight, labels):
 
 
 @pytest.mark.parametrize(("ranks", "vocab"), [(2, 36), (2, 37), (3, 36), (3, 37)])
-def test_slices_of_the_vocabulary_give_the_loss_of_the_whole(ranks, vocab):
+def test_a_split_vocabulary_gives_the_loss_of_the_whole(ranks, vocab):
     values, x_grad, weight_grad = over_slices(ranks, vocab, by_dtensor)
     assert len(set(values)) == 1
     given = states(vocab=vocab)
@@ -286,7 +286,7 @@ def test_slices_of_the_vocabulary_give_the_loss_of_the_whole(ranks, vocab):
     assert_same([x_grad, weight_grad], reference[1:])
 
 
-def test_a_rank_without_a_row_is_refused_on_every_rank():
+def test_a_rank_without_a_vocabulary_row_is_an_error_on_every_rank():
     def work():
         with process_group(world_from(), torch.device("cpu")):
             mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))

@@ -86,7 +86,7 @@ def found_at(path):
 
 
 @pytest.mark.parametrize("path", PRIVATE)
-def test_it_is_where_it_was(path):
+def test_each_private_api_exists(path):
     try:
         found_at(path)
     except (ImportError, AttributeError) as error:

@@ -12,7 +12,7 @@ from arriero.parallel.spawn import RankFailed, run_ranks
 from arriero.parallel.world import World, first_host, process_group, world_from
 
 
-def test_ranks_find_each_other_and_the_first_ones_result_comes_back():
+def test_ranks_communicate_and_rank_0_returns_its_result():
     def work():
         world = world_from()
         with process_group(world, torch.device("cpu")):
@@ -23,7 +23,7 @@ def test_ranks_find_each_other_and_the_first_ones_result_comes_back():
     assert run_ranks(work, 3, leader_prints=False) == (3.0, 3)
 
 
-def test_the_first_failing_ranks_error_is_shown_and_not_the_others():
+def test_the_error_of_the_rank_that_failed_first_is_raised():
     def work():
         world = world_from()
         with process_group(world, torch.device("cpu")):
@@ -36,7 +36,7 @@ def test_the_first_failing_ranks_error_is_shown_and_not_the_others():
     assert "ZeroDivisionError: the first" in str(caught.value)
 
 
-def test_a_users_mistake_stays_one_sentence():
+def test_a_user_error_of_a_rank_is_raised_as_such():
     def work():
         raise UserError("the layer count is odd", "take an even one")
 
@@ -77,7 +77,7 @@ SLURM = {
 }
 
 
-def test_every_launchers_variables_mean_the_same():
+def test_variables_of_all_launchers_are_read():
     assert world_from({}) == World()
     assert world_from(TORCHRUN) == World(3, 8, 1, 1, "tcp://n1:29500")
     assert world_from(SLURM) == World(3, 8, 1, 4, "tcp://nid00017:20119")
@@ -100,11 +100,11 @@ def test_every_launchers_variables_mean_the_same():
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "without RANK and WORLD_SIZE"),
     ],
 )
-def test_variables_of_a_launcher_that_contradict_or_are_half_set_are_refused(variables, complaint):
+def test_contradictory_or_incomplete_launcher_variables_are_errors(variables, complaint):
     with pytest.raises(UserError, match=complaint):
         world_from(variables)
 
 
-def test_variables_exported_beside_slurms_own_do_no_harm():
+def test_other_variables_beside_those_of_slurm_are_ignored():
     assert world_from(SLURM | {"WORLD_SIZE": "8"}) == world_from(SLURM)
     assert world_from({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == World()

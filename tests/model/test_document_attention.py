@@ -45,7 +45,7 @@ def masked(q, k, v, mask):
 @pytest.mark.parametrize(
     "lengths", [((7, 1, 1, 30, 9), (48,)), ((1,) * 48, (47, 1))], ids=["mixed", "extreme"]
 )
-def test_attention_by_document_is_attention_under_the_dense_mask(lengths):
+def test_attention_by_document_equals_attention_with_a_dense_mask(lengths):
     documents = numbered(lengths)
     inputs = qkv(2, 48)
     found, exact = attend_by_document(*inputs, Documents(documents)), masked(*inputs, dense(documents))
@@ -56,7 +56,7 @@ def test_attention_by_document_is_attention_under_the_dense_mask(lengths):
 
 
 @pytest.mark.parametrize("tokens", [128, 512, 333, 1000])
-def test_the_block_mask_has_exactly_the_blocks_that_torch_finds_by_trying_every_pair(tokens):
+def test_the_block_mask_equals_the_one_torch_computes_from_all_pairs(tokens):
     for seed in range(4):
         documents = random_documents(tokens, seed)
         found = block_mask(documents)
@@ -69,7 +69,7 @@ def test_the_block_mask_has_exactly_the_blocks_that_torch_finds_by_trying_every_
             assert torch.where(used, indices, -1).equal(torch.where(used, wanted, -1)), name
 
 
-def test_the_block_mask_shows_a_token_its_own_document_up_to_itself():
+def test_the_block_mask_is_causal_inside_documents():
     documents = random_documents(200, 7)
     at = torch.arange(200)
     seen = block_mask(documents).mask_mod(torch.arange(3)[:, None, None], 0, at[:, None], at)
@@ -108,7 +108,7 @@ def test_other_documents_do_not_recompile_a_block(path):
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation returns."""
+    """Record the size of the largest tensor that an operation returns."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_nothing_of_the_size_of_all_pairs_of_tokens_is_allocated():
+def test_no_tensor_of_all_pairs_of_tokens_is_allocated():
     tokens = 4096
     model = build_model(resolve("llama-test", {"vocab_size": 64, "layers": 1, "max_seq_len": tokens}))
     model.init_weights(1)
