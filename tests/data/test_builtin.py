@@ -250,9 +250,9 @@ def test_a_stripped_standard_library_is_rejected(tmp_path):
 def test_special_strings_in_text_stay_text(tmp_path):
     tokenizer = train_tokenizer(["a <|end|> b"] * 3, 300, tmp_path / "tokenizer.json")
     for text in ("a <|end|> b", "<|end|>", "<|end|><|end|>\x00 é 中 🦙\r\n\t"):
-        for ids in (tokenizer.encode(text), tokenizer.encode_batch([text])[0]):
-            assert tokenizer.eos_id not in ids
-            assert tokenizer.decode(ids) == text
+        ids = tokenizer.encode(text)
+        assert tokenizer.eos_id not in ids
+        assert tokenizer.decode(ids) == text
     assert tokenizer.decode([tokenizer.eos_id]) == "<|end|>"
 
 

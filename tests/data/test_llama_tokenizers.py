@@ -82,7 +82,9 @@ def sentencepiece_file(tmp_path_factory, real_texts):
 def test_llama3_ranks_give_the_ids_of_tiktoken(ranks_file, tiktoken_encoding, real_texts):
     tokenizer = load_tokenizer(ranks_file)
     texts = [*real_texts, *SPELLED, *ODD]
-    assert tokenizer.encode_batch(texts) == [tiktoken_encoding.encode_ordinary(text) for text in texts]
+    assert [tokenizer.encode(text) for text in texts] == [
+        tiktoken_encoding.encode_ordinary(text) for text in texts
+    ]
     assert (tokenizer.eos, tokenizer.eos_id) == ("<|end_of_text|>", tiktoken_encoding.n_vocab - 255)
     assert tokenizer.vocab_size == tiktoken_encoding.n_vocab
     assert tokenizer.decode(tokenizer.encode(ODD[0])) == ODD[0]
@@ -100,7 +102,7 @@ def test_sentencepiece_gives_the_ids_of_sentencepiece(sentencepiece_file, real_t
     reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_file))
     tokenizer = load_tokenizer(sentencepiece_file)
     texts = [*real_texts, *SPELLED, *ODD]
-    assert tokenizer.encode_batch(texts) == [reference.encode(text) for text in texts]
+    assert [tokenizer.encode(text) for text in texts] == [reference.encode(text) for text in texts]
     assert (tokenizer.eos, tokenizer.eos_id) == ("</s>", reference.eos_id())
     assert tokenizer.decode(tokenizer.encode(ODD[0])) == ODD[0]
 

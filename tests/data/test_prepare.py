@@ -56,7 +56,7 @@ def bytes_of(directory):
 def test_every_document_is_there_once_and_ends_once(corpus, tokenizer_file, tmp_path):
     store = prepare(request(corpus, tmp_path / "set", tokenizer_file), 1, PrepareWatcher())
     tokenizer = load_tokenizer(tokenizer_file)
-    wanted = sorted([*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch([t for t in corpus[1] if t]))
+    wanted = sorted([*tokenizer.encode(text), tokenizer.eos_id] for text in corpus[1] if text)
     assert sorted(documents_of(store)) == wanted
     assert store.shards > 3
     assert store.text_bytes == sum(len(text.encode()) for text in corpus[1])
@@ -302,7 +302,8 @@ def test_tiny_and_gigantic_documents(tokenizer_file, tmp_path, texts):
         PrepareRequest((str(tmp_path / "a.jsonl"),), tmp_path / "set", tokenizer_file), 1, PrepareWatcher()
     )
     kept = [text for text in texts if text]
-    wanted = [[*ids, store.eos_id] for ids in load_tokenizer(tokenizer_file).encode_batch(kept)]
+    tokenizer = load_tokenizer(tokenizer_file)
+    wanted = [[*tokenizer.encode(text), store.eos_id] for text in kept]
     assert store.tokens == sum(map(len, wanted))
     assert store.documents == len(kept)
     assert documents_of(store) == wanted

@@ -291,16 +291,20 @@ class TokenStore:
         return FILES.get(self._owner, key, make)
 
     def _shard(self, shard: int) -> TokenFile:
-        path = self.shard_path(shard, ".bin")
-        return self.open_file(shard, partial(TokenFile, path, self.shard_tokens(shard), self.dtype.itemsize))
+        return self.open_file(shard, partial(self._open_shard, shard))
+
+    def _open_shard(self, shard: int) -> TokenFile:
+        return TokenFile(self.shard_path(shard, ".bin"), self.shard_tokens(shard), self.dtype.itemsize)
 
     def _index(self, shard: int) -> DocumentIndex:
         """Return an index; small ones are kept in memory, so that their files are not opened again."""
-        documents = self.shard_documents(shard)
-        make = partial(DocumentIndex, self.shard_path(shard, ".idx"), documents, self.dtype.itemsize)
-        if index_size(documents) <= SMALL_INDEX:
-            return INDEXES.get(self._owner, shard, make)
-        return self.open_file(("index", shard), make)
+        if index_size(self.shard_documents(shard)) <= SMALL_INDEX:
+            return INDEXES.get(self._owner, shard, partial(self._open_index, shard))
+        return self.open_file(("index", shard), partial(self._open_index, shard))
+
+    def _open_index(self, shard: int) -> DocumentIndex:
+        path = self.shard_path(shard, ".idx")
+        return DocumentIndex(path, self.shard_documents(shard), self.dtype.itemsize)
 
     def _check_range(self, start: int, n: int) -> None:
         if start < 0 or n < 0 or start + n > self.tokens:

@@ -27,7 +27,6 @@ def no_advance(_: int) -> None:
     """Ignore progress."""
 
 
-@dataclass(frozen=True)
 class Scan:
     """The result of one pass over a token file.
 
@@ -35,88 +34,73 @@ class Scan:
     first end-of-document token that follows another within a document.
     """
 
-    sha256: str
-    tokens: int
-    documents: int
-    beyond: tuple[int, int] | None
-    doubled: int | None
-    empty: int
-    only_eos: int
-    without_eos: int
-    inner_eos: int
+    def __init__(self, lengths: np.ndarray, vocab_size: int, eos_id: int) -> None:
+        ends = np.cumsum(lengths, dtype=np.int64)
+        self._last, self._single = ends[lengths > 0] - 1, ends[lengths == 1] - 1
+        self._vocab_size, self._eos_id = vocab_size, eos_id
+        self._eos = self._with_eos = 0
+        self._ends_with_eos = False
+        self.sha256 = ""
+        self.documents, self.empty = len(lengths), int((lengths == 0).sum())
+        self.tokens = self.only_eos = 0
+        self.beyond: tuple[int, int] | None = None
+        self.doubled: int | None = None
+
+    @property
+    def without_eos(self) -> int:
+        return len(self._last) - self._with_eos
+
+    @property
+    def inner_eos(self) -> int:
+        return self._eos - self._with_eos
 
     @property
     def mostly_eos(self) -> bool:
         """Whether at least every second document is only a separator, as if it had been written twice."""
         return self.documents >= 4 and 2 * self.only_eos >= self.documents
 
-
-def scan_tokens(
-    path: Path, dtype: str, lengths: np.ndarray, vocab_size: int, eos_id: int, advance: Advance = no_advance
-) -> Scan:
-    """Read a token file: its checksum, ids outside the vocabulary, and how documents end.
-
-    `lengths` are the tokens of its documents and add up to the file.
-    """
-    layout = np.dtype(DTYPES[dtype].numpy)
-    ends = np.cumsum(lengths, dtype=np.int64)
-    pass_ = _Pass(ends[lengths > 0] - 1, ends[lengths == 1] - 1, vocab_size, eos_id)
-    digest = hashlib.sha256()
-    buffer = bytearray(CHUNK_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while (got := _fill(file, buffer)) >= layout.itemsize:
-            view = memoryview(buffer)[:got]
-            digest.update(view)
-            pass_.take(np.frombuffer(view, dtype=layout, count=got // layout.itemsize))
-            advance(got)
-    return Scan(
-        sha256=digest.hexdigest(),
-        tokens=pass_.position,
-        documents=len(lengths),
-        beyond=pass_.beyond,
-        doubled=pass_.doubled,
-        empty=int((lengths == 0).sum()),
-        only_eos=pass_.only_eos,
-        without_eos=len(pass_.last) - pass_.with_eos,
-        inner_eos=pass_.eos - pass_.with_eos,
-    )
-
-
-class _Pass:
-    def __init__(self, last: np.ndarray, single: np.ndarray, vocab_size: int, eos_id: int) -> None:
-        self.last, self.single = last, single
-        self.vocab_size, self.eos_id = vocab_size, eos_id
-        self.position = self.eos = self.with_eos = self.only_eos = 0
-        self.beyond: tuple[int, int] | None = None
-        self.doubled: int | None = None
-        self._eos_before = False
-
-    def take(self, ids: np.ndarray) -> None:
-        if self.beyond is None and (ids.max() >= self.vocab_size or ids.min() < 0):
-            where = int(np.flatnonzero((ids >= self.vocab_size) | (ids < 0))[0])
-            self.beyond = self.position + where, int(ids[where]) % 2**32
-        is_eos = ids == self.eos_id
-        self.eos += int(is_eos.sum())
-        self.with_eos += int(is_eos[self._here(self.last, len(ids))].sum())
-        self.only_eos += int(is_eos[self._here(self.single, len(ids))].sum())
+    def add(self, ids: np.ndarray) -> None:
+        if self.beyond is None and (ids.max() >= self._vocab_size or ids.min() < 0):
+            where = int(np.flatnonzero((ids >= self._vocab_size) | (ids < 0))[0])
+            self.beyond = self.tokens + where, int(ids[where]) % 2**32
+        is_eos = ids == self._eos_id
+        self._eos += int(is_eos.sum())
+        self._with_eos += int(is_eos[self._here(self._last, len(ids))].sum())
+        self.only_eos += int(is_eos[self._here(self._single, len(ids))].sum())
         if self.doubled is None:
             self._find_doubled(is_eos)
-        self._eos_before = bool(is_eos[-1])
-        self.position += len(ids)
+        self._ends_with_eos = bool(is_eos[-1])
+        self.tokens += len(ids)
 
     def _here(self, positions: np.ndarray, n: int) -> np.ndarray:
-        lo, hi = np.searchsorted(positions, (self.position, self.position + n))
-        return positions[lo:hi] - self.position
+        lo, hi = np.searchsorted(positions, (self.tokens, self.tokens + n))
+        return positions[lo:hi] - self.tokens
 
     def _find_doubled(self, is_eos: np.ndarray) -> None:
         second = is_eos.copy()
         second[1:] &= is_eos[:-1]
-        second[0] &= self._eos_before
-        where = np.flatnonzero(second) + self.position
-        found = np.searchsorted(self.last, where - 1)
-        inside = where[self.last[found] != where - 1]
+        second[0] &= self._ends_with_eos
+        where = np.flatnonzero(second) + self.tokens
+        found = np.searchsorted(self._last, where - 1)
+        inside = where[self._last[found] != where - 1]
         if len(inside):
             self.doubled = int(inside[0])
+
+
+def scan_tokens(
+    path: Path, dtype: str, lengths: np.ndarray, vocab_size: int, eos_id: int, advance: Advance = no_advance
+) -> Scan:
+    """Read a token file; `lengths` are the tokens of its documents and add up to the file."""
+    layout = np.dtype(DTYPES[dtype].numpy)
+    scan, digest, buffer = Scan(lengths, vocab_size, eos_id), hashlib.sha256(), bytearray(CHUNK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while (got := _fill(file, buffer)) >= layout.itemsize:
+            view = memoryview(buffer)[:got]
+            digest.update(view)
+            scan.add(np.frombuffer(view, dtype=layout, count=got // layout.itemsize))
+            advance(got)
+    scan.sha256 = digest.hexdigest()
+    return scan
 
 
 def _fill(file: io.RawIOBase, buffer: bytearray) -> int:
@@ -312,12 +296,9 @@ def _add(found: Verified, name: str, check: _ShardCheck) -> Problem | None:
     found.shards += 1
     found.problems += check.problems
     found.remarks += check.remarks
-    if check.scan is None:
+    if (scan := check.scan) is None:
         return None
-    found.tokens += check.scan.tokens
-    found.documents += check.scan.documents
-    found.empty += check.scan.empty
-    found.only_eos += check.scan.only_eos
-    found.without_eos += check.scan.without_eos
-    unended = check.scan.without_eos
+    for count in ("tokens", "documents", "empty", "only_eos", "without_eos"):
+        setattr(found, count, getattr(found, count) + getattr(scan, count))
+    unended = scan.without_eos
     return Problem(name, f"{unended} documents do not end with the end token") if unended else None

@@ -39,9 +39,6 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [each.ids for each in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
-
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
