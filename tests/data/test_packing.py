@@ -446,7 +446,8 @@ def test_any_flipped_bit_of_a_plan_is_found_before_it_is_used(stored_plan):
     content = plan.path.read_bytes()
     whole = [plan.segments(row).tolist() for row in range(plan.rows)]
     rng = np.random.default_rng(1)
-    for at in [0, len(content) - 1, *rng.integers(len(content), size=60).tolist()]:
+    tail = range(len(content) - 200, len(content))
+    for at in [0, *tail, *rng.integers(len(content), size=60).tolist()]:
         damaged = bytearray(content)
         damaged[at] ^= 1 << int(rng.integers(8))
         plan.path.write_bytes(damaged)

@@ -72,7 +72,7 @@ def prepare(
         str,
         typer.Option(
             "--tokenizer",
-            help="tokenizer.json, a Llama tokenizer.model, their folder, or hf://OWNER/MODEL[@REVISION].",
+            help="tokenizer.json, a Llama tokenizer.model, their folder, or hf://OWNER/MODEL@REVISION.",
         ),
     ],
     column: Columns = [],
@@ -157,7 +157,7 @@ def train_tokenizer(
 
     Example: arriero data train-tokenizer corpus/*.jsonl -o tokenizer.json --vocab-size 32000
     """
-    from arriero.data.commands.console import train_tokenizer_with_bar
+    from arriero.data.commands.prepare_progress import train_tokenizer_with_bar
 
     _stay_offline_unless_asked(sources)
     limit = _size("--sample", sample)
@@ -208,7 +208,7 @@ def _size(option: str, text: str) -> int:
 
 
 def _prepare_here(request: "PrepareRequest", workers: int) -> None:
-    from arriero.data.commands.console import PrepareBar
+    from arriero.data.commands.prepare_progress import PrepareBar
     from arriero.data.prepare.prepare import prepare as run
 
     with PrepareBar() as bar:
@@ -217,7 +217,7 @@ def _prepare_here(request: "PrepareRequest", workers: int) -> None:
 
 
 def _prepare_part(request: "PrepareRequest", part: str, workers: int) -> None:
-    from arriero.data.commands.console import PrepareBar
+    from arriero.data.commands.prepare_progress import PrepareBar
     from arriero.data.prepare.planning import load_preparation
     from arriero.data.prepare.prepare import make_shards, part_of, prepare_lock, read_part
 
@@ -228,7 +228,7 @@ def _prepare_part(request: "PrepareRequest", part: str, workers: int) -> None:
 
 
 def _prepare_on_slurm(request: "PrepareRequest", cluster: "Cluster", dry_run: bool) -> None:
-    from arriero.data.commands.console import show_submission
+    from arriero.data.commands.prepare_progress import show_submission
     from arriero.data.prepare.planning import draft
     from arriero.data.prepare.prepare import plan_for_slurm
 

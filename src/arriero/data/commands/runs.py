@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from arriero.config.timeline import Timeline
     from arriero.data.order.ledger import Audit
     from arriero.data.order.loader import Batch
-    from arriero.data.order.order import Stream
-    from arriero.data.order.streams import Streams
+    from arriero.data.order.order import Located, Stream
     from arriero.data.tokens.tokenizer import Tokenizer
 
 Run = Annotated[Path, typer.Argument(help="A run directory, or a run file.", show_default=False)]
@@ -61,16 +60,25 @@ def show(
     console = make_console(as_json)
     config = _config(run, sets)
     streams = _streams(config, _directory(run), console)
-    timeline = streams.timeline
+    stream, timeline = streams.train, streams.timeline
     if step > LAST_STEP:
         raise UserError(f"--step {step} is beyond any run", f"give a step up to {LAST_STEP:,}")
-    phase = timeline.at(step - 1)
+    phase, first = timeline.at(step - 1), timeline.samples_after(step - 1)
     per_step = phase.sequences
     if sample >= per_step:
         raise UserError(f"a step has {per_step} sequences, and --sample is {sample}", "count from 0")
-    first = timeline.samples_after(step - 1)
+    located = stream.locate(np.arange(first, first + per_step))
+    store = stream.sources[located.source[sample]].store
+    with Loader(stream, 1, first + sample, documents=config.data.document_mask) as loader:
+        batch = next(loader)
     if as_json:
-        print_json(_shown(config, streams, step, sample))
+        about = {"step": step, "first_sample": first, "sequences": per_step, "seq_len": phase.seq_len}
+        samples = [
+            {"source": stream.sources[source].name, "epoch": int(epoch), "index": int(index)}
+            for source, epoch, index in zip(*located, strict=True)
+        ]
+        decoded = {"number": sample, **_decoded(batch, tokenizer_of(store))}
+        print_json({**about, "packing": config.data.packing, "samples": samples, "sample": decoded})
         return
     console.print(
         f"step {step}: samples {first:,} to {first + per_step - 1:,}, "
@@ -79,50 +87,25 @@ def show(
     steps = total_steps(config)
     if steps is not None and step > steps:
         console.print(f"[yellow]the run ends before this step, after {config.train.horizon}")
-    console.print(_listing(streams.train, first, per_step, sample))
-    with Loader(streams.train, 1, first + sample, documents=config.data.document_mask) as loader:
-        batch = next(loader)
-    source = int(streams.train.locate(np.array([first + sample])).source[0])
-    store = streams.train.sources[source].store
+    console.print(_listing(stream, first, located, sample))
     end = separators_of(store).eos
     console.print(f"\n[bold]sample {sample}[/] of the step, {batch.real_tokens} tokens")
     _print_sequence(console, batch, tokenizer_of(store), end.id if end else None)
 
 
-def _shown(config: "RunConfig", streams: "Streams", step: int, sample: int) -> dict[str, Any]:
-    import numpy as np
+def _decoded(batch: "Batch", tokenizer: "Tokenizer") -> dict[str, Any]:
+    from arriero.data.order.loader import IGNORED
 
-    from arriero.data.order.loader import IGNORED, Loader
-    from arriero.data.tokens.tokenizer import tokenizer_of
-
-    stream, phase = streams.train, streams.timeline.at(step - 1)
-    per_step, first = phase.sequences, streams.timeline.samples_after(step - 1)
-    located = stream.locate(np.arange(first, first + per_step))
-    with Loader(stream, 1, first + sample, documents=config.data.document_mask) as loader:
-        batch = next(loader)
-    tokenizer = tokenizer_of(stream.sources[located.source[sample]].store)
-    tokens = batch.tokens_BT[0, : batch.real_tokens].tolist()
-    labels = batch.labels_BT[0, : batch.real_tokens].tolist()
-    documents = None if batch.documents_BT is None else batch.documents_BT[0, : batch.real_tokens].tolist()
-    names = ("source", "epoch", "index")
-    samples = [
-        dict(zip(names, (stream.sources[s].name, int(epoch), int(index)), strict=True))
-        for s, epoch, index in zip(*located, strict=True)
-    ]
+    columns = (batch.tokens_BT, batch.labels_BT, batch.documents_BT)
+    tokens, labels, documents = (
+        None if column is None else column[0, : batch.real_tokens].tolist() for column in columns
+    )
+    labels = [None if label == IGNORED else label for label in labels or []]
     return {
-        "step": step,
-        "first_sample": first,
-        "sequences": per_step,
-        "seq_len": phase.seq_len,
-        "packing": config.data.packing,
-        "samples": samples,
-        "sample": {
-            "number": sample,
-            "tokens": tokens,
-            "labels": [None if label == IGNORED else label for label in labels],
-            "documents": documents,
-            "text": tokenizer.decode(tokens),
-        },
+        "tokens": tokens,
+        "labels": labels,
+        "documents": documents,
+        "text": tokenizer.decode(tokens or []),
     }
 
 
@@ -219,20 +202,18 @@ def _changed_files(stream: "Stream", read_all: bool, console: Console) -> Iterat
             yield from (f"{store.directory / problem.file}: {problem.what}" for problem in found.problems)
 
 
-def _listing(stream: "Stream", first: int, per_step: int, chosen: int) -> Table:
-    import numpy as np
-
+def _listing(stream: "Stream", first: int, located: "Located", chosen: int) -> Table:
+    """Return a table of the samples around `chosen`."""
+    per_step = len(located.source)
     begin = max(0, min(chosen - LISTED // 2, per_step - LISTED))
-    samples = np.arange(first + begin, first + min(per_step, begin + LISTED))
-    located = stream.locate(samples)
+    shown = (column[begin : begin + LISTED].tolist() for column in located)
     table = Table(">", ">sample", "source", ">epoch", ">number in the epoch")
-    for k, (source, epoch, index) in enumerate(zip(*located, strict=True), begin):
-        mark = ">" if k == chosen else ""
+    for k, (source, epoch, index) in enumerate(zip(*shown, strict=True), begin):
+        count = stream.cut_of(first, source, epoch).count
         name = stream.sources[source].name
-        count = stream.cut_of(first, int(source), int(epoch)).count
-        table.row(mark, k, name, epoch + 1, f"{index:,} of {count:,}")
+        table.row(">" if k == chosen else "", k, name, epoch + 1, f"{index:,} of {count:,}")
     if per_step > LISTED:
-        table.caption = f"{len(samples)} of {per_step}"
+        table.caption = f"{LISTED} of {per_step}"
     return table
 
 

@@ -79,12 +79,12 @@ def ledger_bytes(stream: Stream, ledger: Ledger) -> bytes:
 
 
 def _share(stream: Stream, source: int, drawn: int) -> dict[str, Any]:
-    reading = stream.source_orders[source]
+    order = stream.source_orders[source]
     return {
         "samples": drawn,
         "samples_per_epoch": stream.counts[source],
-        "epochs": round(reading.epochs(drawn), 6),
-        "tokens": round(reading.tokens(drawn)),
+        "epochs": round(order.epochs(drawn), 6),
+        "tokens": round(order.tokens(drawn)),
     }
 
 

@@ -116,7 +116,7 @@ class Stream(_SampleSource):
         super().__init__(tuple(known.values()), seq_len, packing)
         self.seed, self.version = seed, version
         self.source_orders = [SourceOrder(s, seq_len, seed, packing, version > 1) for s in self.sources]
-        self._set_cuts([reading.whole for reading in self.source_orders])
+        self._set_cuts([order.whole for order in self.source_orders])
         self._block = lru_cache(maxsize=8)(self._lay_out_block)
         self.phases: list[_Phase] = []
         for first_sample, named in mixtures:
@@ -124,12 +124,12 @@ class Stream(_SampleSource):
         self._first_samples = np.array([phase.first_sample for phase in self.phases])
         self.lengths = [(c.first_sample, c.seq_len) for c in changes if c.seq_len is not None]
         for first_sample, length in self.lengths:
-            for reading, draws in zip(self.source_orders, self.drawn(first_sample).tolist(), strict=True):
-                reading.change_length(draws, length)
+            for order, draws in zip(self.source_orders, self.drawn(first_sample).tolist(), strict=True):
+                order.change_length(draws, length)
         self.longest_sequence = max(seq_len, *(length for _, length in self.lengths), 0)
         self._limits = [
-            None if s.max_epochs is None else reading.draws_within(s.max_epochs)
-            for s, reading in zip(self.sources, self.source_orders, strict=True)
+            None if s.max_epochs is None else order.draws_within(s.max_epochs)
+            for s, order in zip(self.sources, self.source_orders, strict=True)
         ]
 
     @property

@@ -56,7 +56,7 @@ class PackingPlan:
         with path.open("rb") as file:
             file.seek(size - _TAIL.size)
             length, magic = _TAIL.unpack(file.read(_TAIL.size))
-            if magic != _MAGIC:
+            if magic != _MAGIC or length > size - _TAIL.size:
                 raise ValueError("not a plan")
             file.seek(size - _TAIL.size - length)
             self.counts: dict[str, Any] = json.loads(file.read(length))
@@ -68,7 +68,8 @@ class PackingPlan:
         self.rows: int = self.counts["rows"]
         end = self.counts["pieces"] * SEGMENT.itemsize
         self._bytes = end + 8 * (self.rows + 1)
-        blocks = -(-self._bytes // BLOCK_BYTES) if checksum is not None else 0
+        self._block_bytes = self.counts["block_bytes"] if checksum is not None else self._bytes
+        blocks = -(-self._bytes // self._block_bytes) if checksum is not None else 0
         if size != self._bytes + 4 * blocks + length + _TAIL.size:
             raise ValueError("its size differs from its counts")
         self._content = np.memmap(path, np.uint8, "r").view(np.ndarray)
@@ -92,14 +93,13 @@ class PackingPlan:
     def problems(self) -> list[str]:
         """Read the whole plan; return what differs from its checksums."""
         return [
-            f"bytes {block * BLOCK_BYTES} to {min((block + 1) * BLOCK_BYTES, self._bytes)} differ from "
-            "their checksum: the file was changed"
+            f"bytes from {block * self._block_bytes} on differ from their checksum: the file was changed"
             for block in range(len(self._checksums))
             if not self._is_valid(block)
         ]
 
     def _verify(self, begin: int, end: int) -> None:
-        for block in range(begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES + 1):
+        for block in range(begin // self._block_bytes, (end - 1) // self._block_bytes + 1):
             if block in self._unread:
                 if not self._is_valid(block):
                     raise UserError(
@@ -109,8 +109,8 @@ class PackingPlan:
                 self._unread.discard(block)
 
     def _is_valid(self, block: int) -> bool:
-        begin = block * BLOCK_BYTES
-        content = self._content[begin : min(begin + BLOCK_BYTES, self._bytes)]
+        begin = block * self._block_bytes
+        content = self._content[begin : min(begin + self._block_bytes, self._bytes)]
         return zlib.crc32(content.data) == self._checksums[block]
 
 
@@ -345,7 +345,7 @@ def _write_rows(work: Path, parts: Sequence[int], total: int, counted: dict[str,
         blocks = [zlib.crc32(block) for block in iter(lambda: out.read(BLOCK_BYTES), b"")]
         checksums = np.array(blocks, "<u4").tobytes()
         counts = {"rows": rows, "pieces": total, "tokens": tokens, **counted}
-        counts["blocks_crc32"] = zlib.crc32(checksums)
+        counts |= {"block_bytes": BLOCK_BYTES, "blocks_crc32": zlib.crc32(checksums)}
         footer = _dumped({**counts, "crc32": zlib.crc32(_dumped(counts))})
         out.write(checksums + footer + _TAIL.pack(len(footer), _MAGIC))
         out.flush()

@@ -116,15 +116,15 @@ def forecast(streams: Streams, steps: int | None, vocab_size: int = 0) -> list[S
     later = [timeline.steps_before(phase.first_sample) + 1 for phase in stream.phases[1:]]
     outlooks = []
     for i, (source, cut) in enumerate(zip(stream.sources, stream.cuts, strict=True)):
-        reading = stream.source_orders[i]
-        repeat = stream.sample_of_draw(i, reading.first_repeat, ever)
+        order = stream.source_orders[i]
+        repeat = stream.sample_of_draw(i, order.first_repeat, ever)
         outlooks.append(
             SourceForecast(
                 name=source.name,
                 share=float(shares[0][i]),
                 tokens_per_epoch=cut.tokens,
                 utilisation=cut.tokens / cut.slots,
-                epochs=reading.epochs(int(drawn[i])) if steps else None,
+                epochs=order.epochs(int(drawn[i])) if steps else None,
                 first_repeat=None if repeat is None else timeline.steps_before(repeat) + 1,
                 remarks=[
                     *cut.remarks,
