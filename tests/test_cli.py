@@ -38,11 +38,11 @@ def test_training_prints_its_settings_and_its_result(trained):
     for words in (
         "parameters",
         "micro-batch",
-        "held-out loss",
+        "validation loss",
         "training loss",
         "tok/s",
         "runs/demo",
-        "continues",
+        "sample from the model",
     ):
         assert words in printed
     exported = json.loads((run / "model/config.json").read_text())

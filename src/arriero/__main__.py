@@ -1,4 +1,4 @@
-"""The entry point: answers signals before the slow imports."""
+"""The entry point: handles signals before the slow imports."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The verb table. Each verb lives in the room that does its work."""
+"""The verb table: one line per verb; each verb is implemented in the package that does its work."""
 
 import errno
 import io
@@ -101,41 +101,41 @@ def options(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
-    """--debug and --quiet may also stand after the verb."""
+    """--debug and --quiet may also be given after the verb."""
     set_quiet(quiet)
 
 
 def main() -> None:
-    """A mistake or an unusable file ends with a sentence and exit code 2; a bug crashes with a traceback."""
+    """Run a verb. A user error prints one sentence and exits with code 2; a bug shows its traceback."""
     arguments = _global_options_first(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):
-        # a file name that is not UTF-8, or a terminal that is not, must not end in a traceback
+        # names or terminals that are not UTF-8 must not end in a traceback
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        _refuse_other_encodings(arguments)
+        _check_utf8(arguments)
         app(arguments, prog_name="arriero")
     except (UserError, OSError) as error:
-        if "--debug" in arguments[:2] or not _is_of_the_user(error):
+        if "--debug" in arguments[:2] or not _is_user_error(error):
             raise
         print_error(error)
         sys.exit(2)
 
 
-def _refuse_other_encodings(arguments: list[str]) -> None:
-    """Bytes that are not UTF-8 arrive as lone surrogates, which no JSON, TOML or tokenizer can hold."""
+def _check_utf8(arguments: list[str]) -> None:
+    """Reject arguments that are not UTF-8: they contain surrogates, which JSON and TOML cannot store."""
     for argument in arguments:
         if any("\ud800" <= character <= "\udfff" for character in argument):
             shown = os.fsencode(argument)[:100]
             raise UserError(f"the argument {shown!r} is not valid UTF-8", "rename the file, or use UTF-8")
 
 
-def _is_of_the_user(error: UserError | OSError) -> bool:
-    """Not a bug: a mistake, a file the system refuses, or a resource that has run out."""
-    return isinstance(error, UserError) or error.filename is not None or error.errno in _RUN_OUT
+def _is_user_error(error: UserError | OSError) -> bool:
+    """Return whether this is no bug: a mistake, a file that cannot be used, or an exhausted resource."""
+    return isinstance(error, UserError) or error.filename is not None or error.errno in _EXHAUSTED
 
 
-_RUN_OUT = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ESTALE}
+_EXHAUSTED = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ESTALE}
 
 
 def _global_options_first(arguments: list[str]) -> list[str]:

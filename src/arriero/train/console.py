@@ -1,4 +1,4 @@
-"""What a person sees of a run: what was decided, a progress line, the result."""
+"""The terminal output of a run: derived settings, progress, the result."""
 
 import math
 import statistics
@@ -51,16 +51,16 @@ class ConsoleProgress(Hook):
             self._console.plain(remark, "yellow")
         self._console.print(_settings(session))
         self._console.print(sources_table(session.data.forecasts, session.config.data.packing))
-        for outlook in session.data.forecasts:
-            for remark in outlook.remarks:
-                self._console.plain(f"{outlook.name}: {remark}")
-        self._progress.start("step 0", 1.0, "evaluating the fresh model")
+        for forecast in session.data.forecasts:
+            for remark in forecast.remarks:
+                self._console.plain(f"{forecast.name}: {remark}")
+        self._progress.start("step 0", 1.0, "evaluating the initial model")
 
     def on_step(self, session: "Session", step: int, tokens: int) -> None:
         if not self._console.is_terminal:
             return
         share = self._share(session, tokens)
-        self._progress.update(share, self._numbers(session, step), f"step {_of_all(session, step)}")
+        self._progress.update(share, self._numbers(session, step), f"step {_step_of_total(session, step)}")
 
     def on_metrics(self, session: "Session", metrics: "StepMetrics") -> None:
         self._metrics = metrics
@@ -75,12 +75,12 @@ class ConsoleProgress(Hook):
         if not self._console.is_terminal and (tenth > self._tenth or late or metrics.step == 1):
             self._tenth, self._printed = tenth, time.monotonic()
             numbers = self._numbers(session, metrics.step)
-            self._console.print(f"step {_of_all(session, metrics.step)}  {numbers}")
+            self._console.print(f"step {_step_of_total(session, metrics.step)}  {numbers}")
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
         perplexity = math.exp(min(loss, 700))
-        text = f"held-out loss {loss:.3f}  perplexity {perplexity:.1f}"
-        self._console.print(f"step {_of_all(session, step)}  {text}")
+        text = f"validation loss {loss:.3f}  perplexity {perplexity:.1f}"
+        self._console.print(f"step {_step_of_total(session, step)}  {text}")
 
     def on_save(self, session: "Session", report: "SaveReport") -> None:
         if report.error is not None:
@@ -109,13 +109,17 @@ class ConsoleProgress(Hook):
             text = f"stopped by {error.name} at step {step}; the same command {then}"
             self._console.print(text)
 
+    def on_close(self) -> None:
+        self._preparation.stop()
+        self._progress.stop()
+
     def _share(self, session: "Session", tokens: int) -> float:
         if session.total_tokens:
             return tokens / session.total_tokens
         return min(1.0, (time.monotonic() - self._start) / session.config.train.horizon.amount)
 
     def _seconds_left(self, session: "Session", step: int) -> float:
-        """By the median time of the logged steps."""
+        """Estimate the remaining time from the median time of the logged steps."""
         if not session.total_steps:
             return max(0.0, session.config.train.horizon.amount - (time.monotonic() - self._start))
         return (session.total_steps - step) * statistics.median(self._step_s)
@@ -140,8 +144,8 @@ def _long_time(seconds: float) -> str:
     return human_time(seconds) if seconds < 4 * 86400 else f"{seconds / 86400:.1f} d"
 
 
-def _of_all(session: "Session", step: int) -> str:
-    """Aligned, so that lines below each other can be compared."""
+def _step_of_total(session: "Session", step: int) -> str:
+    """Format a step and the total, aligned over lines."""
     total = session.total_steps
     return f"{step:>{len(str(total))}}/{total}" if total else str(step)
 
@@ -153,14 +157,14 @@ def _settings(session: "Session"):
         ("run", str(session.run_dir), f"seed {config.run.seed}"),
         ("model", *_model(session)),
         ("data", data, f"sequences of {config.data.seq_len}"),
-        ("train", f"{config.train.batch} a step", f"for {config.train.horizon}"),
+        ("train", f"{config.train.batch} per step", f"for {config.train.horizon}"),
         *((d.name, d.value, d.reason) for d in session.record.decisions),
     ]
     return facts(rows)
 
 
 def _model(session: "Session") -> tuple[str, str]:
-    """The preset's name alone only where it is that model."""
+    """Return the preset with the fields that differ from it, and the number of parameters."""
     model, count = session.config.model, f"{human_count(session.spec.parameters)} parameters"
     if model.preset is None:
         return session.spec.family, count
@@ -176,7 +180,7 @@ def _model(session: "Session") -> tuple[str, str]:
 def show_outcome(console: Console, session: "Session", outcome: "Outcome", continuation: str | None) -> None:
     if continuation is not None:
         text = Text.assemble((session.config.observe.sample or "", "bold"), (continuation, "green"))
-        console.print(panel(text, "the model continues"))
+        console.print(panel(text, "sample from the model"))
     uniform = math.log(session.spec.vocab_size)
     whole = f"{human_count(outcome.tokens)} tokens in {human_time(outcome.seconds)}, evaluation included"
     rows = []
@@ -185,7 +189,7 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
         rows.append(("training loss", change, f"ln(vocabulary) = {uniform:.3f}"))
     if outcome.last_eval_loss is not None:
         change = f"{outcome.first_eval_loss:.3f} -> {outcome.last_eval_loss:.3f}"
-        rows.append(("held-out loss", change, f"{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)"))
+        rows.append(("validation loss", change, f"{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)"))
     rows.append(("speed", f"{human_count(outcome.tokens_per_s)} tok/s", f"median; {whole}"))
     rows.append(("run directory", str(session.run_dir), "metrics, events, ledger, run.toml, tensorboard"))
     if outcome.model is not None:
@@ -203,10 +207,10 @@ def show_finished(console: Console, result: "RunResult") -> None:
     )
 
 
-def sources_table(outlooks: "Sequence[SourceForecast]", packing: str) -> Table:
-    """When each source will run out or repeat."""
+def sources_table(forecasts: "Sequence[SourceForecast]", packing: str) -> Table:
+    """Return a table of when each source is exhausted or repeats."""
     table = Table("source", ">share", ">tokens", ">filled", ">epochs", ">first repeat")
-    for each in outlooks:
+    for each in forecasts:
         filled = f"{each.utilisation:.1%}" if packing != "none" else f"at least {each.utilisation:.1%}"
         table.row(
             each.name,

@@ -1,4 +1,4 @@
-"""The interface by which optional behaviour observes a run."""
+"""Hooks: how optional behaviour observes a run."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -34,6 +34,9 @@ class Hook:
     def on_end(self, session: "Session", outcome: "Outcome") -> None: ...
 
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None: ...
+
+    def on_close(self) -> None:
+        """Called last in every case, also if the session could not be built."""
 
 
 class Hooks(Hook):
@@ -71,12 +74,16 @@ class Hooks(Hook):
             hook.on_end(session, outcome)
 
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
-        """A hook that fails here must not keep the others from hearing of the fault."""
+        """Call all hooks, also if one of them fails."""
         for hook in self._hooks:
             try:
                 hook.on_fault(session, step, error)
             except Exception as second:
                 error.add_note(f"{type(hook).__name__} failed too: {second}")
+
+    def on_close(self) -> None:
+        for hook in self._hooks:
+            hook.on_close()
 
 
 class Recorder(Hook):

@@ -113,8 +113,11 @@ def _session(
     from arriero.train.hooks import Hooks
 
     share_gpu = plan.config.run.share_gpu
-    with process_group(plan.world, plan.device.torch_device, refusal=refusal, share_gpu=share_gpu):
-        yield build(plan, Hooks(hooks).on_prepare, hooks)
+    try:
+        with process_group(plan.world, plan.device.torch_device, refusal=refusal, share_gpu=share_gpu):
+            yield build(plan, Hooks(hooks).on_prepare, hooks)
+    finally:
+        Hooks(hooks).on_close()
 
 
 def _result(config: RunConfig, outcome: "Outcome", recorder: "Recorder") -> RunResult:
