@@ -1,4 +1,4 @@
-"""Mistakes a user can mend."""
+"""Errors that a user can fix."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class UserError(Exception):
-    """What is wrong and where, then what to do about it. Shown without a traceback, exit code 2."""
+    """An error message and what to do about it, printed without a traceback; the exit code is 2."""
 
     def __init__(self, what: str, todo: str = "") -> None:
         self.what = what
@@ -18,12 +18,12 @@ class UserError(Exception):
 
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The choice a mistyped word most likely means."""
+    """Return the choice that is most similar to a mistyped word."""
     return next(iter(difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)), None)
 
 
 def first_problem(errors: Sequence[Mapping[str, Any]]) -> str:
-    """The first of pydantic's errors in one line: the key, what is wrong, and the value if it is short."""
+    """Return the first of pydantic's errors in one line: key, problem, and the value if it is short."""
     first = errors[0]
     key = ".".join(map(str, first["loc"]))
     value = repr(first["input"])

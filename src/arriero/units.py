@@ -1,4 +1,4 @@
-"""Quantities people write: "4M tok", "500 steps", "2h", "80GiB"."""
+"""Parse and print quantities: "4M tok", "500 steps", "2h", "80GiB"."""
 
 import re
 from dataclasses import dataclass
@@ -12,10 +12,9 @@ _TIMES = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 _BYTES = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
-_LARGEST = 10**18
-
-_LONGEST = 64  # characters
-_MOST_EXPONENT = 99
+_MAX_VALUE = 10**18
+_MAX_CHARACTERS = 64
+_MAX_EXPONENT = 99
 
 _NUMBER = r"(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 _COUNT = re.compile(rf"{_NUMBER}\s*([kKMBGT]?)\s*(tok|tokens?|steps?)")
@@ -25,7 +24,7 @@ _SIZE = re.compile(rf"{_NUMBER}\s*({'|'.join(_BYTES)})")
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of training, in tokens, optimizer steps or seconds of wall time."""
+    """An amount of training, in tokens, optimizer steps or seconds of wall time."""
 
     amount: int
     unit: SpanUnit
@@ -51,7 +50,7 @@ def parse_span(text: str) -> Span:
         return Span(_whole(number, _SCALES[scale], text), "steps" if word.startswith("step") else "tok")
     if match := _TIME.fullmatch(text):
         return Span(_whole(match[1], _TIMES[match[2]], text), "s")
-    raise ValueError(f"'{text}' is not a quantity of training")
+    raise ValueError(f"'{text}' is not a quantity of tokens, steps or time")
 
 
 def parse_bytes(text: str) -> int:
@@ -63,7 +62,7 @@ def parse_bytes(text: str) -> int:
 
 def _short(text: str) -> str:
     text = text.strip()
-    if len(text) > _LONGEST:
+    if len(text) > _MAX_CHARACTERS:
         raise ValueError(f"'{text[:20]}...' is too long for a quantity ({len(text):,} characters)")
     return text
 
@@ -71,11 +70,11 @@ def _short(text: str) -> str:
 def _whole(number: str, scale: int, text: str) -> int:
     digits, _, exponent = number.replace("_", "").lower().partition("e")
     # clamped, because the power of 1e99999999 has a hundred million digits
-    power = max(-_MOST_EXPONENT, min(int(exponent or 0), _MOST_EXPONENT))
+    power = max(-_MAX_EXPONENT, min(int(exponent or 0), _MAX_EXPONENT))
     value = Fraction(digits) * scale * Fraction(10) ** power
     if value.denominator != 1:
         raise ValueError(f"'{text}' is not a whole number of its unit")
-    if value > _LARGEST:
+    if value > _MAX_VALUE:
         raise ValueError(f"'{text}' is too large (at most 1e18)")
     return int(value)
 

@@ -20,7 +20,7 @@ def ckpt(runs, monkeypatch):
     return folder, lambda verb, *rest: CliRunner().invoke(app, ["ckpt", verb, *map(str, rest)])
 
 
-def test_the_verbs_tell_sound_from_damaged_and_remove_what_is_old(ckpt):
+def test_the_verbs_tell_valid_from_damaged_checkpoints_and_delete_old_ones(ckpt):
     folder, verb = ckpt
     newest = folder / "checkpoints" / "step-00000006"
     inside = verb("inspect", folder).output

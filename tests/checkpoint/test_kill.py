@@ -11,7 +11,7 @@ def grounds(tmp_path_factory, corpus_cache):
 
 
 @pytest.mark.parametrize(("seed", "ranks"), [(1, 1), (2, 1), (4, 2)])
-def test_a_killed_run_ends_as_if_it_had_not_been(grounds, seed, ranks):
+def test_a_killed_run_ends_as_if_it_was_not_killed(grounds, seed, ranks):
     tally = kills.Tally()
     kills.kill_at_random(grounds, seed, tally, ranks)
     assert tally.failures == []
@@ -25,19 +25,19 @@ def test_a_killed_run_ends_as_if_it_had_not_been(grounds, seed, ranks):
         ("manifest", "a manifest from a newer version"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_carries_the_run(grounds, kind, harm):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_resumed(grounds, kind, harm):
     tally = kills.Tally()
     kills.damage(grounds, kind, harm, 1, tally)
     assert tally.failures == []
 
 
-def test_a_full_disk_is_loud_and_room_mends_it(grounds):
+def test_saves_on_a_full_disk_fail_loudly_until_there_is_room(grounds):
     tally = kills.Tally()
     kills.full_disk(grounds, tally)
     assert tally.failures == []
 
 
-def test_a_disk_that_becomes_read_only_ends_the_run_and_it_goes_on_after(grounds):
+def test_a_disk_that_becomes_read_only_ends_the_run_which_resumes_afterwards(grounds):
     tally = kills.Tally()
     kills.read_only(grounds, tally)
     assert tally.failures == []

@@ -84,7 +84,7 @@ def test_each_part_is_written_once_and_the_index_says_where(seed, tmp_path):
     assert len(expected) == sum(len(entry.chunks) for entry in metadata.state_dict_metadata.values())
 
 
-def test_ranks_that_hold_the_same_pieces_write_about_as_many_bytes():
+def test_replicas_of_the_same_parts_write_about_as_many_bytes():
     chance = random.Random(1)
     tensors = {f"model.{i}": torch.empty(chance.randint(1, 10**6), device="meta") for i in range(300)}
     held = [{name: whole(tensor) for name, tensor in tensors.items()} for _ in range(8)]
@@ -128,7 +128,7 @@ class OnTwoRanks:
         many.wait()
 
 
-def test_the_plan_is_made_once_and_torch_reads_every_save(tmp_path):
+def test_the_plan_is_computed_once_and_torch_reads_every_save(tmp_path):
     work = OnTwoRanks(tmp_path)
     assert run_ranks(work, 2, leader_prints=False) == [None, None, None]
     folders = [tmp_path / CHECKPOINTS / f"step-0000000{step}" for step in (1, 2, 3)]

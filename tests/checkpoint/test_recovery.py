@@ -177,7 +177,7 @@ def test_a_leftover_that_cannot_be_deleted_does_not_hinder_the_same_save(checkpo
     assert newest.step == 2
 
 
-def test_a_run_whose_checkpoints_vanished_is_refused_until_it_is_told_to_start_over(runs):
+def test_a_run_whose_checkpoints_vanished_is_rejected_without_start_over(runs):
     runs.train("run", "train.horizon=4 steps", "checkpoint.every=2 steps")
     folder = runs.folder / "run"
     shutil.rmtree(folder / CHECKPOINTS)

@@ -33,7 +33,7 @@ HALF = "train.horizon=3 steps"
     ],
     ids=["fp32", "muon-int8", "bf16", "bf16-masters", "fp16-waiting"],
 )
-def test_the_same_layout_goes_on_to_the_bit(runs, sets):
+def test_the_same_layout_resumes_bit_identically(runs, sets):
     whole = runs.train("whole", *sets)
     runs.train("halves", *sets, HALF)
     assert runs.saved("halves") == ["step-00000003"]
@@ -61,7 +61,7 @@ LAYOUTS = {
     ],
     ids=lambda value: " to ".join(value) if "=" not in value[0] else value[0],
 )
-def test_any_layout_goes_on_from_any_other(runs, order, sets):
+def test_any_layout_resumes_from_any_other(runs, order, sets):
     """Two steps in each; the losses are those of one process that never stopped."""
     sets = [*sets, "model.layers=4"]
     end = 2 * len(order)
@@ -76,7 +76,7 @@ def test_any_layout_goes_on_from_any_other(runs, order, sets):
 
 
 @pytest.mark.parametrize("layout", ["one", "tp 2 x pp 2"])
-def test_what_would_not_fit_at_once_is_read_a_tensor_at_a_time(runs, monkeypatch, layout):
+def test_state_larger_than_memory_is_read_one_tensor_at_a_time(runs, monkeypatch, layout):
     """On all ranks alike, though those of a pipeline hold other tensors."""
     ranks, sets = LAYOUTS[layout]
     sets = [*sets, "model.layers=4", "precision.compute=bf16"]

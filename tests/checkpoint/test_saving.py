@@ -103,7 +103,7 @@ def test_a_checkpoint_of_a_newer_version_is_named_and_left_alone(checkpoints, tm
     assert path.exists()
 
 
-def test_what_was_never_finished_is_removed_at_the_next_start(checkpoints, tmp_path):
+def test_unfinished_checkpoints_are_removed_at_the_next_start(checkpoints, tmp_path):
     save(checkpoints(), 1)
     shutil.copytree(tmp_path / CHECKPOINTS / "step-00000001", tmp_path / CHECKPOINTS / "step-00000002.tmp")
     newest, told = checkpoints().newest()
@@ -112,7 +112,7 @@ def test_what_was_never_finished_is_removed_at_the_next_start(checkpoints, tmp_p
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_the_newest_stay_and_some_for_ever(checkpoints, tmp_path):
+def test_retention_keeps_the_newest_and_some_for_ever(checkpoints, tmp_path):
     save(checkpoints(keep=2, period=40), *range(1, 10))
     assert names(tmp_path) == [f"step-{n:08d}" for n in (4, 8, 9)]
 
@@ -166,7 +166,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_written_is_what_was_true_at_the_step(checkpoints, tmp_path):
+def test_a_save_holds_the_values_of_its_step(checkpoints, tmp_path):
     """Training changes the tensors while they are being written."""
     many = checkpoints()
     one = unit(1, value=1.0)
@@ -224,7 +224,7 @@ class At(Hook):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_saves_and_stops_and_the_run_goes_on_from_there(runs, ranks):
+def test_sigterm_saves_and_stops_and_the_run_resumes_there(runs, ranks):
     stop = At(2, lambda _: os.kill(os.getpid(), signal.SIGTERM))
     runs.train("whole", ranks=ranks)
     with pytest.raises(Interrupted):
@@ -238,7 +238,7 @@ def test_sigterm_saves_and_stops_and_the_run_goes_on_from_there(runs, ranks):
     assert len(runs.lines("stopped", "metrics.jsonl")) == 6
 
 
-def test_sigusr1_and_a_touched_file_save_and_go_on(runs):
+def test_sigusr1_and_a_touched_file_save_and_training_continues(runs):
     asked = [
         At(2, lambda _: os.kill(os.getpid(), signal.SIGUSR1)),
         At(4, lambda session: (session.run_dir / "save-now").touch()),
@@ -250,7 +250,7 @@ def test_sigusr1_and_a_touched_file_save_and_go_on(runs):
     assert waits == [2, 4]
 
 
-def test_a_failed_save_is_told_and_the_run_does_not_end_well(runs):
+def test_a_failed_save_is_reported_and_the_exit_code_is_not_zero(runs):
     def no_room(_):
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
 
@@ -265,7 +265,7 @@ def test_a_failed_save_is_told_and_the_run_does_not_end_well(runs):
     assert events == ["start", "save failed", "save", "save", "end"]
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_training_goes_on(runs):
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_training_continues(runs):
     """Only the first rank has hooks."""
 
     def limit(size):

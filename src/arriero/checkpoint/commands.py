@@ -231,7 +231,7 @@ def _read(path: Path, damaged: int | None = None, as_json: bool = False) -> "tup
 
 
 def _judged(console: Console, found: "list[SavedCheckpoint]", quick: bool) -> list[str | None]:
-    from arriero.checkpoint.directory import find_damage, find_wrong_sizes
+    from arriero.checkpoint.directory import find_damage
 
     total = sum(saved.manifest.size for saved in found if saved.manifest)
     verdicts: list[str | None] = []
@@ -239,10 +239,9 @@ def _judged(console: Console, found: "list[SavedCheckpoint]", quick: bool) -> li
         for saved in found:
             problem, made = saved.problem, saved.manifest
             if problem is None and made is not None:
-                if quick:
-                    bad = find_wrong_sizes(saved.directory, made)
-                else:
-                    bad = find_damage(saved.directory, made, progress=advance, report_unreadable=True)
+                bad = find_damage(
+                    saved.directory, made, progress=advance, report_unreadable=True, sizes_only=quick
+                )
                 problem = "; ".join(f"{name} {what}" for name, what in sorted(bad.items())) or None
             verdicts.append(problem)
     return verdicts

@@ -95,8 +95,9 @@ def find_damage(
     only: Iterable[str] | None = None,
     progress: Callable[[int], None] = lambda _: None,
     report_unreadable: bool = False,
+    sizes_only: bool = False,
 ) -> dict[str, str]:
-    """Return the files whose content differs from what was written, each with its problem.
+    """Return the files whose content, or size, differs from what was written, each with its problem.
 
     A read error raises UserError, or is listed among the problems with `report_unreadable`.
     """
@@ -104,7 +105,7 @@ def find_damage(
 
     def judge(name: str) -> str | None:
         try:
-            return _problem(directory / name, manifest.files[name], progress)
+            return _problem(directory / name, manifest.files[name], progress, sizes_only)
         except OSError as error:
             if not report_unreadable:
                 raise unreadable(directory / name, error) from None
@@ -115,31 +116,16 @@ def find_damage(
     return {name: problem for name, problem in zip(names, found, strict=True) if problem}
 
 
-def find_wrong_sizes(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """Return the files of a wrong size, without reading their content."""
-    problems = {}
-    for name, file in manifest.files.items():
-        try:
-            problem = _size_problem(directory / name, file)
-        except OSError as error:
-            problem = f"cannot be read ({error.strerror or error})"
-        if problem:
-            problems[name] = problem
-    return problems
-
-
-def _size_problem(path: Path, file: File) -> str | None:
+def _problem(path: Path, file: File, progress: Callable[[int], None], size_only: bool) -> str | None:
     try:
         size = path.stat().st_size
     except FileNotFoundError:
         return "is missing"
-    return None if size == file.size else f"has {size:,} bytes, not {file.size:,}"
-
-
-def _problem(path: Path, file: File, progress: Callable[[int], None]) -> str | None:
-    if problem := _size_problem(path, file):
-        return problem
-    return None if sha256_of_file(path, progress) == file.sha256 else "has other bytes than were written"
+    if size != file.size:
+        return f"has {size:,} bytes, not {file.size:,}"
+    if size_only or sha256_of_file(path, progress) == file.sha256:
+        return None
+    return "has other bytes than were written"
 
 
 CHECKPOINTS = "checkpoints"

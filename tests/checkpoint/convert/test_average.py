@@ -46,7 +46,7 @@ def test_different_models_are_refused_by_what_differs():
         average(states(1))
 
 
-def test_the_verbs_as_they_are_typed(folder, arriero):
+def test_average_on_the_command_line(folder, arriero):
     first, second = states(2)
     convert(first, folder / "a", "dcp")
     convert(second, folder / "b", "hf")

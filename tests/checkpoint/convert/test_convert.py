@@ -76,7 +76,7 @@ def test_a_conversion_may_change_the_type(kind, dtype, originals, folder):
     assert all(torch.equal(back.load(n), source.load(n).to(wanted)) for n in source.tensors)
 
 
-def test_numbers_too_large_for_fp16_are_refused(folder):
+def test_numbers_too_large_for_fp16_are_rejected(folder):
     source = in_memory(spec_of("llama2"))
     source.load("norm.weight")[3] = 1e6
     with pytest.raises(UserError, match=r"norm\.weight .*too large for fp16"):
@@ -84,7 +84,7 @@ def test_numbers_too_large_for_fp16_are_refused(folder):
     assert not list(folder.iterdir())
 
 
-def test_hugging_face_results_say_all_of_the_model_and_carry_the_tokenizer(folder):
+def test_hugging_face_directories_describe_the_model_and_contain_the_tokenizer(folder):
     tokenizer_file(folder / "tokenizer.json")
     extra_files = {"tokenizer.json": folder / "tokenizer.json"}
     spec = spec_of("llama3, tied")
@@ -103,7 +103,7 @@ def test_hugging_face_results_say_all_of_the_model_and_carry_the_tokenizer(folde
         assert model.generation_config.eos_token_id == 3
 
 
-def test_ends_named_by_a_hugging_face_config_survive_formats_that_have_no_place_for_them(originals, folder):
+def test_token_ids_of_a_hugging_face_config_survive_other_formats(originals, folder):
     start, _ = originals["llama2"]
     convert(open_model(start / "hf"), folder / "hf", "hf")
     config = json.loads((folder / "hf" / "config.json").read_text())
@@ -145,13 +145,13 @@ def test_a_checkpoint_of_training_is_read_without_its_optimizer(folder):
     assert all(torch.equal(t, model.state_dict()[name]) for name, t in source.state().items())
 
 
-def test_gpt2_has_no_place_in_metas_layout(folder):
+def test_gpt2_cannot_be_written_in_metas_layout(folder):
     with pytest.raises(UserError, match="'gpt2' has no name map for Meta's format"):
         convert(in_memory(spec_of("gpt2")), folder / "out", "meta")
     assert not (folder / "out").exists()
 
 
-def test_rope_scaling_that_meta_cannot_express_is_refused(folder):
+def test_rope_scaling_that_meta_cannot_express_is_rejected(folder):
     scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 2048}
     spec = ModelSpec.from_dict({**BASE, "rope_scaling": scaling})
     with pytest.raises(UserError, match="not 4 from 2048"):

@@ -29,7 +29,7 @@ print(json.dumps(choose_device("cpu").peak_memory()))
 """
 
 
-def test_the_peak_stays_below_four_of_the_largest_tensor_and_one_gib(folder, python):
+def test_peak_memory_stays_below_four_times_the_largest_tensor_and_one_gib(folder, python):
     """3.1 GB in fp32, then 1.6 GB in bf16 through every reader and every writer."""
     spec = ModelSpec.from_dict({**BASE, "vocab_size": 4096, "dim": 2048, "layers": 18, "ffn": 4096})
     tensors = own_tensors(spec)

@@ -153,7 +153,7 @@ def cut_by_hand(state, name, count, generation):
 
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", SHARDED)
-def test_shards_hold_what_metas_code_expects_and_merge_again(name, shards, folder):
+def test_shards_have_the_layout_of_metas_code_and_merge_again(name, shards, folder):
     spec = ModelSpec.from_dict(SHARDED[name])
     source = in_memory(spec)
     convert(source, folder / "one", "meta")
@@ -175,7 +175,7 @@ def test_shards_hold_what_metas_code_expects_and_merge_again(name, shards, folde
     assert open_model(folder / "cut").spec == spec and equal(open_model(folder / "cut"), source)
 
 
-def test_metas_own_directories_are_read_without_our_description(folder):
+def test_meta_directories_are_read_without_model_toml(folder):
     """No model.toml, -1 for the vocabulary, the frequencies of Llama 2's files beside the weights."""
     spec = ModelSpec.from_dict(BASE)
     convert(in_memory(spec), folder / "llama2", "meta", WriteOptions(model_parallel=2))
@@ -207,7 +207,7 @@ def test_the_rule_can_be_chosen(folder):
         assert equal(open_model(folder / rule), in_memory(spec))
 
 
-def test_shards_that_do_not_divide_the_model_are_refused(folder):
+def test_shards_that_do_not_divide_the_model_are_rejected(folder):
     with pytest.raises(
         UserError, match="3 model-parallel shards do not divide heads 8, ffn 176, dim 64, kv_heads 8"
     ):
@@ -221,7 +221,7 @@ def test_a_missing_shard_is_named(folder):
         open_model(folder / "out")
 
 
-def test_params_that_contradict_the_description_are_refused(folder):
+def test_params_that_contradict_the_description_are_rejected(folder):
     convert(in_memory(ModelSpec.from_dict(BASE)), folder / "out", "meta")
     path = folder / "out" / "params.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 5e5}))
@@ -229,7 +229,7 @@ def test_params_that_contradict_the_description_are_refused(folder):
         open_model(folder / "out")
 
 
-def test_models_with_eyes_are_refused():
+def test_vision_models_are_rejected():
     with pytest.raises(UserError, match="vision_chunk_size"):
         spec_from_params({**PUBLISHED["llama3.1-8b"], "vision_chunk_size": 448}, 128256, False)
 

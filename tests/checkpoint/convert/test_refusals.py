@@ -98,7 +98,7 @@ def test_unexpected_and_misshapen_tensors_are_listed(folder):
         open_model(folder / "out")
 
 
-def test_types_that_are_no_plain_floats_are_refused(folder):
+def test_other_dtypes_than_fp32_bf16_and_fp16_are_rejected(folder):
     convert(in_memory(SPEC), folder / "out", "torch")
     state = torch.load(folder / "out" / "model.pt")
     torch.save({**state, "norm.weight": torch.ones(64, dtype=torch.int8)}, folder / "out" / "model.pt")
@@ -106,7 +106,7 @@ def test_types_that_are_no_plain_floats_are_refused(folder):
         open_model(folder / "out")
 
 
-def test_what_is_not_recognised_is_refused_with_what_was_looked_for(folder):
+def test_an_unknown_directory_is_rejected_with_the_files_that_were_looked_for(folder):
     with pytest.raises(UserError, match=r"config\.json .* params\.json .* \.metadata .* model\.pt"):
         open_model(folder)
     with pytest.raises(UserError, match="does not exist"):
@@ -169,7 +169,7 @@ def test_a_disk_without_room_is_noticed_before_writing(folder, monkeypatch):
         convert(in_memory(SPEC), folder / "out", "hf")
 
 
-def test_torch_files_are_sound_zip_files(folder):
+def test_torch_files_are_valid_zip_files(folder):
     spec = ModelSpec.from_dict({**BASE, "layers": 1})
     convert(in_memory(spec), folder / "out", "torch")
     assert zipfile.ZipFile(folder / "out" / "model.pt").testzip() is None

@@ -49,7 +49,7 @@ def open_dcp(directory: Path) -> ModelReader:
     def load(name: str) -> Tensor:
         into = {_PREFIX + name: torch.empty(found[name].shape, dtype=found[name].dtype)}
         try:
-            with _without_warning():
+            with without_warning():
                 torch_dcp.load(into, storage_reader=reader, no_dist=True)
         except (torch_dcp.api.CheckpointException, RuntimeError, OSError, EOFError) as error:
             reason = str(error).strip().splitlines()[-1]
@@ -65,16 +65,16 @@ def write_dcp(source: ModelReader, directory: Path, _: WriteOptions, advance: Ad
     planner = _LazySavePlanner(source, advance)
     # torch keeps the tensors of a file in memory until it is complete, so each gets its own file
     writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False)
-    with _without_warning():
+    with without_warning():
         torch_dcp.save(planned, storage_writer=writer, planner=planner, no_dist=True)
     write_model_files(source, directory)
 
 
 @contextmanager
-def _without_warning() -> Iterator[None]:
+def without_warning() -> Iterator[None]:
     """Silence torch's warning about saving and loading in a single process."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable)")
         yield
 
 
