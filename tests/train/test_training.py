@@ -4,12 +4,14 @@ import json
 import math
 import re
 import signal
+import time
 import tomllib
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from arriero.checkpoint import manager
 from arriero.checkpoint.formats.hf_directory import load_hf
 from arriero.config.load import load_run
 from arriero.data.order.ledger import read_ledger
@@ -261,6 +263,20 @@ def test_more_skips_in_a_row_than_allowed_stop_the_run(session):
     with pytest.raises(UserError, match=r"3 updates in a row were skipped up to step 8.*optim.lr="):
         train(run)
     assert lines(run.run_dir / "metrics.jsonl")[-1]["skipped"] == 6
+
+
+def test_the_error_about_skips_names_a_checkpoint_that_was_still_being_written(session, monkeypatch):
+    run = session("optim.max_skips=1", "checkpoint.every=2 steps", "train.horizon=50 steps")
+    poisoned(run, [3, 4])
+    publish = manager.publish
+
+    def slowly(*given):
+        time.sleep(1.0)
+        return publish(*given)
+
+    monkeypatch.setattr(manager, "publish", slowly)
+    with pytest.raises(UserError, match=r"continue from the checkpoint of step 2 with a lower learning rate"):
+        train(run)
 
 
 def test_a_loss_that_stays_not_finite_stops_the_run(session):

@@ -9,8 +9,8 @@ import torch
 
 from arriero.checkpoint.directory import find_checkpoints, require_space, resolve_checkpoint
 from arriero.checkpoint.manager import Checkpoints
-from arriero.checkpoint.state import describe_parts, local_parts, named_tensors, total_bytes
-from arriero.config.schema import OptimSection, RunConfig
+from arriero.checkpoint.state import TensorInfo, describe_parts, local_parts, named_tensors, total_bytes
+from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline, total_steps
 from arriero.data.order.ledger import check_data_unchanged, order_version
 from arriero.data.order.loader import Loader
@@ -27,7 +27,6 @@ from arriero.data.workers import ProgressCallback
 from arriero.errors import UserError
 from arriero.kernels import enable_kernels
 from arriero.kernels.float8 import computes_float8
-from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.parallel.apply import ModelOptions, parallelize
 from arriero.parallel.context import local_positions, shard_batch
@@ -45,14 +44,13 @@ from arriero.train.finish import check_export
 from arriero.train.forward_backward import Evaluator, ForwardBackward
 from arriero.train.hooks import Hook, Hooks
 from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoard
-from arriero.train.model_state import ModelState, matching
+from arriero.train.model_state import ModelState, parameter_decisions
 from arriero.train.optim.optimizer import Optimizer
 from arriero.train.resume import CheckpointLoader, StartingPoint, checkpoint_ranks, start_run
 from arriero.train.rundir import open_run_directory, run_directory, starts_over
 from arriero.train.saving import Saver, merge_over_stages
 from arriero.train.schedule import Cadence, LearningRates
 from arriero.train.session import RunRecord, Session, SessionData
-from arriero.units import human_count
 
 
 def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[Hook] = ()) -> Session:
@@ -62,9 +60,8 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
     mesh, plan = build_mesh(plan)
     model, model_decisions = build_model_state(plan, mesh)
     optimizer = build_optimizer(plan, model, mesh)
-    tensors = merge_over_stages(
-        mesh, dict(describe_parts(local_parts(named_tensors(model.tensors(), optimizer.state()))))
-    )
+    saved = local_parts(named_tensors(model.tensors(), optimizer.state()))
+    tensors = merge_over_stages(mesh, dict(describe_parts(saved)))
     checkpoints = _checkpoints(plan, mesh, total_bytes(tensors))
     ranks = checkpoint_ranks(mesh)
     # rank 0 rewrites the run file below, perhaps before a slower rank would read it
@@ -82,11 +79,7 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
         start.decision,
     ]
     ranks.on_leader(lambda: open_run_directory(config))
-    ledger = LedgerFile(run_directory(config), start.checkpoint)
-    every, at_end = Cadence(config.checkpoint.every), config.checkpoint.at_end
-    saver = Saver(checkpoints, every, at_end, ledger, tensors, start.outcome.steps)
-    hooks = _hooks(plan, ledger, extra_hooks)
-    outlooks = forecast(streams, total_steps(config), plan.resolved.spec.vocab_size)
+    forecasts = forecast(streams, total_steps(config), plan.resolved.spec.vocab_size)
     batches = _loader(plan, mesh, streams, start.sample)
     max_steps = max_steps_by_epochs(streams)
     return Session(
@@ -98,10 +91,10 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
         optimizer=optimizer,
         schedule=LearningRates(config),
         phase_passes=_phase_passes(plan, model, mesh),
-        data=SessionData(streams.train, batches, outlooks, tokenizer, separators, max_steps),
+        data=SessionData(streams.train, batches, forecasts, tokenizer, separators, max_steps),
         evaluator=build_evaluator(plan, mesh, streams),
         evaluation=Cadence(config.eval.every),
-        record=RunRecord(hooks, saver, decisions, start.remarks, start.outcome),
+        record=_record(plan, checkpoints, tensors, start, decisions, extra_hooks),
     )
 
 
@@ -134,30 +127,6 @@ def build_model_state(plan: Arrangement, mesh: Mesh) -> tuple[ModelState, list[D
         emulated = "" if computes_float8(device) else ", emulated: this device has no float8"
         decisions.append(Decision("float8", precision.float8, head + float8.summary + emulated))
     return model, decisions
-
-
-def parameter_decisions(optim: OptimSection, spec: ModelSpec) -> list[Decision]:
-    """Report frozen parameters and parameter groups; reject patterns of [optim] that match nothing."""
-    sizes = {name: tensor.numel() for name, tensor in own_tensors(spec).items()}
-    frozen = {name for pattern in optim.freeze for name in matching("optim.freeze", pattern, sizes)}
-    if len(frozen) == len(sizes):
-        raise UserError("optim.freeze leaves no parameter to train", "remove a pattern")
-    decisions, left = [], {name: size for name, size in sizes.items() if name not in frozen}
-    if frozen:
-        count, total = (human_count(sum(sizes[name] for name in names)) for names in (frozen, sizes))
-        why = f"{count} of {total} parameters are not trained"
-        decisions.append(Decision("frozen", ", ".join(optim.freeze), why))
-    for i, group in enumerate(optim.groups):
-        key = f"optim.groups[{i}].match"
-        names = [name for name in matching(key, group.match, sizes) if name in left]
-        if not names:
-            what = f"{key}: '{group.match}' matches only parameters that are frozen or in an earlier group"
-            raise UserError(what, "move the group up, or remove it")
-        decay = "" if group.weight_decay is None else f", weight decay {group.weight_decay:g}"
-        value = f"learning rate x {group.lr_factor:g}{decay}"
-        why = f"{human_count(sum(left.pop(name) for name in names))} parameters"
-        decisions.append(Decision(f"group {group.match}", value, why))
-    return decisions
 
 
 def model_options(plan: Arrangement) -> ModelOptions:
@@ -346,6 +315,22 @@ def _space_decisions(plan: Arrangement, mesh: Mesh, checkpoints: Checkpoints) ->
     scarce = "" if room.fits > section.keep else f"; fewer than checkpoint.keep + 1 = {section.keep + 1}"
     how = f"every {section.every}" if section.every else "at the end"
     return [Decision("checkpoints", f"{how}, the newest {section.keep} kept", f"{room}{scarce}")]
+
+
+def _record(
+    plan: Arrangement,
+    checkpoints: Checkpoints,
+    tensors: TensorInfo,
+    start: StartingPoint,
+    decisions: Sequence[Decision],
+    extra_hooks: Sequence[Hook],
+) -> RunRecord:
+    section = plan.config.checkpoint
+    ledger = LedgerFile(run_directory(plan.config), start.checkpoint)
+    every = Cadence(section.every)
+    saver = Saver(checkpoints, every, section.at_end, ledger, tensors, start.outcome.steps)
+    hooks = _hooks(plan, ledger, extra_hooks)
+    return RunRecord(hooks, saver, decisions, start.remarks, start.outcome)
 
 
 def _hooks(plan: Arrangement, ledger: LedgerFile, extra: Sequence[Hook]) -> Hooks:

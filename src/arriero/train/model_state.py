@@ -12,11 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from arriero.checkpoint.state import LazyMapping
+from arriero.config.schema import OptimSection
 from arriero.errors import UserError, nearest
 from arriero.model.init import plain_name
 from arriero.model.language_model import LanguageModel
+from arriero.model.name_maps import own_tensors
+from arriero.model.spec import ModelSpec
 from arriero.parallel.dtensor import from_local, local_part, redistribute_like, shard_index
+from arriero.plan.resolve import Decision
 from arriero.train.optim.rounding import Noise, merge_fp32, split_fp32, store, third_half, to_bf16
+from arriero.units import human_count
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     return {plain_name(name): p for part in parts for name, p in part.named_parameters()}
 
 
-def matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
+def _matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
     """Return the parameter names that match a pattern of the run file, of which there must be some."""
     names = list(names)
     found = [name for name in names if fnmatchcase(name, pattern)]
@@ -154,6 +159,30 @@ def matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
             f"names look like '{nearest(pattern, names, cutoff=0.3) or names[0]}'; '*' stands for anything",
         )
     return found
+
+
+def parameter_decisions(optim: OptimSection, spec: ModelSpec) -> list[Decision]:
+    """Report frozen parameters and parameter groups; reject patterns of [optim] that match nothing."""
+    sizes = {name: tensor.numel() for name, tensor in own_tensors(spec).items()}
+    frozen = {name for pattern in optim.freeze for name in _matching("optim.freeze", pattern, sizes)}
+    if len(frozen) == len(sizes):
+        raise UserError("optim.freeze leaves no parameter to train", "remove a pattern")
+    decisions, left = [], {name: size for name, size in sizes.items() if name not in frozen}
+    if frozen:
+        count, total = (human_count(sum(sizes[name] for name in names)) for names in (frozen, sizes))
+        why = f"{count} of {total} parameters are not trained"
+        decisions.append(Decision("frozen", ", ".join(optim.freeze), why))
+    for i, group in enumerate(optim.groups):
+        key = f"optim.groups[{i}].match"
+        names = [name for name in _matching(key, group.match, sizes) if name in left]
+        if not names:
+            what = f"{key}: '{group.match}' matches only parameters that are frozen or in an earlier group"
+            raise UserError(what, "move the group up, or remove it")
+        decay = "" if group.weight_decay is None else f", weight decay {group.weight_decay:g}"
+        value = f"learning rate x {group.lr_factor:g}{decay}"
+        why = f"{human_count(sum(left.pop(name) for name in names))} parameters"
+        decisions.append(Decision(f"group {group.match}", value, why))
+    return decisions
 
 
 def _with_master(name: str, parameter: nn.Parameter, dtype: torch.dtype | None) -> Weight:

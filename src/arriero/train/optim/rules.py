@@ -59,10 +59,19 @@ class GroupRates(NamedTuple):
 class Rule:
     """`weights` are those that this rule updates, `rates` has the group settings of all weights."""
 
-    moments: dict[str, dict[str, Moment]]
+    def __init__(
+        self,
+        weights: Mapping[str, Weight],
+        rates: Mapping[str, GroupRates],
+        config: OptimSection,
+        noise: Noise,
+    ) -> None:
+        self._weights, self._rates, self._config, self._noise = weights, rates, config, noise
+        self.moments = {name: self._new_moments(weight.local) for name, weight in weights.items()}
 
-    def __init__(self, weights: Mapping[str, Weight], rates: Mapping[str, GroupRates], noise: Noise) -> None:
-        self._weights, self._rates, self._noise = weights, rates, noise
+    def _new_moments(self, like: Tensor) -> dict[str, Moment]:
+        """Return the initial state of a parameter."""
+        return {"momentum": Moment(SIGNED[self._config.state], like)}
 
     def step(self, gradients: Mapping[str, Tensor], update: Update) -> None:
         """Update the weights with local gradients; those of other rules' weights are ignored."""
@@ -90,19 +99,8 @@ class Rule:
 class Sgd(Rule):
     """Stochastic gradient descent, with or without momentum."""
 
-    def __init__(
-        self,
-        weights: Mapping[str, Weight],
-        rates: Mapping[str, GroupRates],
-        config: OptimSection,
-        noise: Noise,
-    ) -> None:
-        super().__init__(weights, rates, noise)
-        self._momentum = config.momentum or 0.0
-        self.moments = {
-            name: {"momentum": Moment(SIGNED[config.state], weight.local)} if self._momentum else {}
-            for name, weight in weights.items()
-        }
+    def _new_moments(self, like: Tensor) -> dict[str, Moment]:
+        return super()._new_moments(like) if self._config.momentum else {}
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], update: Update) -> None:
@@ -110,8 +108,8 @@ class Sgd(Rule):
             if name not in gradients or not gradients[name].numel():
                 continue
             gradient = gradients[name].float() * update.factor
-            if self._momentum:
-                gradient = self._add_to_momentum(name, gradient, self._momentum, update)
+            if momentum := self._config.momentum:
+                gradient = self._add_to_momentum(name, gradient, momentum, update)
             self._apply(name, gradient, update)
 
 
@@ -121,29 +119,16 @@ class Muon(Rule):
     Ranks that share a matrix take turns: each orthogonalises every n-th matrix and broadcasts the result.
     """
 
-    def __init__(
-        self,
-        weights: Mapping[str, Weight],
-        rates: Mapping[str, GroupRates],
-        config: OptimSection,
-        noise: Noise,
-    ) -> None:
-        super().__init__(weights, rates, noise)
-        self._momentum = _MUON_MOMENTUM if config.momentum is None else config.momentum
-        self.moments = {
-            name: {"momentum": Moment(SIGNED[config.state], weight.local)} for name, weight in weights.items()
-        }
-
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], update: Update) -> None:
+        momentum = _MUON_MOMENTUM if self._config.momentum is None else self._config.momentum
         names = [name for name in self._weights if name in gradients]
         done: dict[str, Tensor] = {}
         for turn, name in enumerate(names):
             parameter, gradient = self._weights[name].parameter, gradients[name].float() * update.factor
             nesterov = gradient
             if gradient.numel():
-                total = self._add_to_momentum(name, gradient, self._momentum, update)
-                nesterov = gradient + self._momentum * total
+                nesterov = gradient + momentum * self._add_to_momentum(name, gradient, momentum, update)
             whole = from_local(nesterov, parameter)
             whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
             if shard_index(parameter) == turn % shard_count(parameter):
@@ -199,18 +184,17 @@ class AdamW(Rule):
         config: OptimSection,
         noise: Noise,
     ) -> None:
-        super().__init__(weights, rates, noise)
+        super().__init__(weights, rates, config, noise)
         (self._beta1, self._beta2), self._eps = config.betas, config.eps
-        first, second = SIGNED[config.state], UNSIGNED[config.state]
-        self.moments = {
-            name: {"exp_avg": Moment(first, weight.local), "exp_avg_sq": Moment(second, weight.local)}
-            for name, weight in weights.items()
-        }
         self._constants: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
-        self._plain = isinstance(first, PlainFormat) and isinstance(second, PlainFormat)
+        self._plain = isinstance(SIGNED[config.state], PlainFormat)
         self._all_fp32 = config.state == "fp32" and all(
             weight.parameter.dtype == torch.float32 for weight in weights.values()
         )
+
+    def _new_moments(self, like: Tensor) -> dict[str, Moment]:
+        state = self._config.state
+        return {"exp_avg": Moment(SIGNED[state], like), "exp_avg_sq": Moment(UNSIGNED[state], like)}
 
     def step(self, gradients: Mapping[str, Tensor], update: Update) -> None:
         names = [name for name in self._weights if name in gradients and gradients[name].numel()]
