@@ -1,4 +1,4 @@
-"""The exported model: the tokens of training, the same bytes from every layout, and never half of it."""
+"""The exported model has the tokens of training and the same bytes in every layout, and is never partial."""
 
 import json
 import re
@@ -173,7 +173,7 @@ def test_a_run_exports_whatever_ends_its_documents_and_conversion_repeats_it(kep
     convert(older, tmp_path / "older", "hf")
 
 
-def test_what_export_needs_is_checked_before_the_first_step(kept, runs, tmp_path, monkeypatch):
+def test_requirements_of_the_export_are_checked_before_the_first_step(kept, runs, tmp_path, monkeypatch):
     store = dataset(kept, tmp_path / "set", "plain.json")
     (tmp_path / "run").mkdir()
     config = runs.config("run", *SMALL, on(store.directory))
@@ -190,7 +190,7 @@ def test_what_export_needs_is_checked_before_the_first_step(kept, runs, tmp_path
                                   "checkpoint.at_end=false"), world_from()), no_progress)  # fmt: skip
 
 
-def test_a_replaced_tokenizer_is_refused_when_the_dataset_is_opened(kept, runs, arriero, tmp_path):
+def test_a_replaced_tokenizer_is_rejected_when_the_dataset_is_opened(kept, runs, arriero, tmp_path):
     store = dataset(kept, tmp_path / "set", "plain.json")
     config = runs.config("run", *SMALL, on(store.directory))
     build_streams(config, no_progress)
@@ -202,7 +202,7 @@ def test_a_replaced_tokenizer_is_refused_when_the_dataset_is_opened(kept, runs, 
     assert result.returncode == 2 and "is not the tokenizer" in result.stderr
 
 
-def test_a_vocabulary_far_larger_than_the_tokenizers_is_remarked_on(kept, runs, tmp_path):
+def test_a_vocabulary_far_larger_than_the_tokenizers_causes_a_remark(kept, runs, tmp_path):
     store = dataset(kept, tmp_path / "set", "plain.json")
     other = dataset(kept, tmp_path / "other", "plain.json", eos="none")
     streams = build_streams(runs.config("run", *SMALL, on(store.directory)), no_progress)

@@ -32,7 +32,7 @@ def test_frontier_shape_equals_its_published_points(step, rate):
     assert s.at(step * BATCH, BATCH) == pytest.approx(rate, abs=5e-7)
 
 
-def test_fms_annealing_is_a_straight_line_to_nothing():
+def test_fms_annealing_is_linear_to_zero():
     s = shape(100, kind="fms-annealing")
     assert [s.at(step * BATCH, BATCH) for step in (0, 50, 100)] == [1.0, 0.5, 0.0]
 

@@ -1,4 +1,4 @@
-"""A run that starts from a model takes its dimensions from there, and is refused where it contradicts it."""
+"""Warm start: a run takes the dimensions of the model it starts from and may not contradict them."""
 
 import json
 import shutil
@@ -92,7 +92,7 @@ def test_start_from_alone_gives_the_model(kept, tmp_path, kind):
     assert run.origin("model.rope_theta") == "checkpoint.start_from"
 
 
-def test_start_from_beside_the_embedded_default_gives_the_model(kept):
+def test_start_from_with_the_embedded_default_gives_the_model(kept):
     run = load_run(None, [f"checkpoint.start_from='{kept / 'models' / 'hf'}'", "data.seq_len=32"], expand)
     assert spec_in(run) == SPEC and run.config.model.preset is None
 
@@ -109,7 +109,7 @@ def test_start_from_beside_the_embedded_default_gives_the_model(kept):
         ("preset = 'llama-test'", "heads = 4|dim = 32"),
     ],
 )
-def test_a_key_that_contradicts_the_model_is_refused_by_name(kept, tmp_path, line, name):
+def test_a_key_that_contradicts_the_model_is_rejected_by_name(kept, tmp_path, line, name):
     start = kept / "models" / "hf"
     with pytest.raises(UserError, match=rf"hf is another model: it has .*({name}).*allow_model_changes"):
         loaded(run_file(tmp_path, start, line))
@@ -124,7 +124,7 @@ def test_keys_that_agree_or_are_allowed_are_accepted(kept, tmp_path):
     assert (spec.rope_theta, spec.rope_scaling, spec.max_seq_len) == (1e6, None, 1024)
 
 
-def test_a_model_directory_that_is_gone_is_not_needed_by_a_run_that_began_there(kept, tmp_path):
+def test_a_resumed_run_does_not_need_the_model_it_started_from(kept, tmp_path):
     shutil.copytree(kept / "models" / "hf", tmp_path / "models")
     sets = [f"run.dir='{tmp_path}'", "run.name=run", f"data.sources=[{{path='{kept / 'own'}'}}]"]
     path = tmp_path / "run.toml"
@@ -136,7 +136,7 @@ def test_a_model_directory_that_is_gone_is_not_needed_by_a_run_that_began_there(
         loaded(path, *sets, "run.name=another")
 
 
-def test_another_tokenizer_is_refused_unless_allowed(kept, tmp_path):
+def test_another_tokenizer_is_rejected_unless_allowed(kept, tmp_path):
     def session(start, data, *sets):
         where = [f"run.dir='{tmp_path}'", f"run.name={data}"]
         config = loaded(run_file(tmp_path, start, data=data), *where, *sets).config
@@ -157,7 +157,7 @@ def build_weights():
     return model.state_dict()["blocks.0.ffn.up.weight"]
 
 
-def test_a_run_to_start_from_is_compared_too(kept, tmp_path):
+def test_a_run_as_start_is_compared_with_the_model_and_the_data(kept, tmp_path):
     runs = Runs(tmp_path, tmp_path)
     own, other = (f"data.sources=[{{path='{kept / name}'}}]" for name in ("own", "other"))
     runs.train("first", own, "train.horizon=1 step", "checkpoint.export=false")

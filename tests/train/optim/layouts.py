@@ -1,4 +1,4 @@
-"""The same few parameters and gradients, laid out over four ranks in the ways a run lays them out."""
+"""A few parameters and gradients in the layouts of runs, over up to eight ranks."""
 
 import torch
 from torch import nn

@@ -11,7 +11,7 @@ SHAPES = [(64, 48), (100, 77), (7,), (256,), (512,), (30, 30), (31, 9), (12, 12)
 STATES = ["fp32", "bf16", "int8", "float8"]
 
 
-def test_a_step_is_adamw_as_the_paper_writes_it():
+def test_a_step_matches_the_formula_of_the_adamw_paper():
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     config = OptimSection(lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3, clip=False)
@@ -35,7 +35,7 @@ def test_a_step_is_adamw_as_the_paper_writes_it():
         assert p.grad is None
 
 
-def test_fp32_is_torchs_adamw_to_the_bit():
+def test_fp32_is_bit_identical_to_torchs_adamw():
     torch.manual_seed(0)
     ours, theirs = torch.nn.Linear(40, 30), torch.nn.Linear(40, 30)
     theirs.load_state_dict(ours.state_dict())
@@ -83,14 +83,14 @@ def regression(state, betas=(0.9, 0.95), master=torch.float32, steps=200):
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
 @pytest.mark.parametrize("state", STATES[1:])
-def test_moments_in_fewer_bits_reach_the_loss_of_fp32_within_a_twentieth(state, betas):
+def test_low_precision_optimizer_state_reaches_the_loss_of_fp32_within_5_percent(state, betas):
     reference, first = regression("fp32", betas)
     assert reference < first / 4
     assert regression(state, betas)[0] == pytest.approx(reference, rel=0.05)
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_weights_in_bf16_learn_nearly_as_fp32_with_every_state(state):
+def test_bf16_weights_with_stochastic_rounding_reach_nearly_the_loss_of_fp32(state):
     reference, _ = regression("fp32")
     assert regression(state, master=torch.bfloat16)[0] == pytest.approx(reference, rel=0.1)
 
@@ -108,7 +108,7 @@ def stepped(state, weights):
 
 @pytest.mark.parametrize("state", ["int8", "float8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_few_compilations_serve_all_shapes_and_steps(monkeypatch, dtype, state):
+def test_all_shapes_and_steps_share_a_few_compilations(monkeypatch, dtype, state):
     torch.manual_seed(0)
     weights = [torch.randn(shape).to(dtype) for shape in SHAPES] + [torch.randn(40, 30).to(dtype).T]
     expected = stepped(state, weights)

@@ -13,7 +13,7 @@ def true_norm(step):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_norm_is_that_of_one_process(layout):
+def test_every_layout_has_the_gradient_norm_of_one_process(layout):
     def work():
         held = parameters(layout)
         set_gradients(held, 1)
@@ -27,13 +27,13 @@ def test_the_norm_is_that_of_one_process(layout):
         assert torch.equal(gradients[name], gradient)
 
 
-def test_gradients_beyond_the_limit_are_brought_to_it_and_others_left_alone():
+def test_clipping_reduces_only_gradients_above_the_limit():
     norm = global_norm([torch.tensor([3.0, 4.0])])
     assert clip_factor(norm, 5.1) == 1.0
     assert (norm * clip_factor(norm, 0.5)).item() == pytest.approx(0.5, rel=1e-6)
 
 
-def test_one_reduction_a_group_whatever_the_number_of_parameters():
+def test_the_norm_needs_one_all_reduce_per_process_group():
     def work():
         counted, real = [], dist.all_reduce
         held = parameters("shard+tensor")
@@ -45,7 +45,7 @@ def test_one_reduction_a_group_whatever_the_number_of_parameters():
     assert on_ranks("shard+tensor", work) == 2
 
 
-def test_stages_of_a_pipeline_add_up():
+def test_the_norm_includes_all_pipeline_stages():
     """Ranks 0 and 1 shard the first stage, 2 and 3 the second; a stage may have nothing to count."""
 
     def work():
@@ -63,7 +63,7 @@ def test_stages_of_a_pipeline_add_up():
     assert both == pytest.approx((second**2 + 30.0) ** 0.5, rel=1e-6)
 
 
-def test_a_partial_sum_is_refused():
+def test_the_norm_of_a_partial_sum_is_rejected():
     def work():
         mesh = init_device_mesh("cpu", (4,))
         with pytest.raises(ValueError, match="partial sum"):

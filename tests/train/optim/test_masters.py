@@ -39,7 +39,7 @@ def alone():
     return two_micro_batches(model, Optimizer(ModelState.of([model], torch.bfloat16), PLAIN))
 
 
-def test_masters_move_by_less_than_the_models_weights_can():
+def test_master_weights_change_by_less_than_bf16_resolves():
     before = {name: p.detach().clone() for name, p in network().named_parameters()}
     _, masters, held = alone()
     for name, master in masters.items():
@@ -51,7 +51,7 @@ def test_masters_move_by_less_than_the_models_weights_can():
         assert (master - before[name]).abs().max() < 0.5
 
 
-def test_gradients_that_a_pipeline_puts_into_place_itself_are_found():
+def test_gradients_set_without_hooks_are_accumulated():
     """Schedules that split the backward pass call no hooks for the weights."""
     model = network()
     optimizer = Optimizer(ModelState.of([model], torch.bfloat16), PLAIN)
@@ -64,7 +64,7 @@ def test_gradients_that_a_pipeline_puts_into_place_itself_are_found():
     assert all(weight.grad is None for weight in weights)
 
 
-def test_masters_of_a_model_split_over_ranks_are_split_alike():
+def test_master_weights_of_a_tensor_parallel_model_are_sharded_like_it():
     def work():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -98,7 +98,7 @@ def test_gradients_left_as_partial_sums_are_reduced(masters):
     assert torch.equal(weight, 1 - gradient)
 
 
-def test_fp32_weights_become_halves_and_come_back_to_the_bit():
+def test_fp32_weights_split_into_master_weights_are_restored_exactly():
     """As a checkpoint of sharded fp32 weights does that one process goes on with, and the other way round."""
     exact, halves = network(), network()
     plain = Optimizer(ModelState.of([exact]), PLAIN)

@@ -9,7 +9,7 @@ from arriero.train.optim.rules import orthogonalize
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
-def test_singular_values_come_near_one_and_directions_stay(shape):
+def test_orthogonalization_brings_singular_values_near_one_and_keeps_directions(shape):
     torch.manual_seed(0)
     left, sizes, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     sizes = torch.linspace(1.0, 30.0, len(sizes))
@@ -36,7 +36,7 @@ def test_an_update_is_as_large_as_one_of_adamw():
     assert moved.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.2)
 
 
-def test_embedding_and_head_are_left_to_adamw():
+def test_embedding_and_head_are_updated_by_adamw():
     optimizer, before, after = step(["embedding.weight", "head.weight", "blocks.0.attention.q.weight"])
     kinds = {name: set(moments) for name, moments in optimizer.state().items()}
     assert kinds["blocks.0.attention.q.weight"] == {"momentum"}
@@ -45,7 +45,7 @@ def test_embedding_and_head_are_left_to_adamw():
         torch.testing.assert_close((after[name] - before[name]).abs(), torch.full((48, 32), 0.1))
 
 
-def test_decay_is_decoupled():
+def test_weight_decay_is_decoupled():
     name = "blocks.0.ffn.up.weight"
     _, before, plain = step([name])
     _, _, decayed = step([name], weight_decay=0.5)

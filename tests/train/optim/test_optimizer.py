@@ -25,10 +25,10 @@ def trained(layout, config, steps, dtype=torch.float32, held=None, **options):
     """Steps from `steps` on parameters laid out so; the optimizer, its parameters and the norms it saw."""
     held = held or parameters(layout, dtype)
     optimizer = Optimizer(ModelState(held), config, seed=1, **options)
-    return optimizer, held, go_on(optimizer, held, steps)
+    return optimizer, held, take_steps(optimizer, held, steps)
 
 
-def go_on(optimizer, held, steps):
+def take_steps(optimizer, held, steps):
     norms = []
     for step in steps:
         set_gradients(held, step)
@@ -67,14 +67,14 @@ def hand_over(to, weights, state):
 
 
 @pytest.mark.parametrize("layout", ["alone", "shard+tensor"])
-def test_a_loaded_state_goes_on_to_the_bit(layout):
+def test_a_loaded_optimizer_state_resumes_bit_identically(layout):
     def one(config, master):
         optimizer, held, _ = trained(layout, config, range(3), master)
         again_held = parameters(layout, master)
         again = Optimizer(ModelState(again_held), config, seed=1)
         hand_over(again, optimizer.model.tensors(), optimizer.state())
-        go_on(optimizer, held, range(3, 6))
-        go_on(again, again_held, range(3, 6))
+        take_steps(optimizer, held, range(3, 6))
+        take_steps(again, again_held, range(3, 6))
         return outcome(optimizer, [])[1:], outcome(again, [])[1:]
 
     def work():
@@ -109,7 +109,7 @@ def test_a_state_moves_to_another_layout(kind):
 
 
 @pytest.mark.parametrize("layout", ["replicate+shard", "mixed"])
-def test_ranks_that_hold_the_same_piece_round_it_alike(layout):
+def test_ranks_that_hold_the_same_shard_round_it_alike(layout):
     def work():
         _, held, _ = trained(layout, OptimSection(state="int8"), range(3), torch.bfloat16)
         mine = {(name, shard_index(p)): local_part(p).clone() for name, p in held.items()}
@@ -126,7 +126,7 @@ def test_ranks_that_hold_the_same_piece_round_it_alike(layout):
     assert compared > 0
 
 
-def test_a_copy_on_another_stage_counts_once_and_is_rounded_as_the_original():
+def test_a_tied_copy_counts_once_in_the_norm_and_is_rounded_as_the_original():
     table = torch.randn(300, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
     held = {"embedding.weight": nn.Parameter(table.clone()), "head.weight": nn.Parameter(table.clone())}
     model = ModelState(held, tied={"head.weight": "embedding.weight"})
@@ -218,22 +218,22 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(kind, masters
         kept = {name: p.detach().clone() for name, p in held.items()}
         set_gradients(held, 50 + number)
         held["blocks.0.ffn.down.weight"].grad[2, 3] = bad
-        assert not torch.tensor(go_on_as_set(optimizer)).isfinite()
+        assert not torch.tensor(step_once(optimizer)).isfinite()
         torch.testing.assert_close(outcome(optimizer, []), before, rtol=0, atol=0)
         assert all(torch.equal(held[name], kept[name]) for name in held)
         assert (optimizer.skipped_in_a_row.item(), optimizer.skipped) == (1, number + 1)
-        go_on(optimizer, held, [number])
+        take_steps(optimizer, held, [number])
         assert optimizer.skipped_in_a_row.item() == 0
         assert not torch.equal(held["norm.weight"], kept["norm.weight"])
     assert (optimizer.steps, optimizer.attempts) == (3, 6)
 
 
-def go_on_as_set(optimizer):
+def step_once(optimizer):
     return optimizer.step(lr=0.05).item()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
-def test_skipped_steps_leave_no_trace_in_the_steps_after_them(kind):
+def test_skipped_steps_do_not_affect_later_steps(kind):
     config = OptimSection(**KINDS[kind])
     straight, _, _ = trained("alone", config, range(4))
     held = parameters("alone")
@@ -241,11 +241,11 @@ def test_skipped_steps_leave_no_trace_in_the_steps_after_them(kind):
     for step in range(4):
         set_gradients(held, 70)
         disturbed.step(lr=0.05, loss=torch.tensor(float("nan")))
-        go_on(disturbed, held, [step])
+        take_steps(disturbed, held, [step])
     torch.testing.assert_close(outcome(disturbed, []), outcome(straight, []), rtol=0, atol=0)
 
 
-def test_parameters_without_a_gradient_are_left_alone():
+def test_parameters_without_a_gradient_are_unchanged():
     used, unused = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
     optimizer = Optimizer(ModelState({"used": used, "unused": unused, "frozen": frozen}), OptimSection())

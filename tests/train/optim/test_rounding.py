@@ -20,7 +20,7 @@ def rounded(values, step=1):
     return to_bf16(values, low_half(NOISE.bits(step, "w", 0, values.numel()))).float()
 
 
-def test_rounding_takes_a_neighbour_and_the_mean_is_the_value():
+def test_stochastic_rounding_takes_a_neighbour_and_its_mean_is_the_value():
     count = 1 << 18
     for value in (1.001, -1.001, 3e-5, -77.3, 1e-39):
         values = torch.full((count,), value)
@@ -43,7 +43,7 @@ def test_the_three_halves_of_the_same_bits_are_uniform_and_independent():
             assert abs((half * other).mean().item()) < 5 / 12 / 2**10
 
 
-def test_an_fp32_number_is_the_nearest_bf16_and_the_rest_of_its_bits():
+def test_fp32_splits_into_the_nearest_bf16_and_the_rest_of_its_bits():
     bits = torch.randint(-(1 << 31), (1 << 31) - 1, (1 << 18,), generator=torch.Generator().manual_seed(1))
     # each of the last is no number, and to some of them nothing can be added
     strange = torch.tensor([0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, 0x7F800001, -1, -(1 << 22)])
@@ -58,14 +58,14 @@ def test_an_fp32_number_is_the_nearest_bf16_and_the_rest_of_its_bits():
     assert torch.equal(off[usual], least[usual])
 
 
-def test_what_bf16_can_hold_is_kept():
+def test_numbers_that_bf16_represents_are_not_rounded():
     exact = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**100, float("inf"), -float("inf")])
     for step in range(50):
         assert torch.equal(rounded(exact, step), exact)
     assert rounded(torch.tensor([float("nan")])).isnan().all()
 
 
-def test_bits_are_a_function_of_seed_step_name_and_piece():
+def test_random_bits_are_a_function_of_seed_step_name_and_shard():
     first = NOISE.bits(3, "w", 0, 100)
     NOISE.bits(4, "w", 0, 7)
     assert torch.equal(NOISE.bits(3, "w", 0, 100), first)
@@ -74,7 +74,7 @@ def test_bits_are_a_function_of_seed_step_name_and_piece():
     assert not any(torch.equal(first, other) for other in others)
 
 
-def test_updates_below_the_resolution_of_bf16_arrive_on_average():
+def test_updates_below_the_resolution_of_bf16_add_up_on_average():
     """Each of 20 steps is 1/16 of the distance to the next bf16 below: rounded to nearest, all are lost."""
     weight = torch.nn.Parameter(torch.ones(1 << 14, 1, dtype=torch.bfloat16))
     config = OptimSection(name="sgd", weight_decay=0.0, clip=False)

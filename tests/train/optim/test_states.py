@@ -21,18 +21,18 @@ def samples(kind, count=3 * BLOCK + 77):
 
 
 @pytest.mark.parametrize(("kind", "name"), FORMATS)
-@pytest.mark.parametrize("by_chance", [False, True])
-def test_reading_and_writing_again_changes_no_bit(kind, name, by_chance):
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_reading_and_writing_again_is_exact(kind, name, stochastic):
     held, values = format_of(kind, name), samples(kind)
     for step in range(20):
-        half = low_half(NOISE.bits(step, "w", 0, values.numel())) if by_chance else None
+        half = low_half(NOISE.bits(step, "w", 0, values.numel())) if stochastic else None
         stored = held.write(values * (1 + 0.1 * step), half)
         again = held.write(held.read(stored, values.numel()), None)
         assert all(torch.equal(a, b) for a, b in zip(stored, again, strict=True))
 
 
 @pytest.mark.parametrize(("kind", "name"), FORMATS)
-def test_the_mean_over_chance_is_the_value(kind, name):
+def test_the_mean_over_random_bits_is_the_value(kind, name):
     held, values = format_of(kind, name), samples(kind)
     total, draws = torch.zeros(values.numel(), dtype=torch.float64), 2000
     near = held.read(held.write(values, None), values.numel())
@@ -50,7 +50,7 @@ def test_the_mean_over_chance_is_the_value(kind, name):
 
 
 @pytest.mark.parametrize("name", ["int8", "float8"])
-def test_places_are_dense_near_zero(name):
+def test_codes_are_dense_near_zero(name):
     """Down to a thousandth of a block's largest: the first moment to a tenth of itself or a 2000th of the
     largest, the root of the second to an eighth of itself; and no second moment becomes zero."""
     values = torch.logspace(0, -3, BLOCK)
@@ -64,7 +64,7 @@ def test_places_are_dense_near_zero(name):
 
 
 @pytest.mark.parametrize("name", ["int8", "float8"])
-def test_an_element_takes_little_more_than_a_byte(name):
+def test_8_bit_state_takes_one_byte_and_a_scale_per_block(name):
     moment = Moment(SIGNED[name], torch.empty(64, 64))
     held = sum(tensor.numel() * tensor.element_size() for tensor in moment.stored)
     assert held == 64 * 64 * (1 + 4 / BLOCK)
