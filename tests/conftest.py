@@ -129,7 +129,7 @@ def python(run_python, tmp_path):
 
 
 # Verbs that neither fork nor change the state of the process.
-IN_PROCESS = {("config",), ("ckpt",), ("bench", "compare"), ("bench", "page")} | {
+IN_PROCESS = {("config",), ("ckpt",), ("bench", "compare")} | {
     ("data", verb) for verb in ("audit", "export", "import", "inspect", "pack", "show", "verify")
 }
 

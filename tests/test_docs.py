@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,13 @@ def test_the_map_names_every_module():
 
 def test_the_readme_counts_the_presets():
     assert f"{len(preset_names())} named models" in README
+
+
+def test_the_changelog_lists_every_renamed_key():
+    aliases = tomllib.loads((REPOSITORY / "src" / "arriero" / "config" / "aliases.toml").read_text())
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    for old, new in aliases["renamed"].items():
+        assert f"| key `{old}` | `{new}`" in changelog
 
 
 def test_the_page_of_all_keys_is_generated_from_the_schema():
