@@ -22,7 +22,7 @@ from rich.table import Table
 from arriero.bench.commands import chosen
 from arriero.bench.machine import describe_code, describe_device
 from arriero.bench.result import replace_section
-from arriero.config.options import refuse_unwritable
+from arriero.config.options import check_writable
 from arriero.data.prepare.builtin import prepare_builtin
 from arriero.errors import UserError
 from arriero.parallel.world import world_from
@@ -91,7 +91,7 @@ def main(
         write.write_text(replace_section(text, "costs", generated, str(write)), encoding="utf-8")
         return
     names = chosen("--only", only, list(MEASURES))
-    refuse_unwritable("--json", json)
+    check_writable("--json", json)
     console = Console(highlight=False)
     with console.status("") as status:
         found = measure_costs(names, device, cache, status.update)

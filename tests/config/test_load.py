@@ -1,3 +1,4 @@
+import dataclasses
 import re
 import tomllib
 from importlib.resources import files
@@ -7,9 +8,10 @@ import pytest
 from arriero.config.fields import to_toml
 from arriero.config.keys import ConfigError, all_keys, facts_of, field_at, nearest_key
 from arriero.config.load import config_from_toml, load_run
-from arriero.config.schema import RunConfig
+from arriero.config.schema import ModelSection, RunConfig
 from arriero.errors import UserError
 from arriero.model.presets import expand
+from arriero.model.spec import ModelSpec
 from arriero.units import Span
 
 RENAMED = {"memory.remat": "memory.activation_checkpointing"}
@@ -29,19 +31,19 @@ def write(path, text):
     return path
 
 
-def refusal(path, sets=()):
+def rejection(path, sets=()):
     with pytest.raises(UserError) as caught:
         load_run(path, sets, expand)
     return str(caught.value)
 
 
-def test_the_embedded_default_needs_no_file():
+def test_embedded_default_needs_no_file():
     loaded = load_run(None, [], expand)
     assert loaded.config.run.name == "demo"
     assert loaded.origin("run.name") == "embedded default"
 
 
-def test_each_value_knows_where_it_came_from(tmp_path):
+def test_each_value_has_its_origin(tmp_path):
     write(tmp_path / "base.toml", MINIMAL + "[optim]\nlr = 1e-3\nclip = 2.0\n")
     top = write(tmp_path / "run.toml", 'extends = "base.toml"\n[optim]\nlr = 2e-3\n')
     loaded = load_run(top, ["optim.eps=1e-9"], expand)
@@ -53,14 +55,14 @@ def test_each_value_knows_where_it_came_from(tmp_path):
     assert loaded.origin("model.dim") == "preset llama-test"
 
 
-def test_a_dimension_of_the_preset_can_be_overridden(tmp_path):
+def test_dimension_of_a_preset_can_be_overridden(tmp_path):
     run = write(tmp_path / "run.toml", MINIMAL)
     loaded = load_run(run, ["model.layers=3"], expand)
     assert loaded.config.model.layers == 3
     assert loaded.config.model.dim == load_run(run, [], expand).config.model.dim
 
 
-def test_set_takes_toml_values_and_plain_text(tmp_path):
+def test_set_accepts_toml_values_and_plain_text(tmp_path):
     run = write(tmp_path / "run.toml", MINIMAL)
     sets = ["train.horizon=2h", "run.deterministic=true", "optim.betas=[0.8, 0.9]", "schedule.kind=constant"]
     config = load_run(run, sets, expand).config
@@ -69,7 +71,7 @@ def test_set_takes_toml_values_and_plain_text(tmp_path):
     assert config.optim.betas == (0.8, 0.9)
 
 
-def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path):
+def test_all_problems_of_a_file_are_reported_at_once(tmp_path):
     run = write(
         tmp_path / "run.toml",
         """
@@ -127,8 +129,8 @@ log_every = 3
         ("run.seed=99999999999999999999999", "--set: run.seed"),
     ],
 )
-def test_a_mistake_is_blamed_on_its_own_key_and_place(tmp_path, setting, place):
-    assert refusal(write(tmp_path / "run.toml", MINIMAL), [setting]).startswith(place)
+def test_problem_names_its_key_and_origin(tmp_path, setting, place):
+    assert rejection(write(tmp_path / "run.toml", MINIMAL), [setting]).startswith(place)
 
 
 @pytest.mark.parametrize(
@@ -145,18 +147,18 @@ def test_a_mistake_is_blamed_on_its_own_key_and_place(tmp_path, setting, place):
         ("foo", None),
     ],
 )
-def test_the_nearest_key_is_offered_or_none(key, meant):
+def test_nearest_key_is_suggested_or_none(key, meant):
     assert nearest_key(key) == meant
 
 
-def test_a_typo_in_a_section_hides_nothing_else_in_it(tmp_path):
+def test_typo_in_a_section_does_not_hide_other_problems(tmp_path):
     run = write(tmp_path / "run.toml", MINIMAL + '[run]\nnmae = "x"\n')
-    text = refusal(run, ["model.preset=lama3", "model.headz=3", "data.seq_len=100"])
+    text = rejection(run, ["model.preset=lama3", "model.headz=3", "data.seq_len=100"])
     for words in ("run.nmae", "model.preset", "model.headz", "train.batch"):
         assert words in text
 
 
-def test_a_part_of_the_presets_scaling_may_be_changed(tmp_path):
+def test_part_of_a_presets_rope_scaling_can_be_changed(tmp_path):
     sets = ["model.preset=llama3.2-1b", "model.rope_scaling.original_max_seq_len=4096"]
     loaded = load_run(write(tmp_path / "run.toml", MINIMAL), sets, expand)
     scaling = loaded.config.model.rope_scaling
@@ -166,13 +168,13 @@ def test_a_part_of_the_presets_scaling_may_be_changed(tmp_path):
     assert off.config.model.rope_scaling is False
 
 
-def test_a_derived_dimension_is_not_blamed_on_the_preset(tmp_path):
+def test_origin_of_a_derived_dimension_is_not_the_preset(tmp_path):
     loaded = load_run(write(tmp_path / "run.toml", MINIMAL), ["model.heads=8"], expand)
     assert loaded.origin("model.head_dim") == "derived"
     assert loaded.origin("model.ffn") == "preset llama-test"
 
 
-def test_what_is_optional_can_be_switched_off():
+def test_optional_features_can_be_switched_off():
     sets = ["optim.clip=false", "eval.every=false", "eval.heldout=false", "observe.sample=false"]
     config = load_run(None, sets, expand).config
     assert (config.optim.clip, config.eval.heldout, config.observe.sample) == (False, False, False)
@@ -193,7 +195,7 @@ OPTIONAL = {
 
 
 @pytest.mark.parametrize("key", OPTIONAL)
-def test_an_optional_key_can_be_unset_in_a_file_and_by_set(tmp_path, key):
+def test_optional_key_can_be_unset_in_a_file_and_by_set(tmp_path, key):
     value, unset = OPTIONAL[key]
     base = write(tmp_path / "base.toml", MINIMAL)
     untouched = load_run(base, [], expand).config
@@ -210,7 +212,7 @@ def test_an_optional_key_can_be_unset_in_a_file_and_by_set(tmp_path, key):
 
 
 @pytest.mark.parametrize("key", [key for key in all_keys(RunConfig) if "." in key and "sources" not in key])
-def test_every_key_has_a_value_that_is_its_default(tmp_path, key):
+def test_documented_default_of_every_key_is_accepted(tmp_path, key):
     """What docs/config.md shows as the default is accepted and changes nothing."""
     default = facts_of(key).default
     if default in ("", "required") or key.startswith(
@@ -227,27 +229,27 @@ def test_every_key_has_a_value_that_is_its_default(tmp_path, key):
     assert outcomes[0] == outcomes[1]
 
 
-def test_a_section_can_be_restored_to_its_defaults(tmp_path):
+def test_section_can_be_restored_to_its_defaults(tmp_path):
     base = write(tmp_path / "base.toml", MINIMAL + "[optim]\nlr = 1.0\nclip = 2.0\n")
     loaded = load_run(base, ["optim=default", "optim.eps=1e-9"], expand)
     assert (loaded.config.optim.lr, loaded.config.optim.clip, loaded.config.optim.eps) == (3e-4, 1.0, 1e-9)
     assert loaded.origin("optim.lr") == "default"
     assert load_run(base, ["run.name='default'"], expand).config.run.name == "default"
-    assert "did you mean 'optim.lr'" in refusal(base, ["optim.lrr=default"])
-    assert "data.sources: is missing" in refusal(base, ["data.sources=default"])
+    assert "did you mean 'optim.lr'" in rejection(base, ["optim.lrr=default"])
+    assert "data.sources: is missing" in rejection(base, ["data.sources=default"])
 
 
-def test_nothing_is_a_warm_up_of_zero_and_an_interval_that_is_off():
+def test_zero_is_no_warm_up_and_no_interval():
     for word in ("false", "0 steps", "0 tok"):
         warmup = load_run(None, [f"schedule.warmup={word}"], expand).config.schedule.warmup
         assert warmup.in_tokens(1000) == 0
     off = load_run(None, ["eval.every=0 steps", "checkpoint.every=0 steps", "eval.heldout=0 tok"], expand)
     assert (off.config.eval.every, off.config.checkpoint.every, off.config.eval.heldout) == (False,) * 3
-    assert "must be more than zero" in str(refusal_of_default("train.horizon=0 steps"))
+    assert "must be more than zero" in str(rejection_of_default("train.horizon=0 steps"))
 
 
-def refusal_of_default(*sets):
-    return refusal(None, sets)
+def rejection_of_default(*sets):
+    return rejection(None, sets)
 
 
 ELSEWHERE = {
@@ -272,8 +274,8 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_another_trainers_name_is_answered_with_the_key_here(name):
-    assert f"{name}: unknown key; here this is '{ELSEWHERE[name]}'" in refusal(None, [f"{name}=1"])
+def test_name_of_another_trainer_is_answered_with_the_key_here(name):
+    assert f"{name}: unknown key; here this is '{ELSEWHERE[name]}'" in rejection(None, [f"{name}=1"])
 
 
 @pytest.mark.parametrize(
@@ -287,23 +289,23 @@ def test_another_trainers_name_is_answered_with_the_key_here(name):
         ("parallelism.expert_parallel_degree", "not supported"),
     ],
 )
-def test_a_setting_without_a_single_key_is_answered_with_what_to_do(name, words):
-    assert words in refusal(None, [f"{name}=8"])
+def test_setting_without_a_single_key_is_answered_with_advice(name, words):
+    assert words in rejection(None, [f"{name}=8"])
 
 
-def test_a_value_in_the_place_of_a_section_is_answered_with_its_key():
+def test_value_in_place_of_a_section_is_answered_with_its_key():
     for name, key in {
         "optim": "optim.name",
         "precision": "precision.compute",
         "model": "model.preset",
     }.items():
         words = f"{name}: \"x\" is not accepted; it should be a table; this is '{key}' here"
-        assert words in refusal(None, [f"{name}=x"])
+        assert words in rejection(None, [f"{name}=x"])
 
 
-def test_a_run_file_of_another_trainer_is_answered_key_by_key(tmp_path):
+def test_run_file_of_another_trainer_is_answered_key_by_key(tmp_path):
     titan = "[training]\nlocal_batch_size = 8\nsteps = 100\n[optimizer]\nlr = 1e-3\nname = 'AdamW'\n"
-    text = refusal(write(tmp_path / "titan.toml", titan + "qqq = 1\n"))
+    text = rejection(write(tmp_path / "titan.toml", titan + "qqq = 1\n"))
     for words in (
         "training.local_batch_size: unknown key; here this is 'train.micro_batch'",
         "training.steps: unknown key; here this is 'train.horizon'",
@@ -314,7 +316,7 @@ def test_a_run_file_of_another_trainer_is_answered_key_by_key(tmp_path):
         assert words in text
 
 
-def test_every_name_of_another_trainer_leads_to_a_key_that_exists():
+def test_every_alias_and_renamed_key_names_an_existing_key():
     tables = tomllib.loads(files("arriero.config").joinpath("aliases.toml").read_text())
     answers, renamed = tables.pop("answers"), tables.pop("renamed")
     assert not [key for key in renamed.values() if field_at(RunConfig, key) is None]
@@ -327,20 +329,20 @@ def test_every_name_of_another_trainer_leads_to_a_key_that_exists():
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000, "{a=" * 5000, "1e99999999 tok", "\x00"])
-def test_an_absurd_value_is_refused_in_a_sentence(tmp_path, value):
+def test_absurd_value_is_rejected_in_a_sentence(tmp_path, value):
     for key in ("run.seed", "train.batch", "optim.lr"):
-        assert refusal(None, [f"{key}={value}"]).startswith(f"--set: {key}")
+        assert rejection(None, [f"{key}={value}"]).startswith(f"--set: {key}")
     (tmp_path / "run.toml").write_text(f"[run]\nseed = {value}\n")
-    assert str(tmp_path) in refusal(tmp_path / "run.toml")
+    assert str(tmp_path) in rejection(tmp_path / "run.toml")
 
 
-def test_a_set_cannot_smuggle_in_a_second_key(tmp_path):
-    assert "run.name" in refusal(write(tmp_path / "run.toml", MINIMAL), ["run.name='a'\nseed=3"])
+def test_set_cannot_contain_a_second_key(tmp_path):
+    assert "run.name" in rejection(write(tmp_path / "run.toml", MINIMAL), ["run.name='a'\nseed=3"])
 
 
-def test_a_key_in_the_wrong_section_is_found(tmp_path):
+def test_key_in_the_wrong_section_is_found(tmp_path):
     run = write(tmp_path / "run.toml", MINIMAL + "[run]\nlr = 1e-3\n")
-    assert "here this is 'optim.lr'" in refusal(run)
+    assert "here this is 'optim.lr'" in rejection(run)
 
 
 @pytest.mark.parametrize(
@@ -348,12 +350,12 @@ def test_a_key_in_the_wrong_section_is_found(tmp_path):
     [
         (["data.seq_len=4096", "train.batch=4096 tok"], "longer than the model allows"),
         (["train.batch=1000 tok"], "'960 tok' or '1024 tok'"),
-        (["train.batch=64e15 tok"], "take at most 4,194,304 sequences"),
+        (["train.batch=64e15 tok"], "use at most 4,194,304 sequences"),
         (["data.phases=[{at='5 steps', batch='1000 tok'}]"], "data.phases[0].batch"),
         (["data.phases=[{at='5 steps', seq_len=100}]"], "data.phases[0].seq_len"),
         (["data.phases=[{at='5 steps', seq_len=4096}]"], "longer than the model allows"),
         (["data.phases=[{at='5 steps'}]"], "changes nothing"),
-        (["data.packing=bestfit", "data.phases=[{at='5 steps', seq_len=32}]"], "planned for one sequence"),
+        (["data.packing=bestfit", "data.phases=[{at='5 steps', seq_len=32}]"], "for one sequence length"),
         (["train.horizon=1h"], "schedule.horizon"),
         (["eval.every=10 steps"], "nothing held out"),
         (["schedule.kind=linear", "schedule.decay=10 steps"], "has no meaning for 'linear'"),
@@ -368,30 +370,30 @@ def test_a_key_in_the_wrong_section_is_found(tmp_path):
         (["data=3"], "data"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(tmp_path, sets, words):
-    assert words in refusal(write(tmp_path / "run.toml", MINIMAL), sets)
+def test_contradicting_settings_are_rejected(tmp_path, sets, words):
+    assert words in rejection(write(tmp_path / "run.toml", MINIMAL), sets)
 
 
-def test_unreadable_files_are_named(tmp_path):
-    assert "no run file" in refusal(tmp_path / "absent.toml")
+def test_unreadable_file_is_named(tmp_path):
+    assert "no run file" in rejection(tmp_path / "absent.toml")
     broken = write(tmp_path / "broken.toml", "[run\nname=3")
-    assert f"{broken} is not valid TOML (" in refusal(broken)
-    assert "line 1" in refusal(broken)
+    assert f"{broken} is not valid TOML (" in rejection(broken)
+    assert "line 1" in rejection(broken)
     latin = tmp_path / "latin.toml"
     latin.write_bytes(b'[run]\nname = "\xe9"')
-    assert "cannot be read" in refusal(latin)
-    assert "cannot be read" in refusal(tmp_path)
+    assert "cannot be read" in rejection(latin)
+    assert "cannot be read" in rejection(tmp_path)
 
 
-def test_files_that_extend_each_other_are_refused(tmp_path):
+def test_files_that_extend_each_other_are_rejected(tmp_path):
     write(tmp_path / "a.toml", 'extends = "b.toml"')
     b = write(tmp_path / "b.toml", 'extends = "a.toml"')
-    assert "extends itself" in refusal(b)
-    assert "no run file" in refusal(write(tmp_path / "c.toml", 'extends = "gone.toml"'))
-    assert "not a file name" in refusal(write(tmp_path / "d.toml", "extends = 3"))
+    assert "extends itself" in rejection(b)
+    assert "no run file" in rejection(write(tmp_path / "c.toml", 'extends = "gone.toml"'))
+    assert "not a file name" in rejection(write(tmp_path / "d.toml", "extends = 3"))
 
 
-def test_the_resolved_config_reads_back_equal(tmp_path):
+def test_written_config_reads_back_equal(tmp_path):
     sets = ["model.rope_scaling={factor=8.0}", "data.sources=[{path='a\"b', weight=0.25}, {path='c'}]"]
     config = load_run(write(tmp_path / "run.toml", MINIMAL), sets, expand).config
     resolved = write(tmp_path / "resolved.toml", to_toml(config))
@@ -399,13 +401,18 @@ def test_the_resolved_config_reads_back_equal(tmp_path):
     assert tomllib.loads(resolved.read_text())["train"]["batch"] == "1024 tok"
 
 
+def test_model_section_and_model_spec_have_the_same_fields():
+    own = {field.name for field in dataclasses.fields(ModelSpec)} - {"nominal_params"}
+    assert own == ModelSection.model_fields.keys() - {"preset"}
+
+
 @pytest.mark.parametrize("old", RENAMED)
 def test_old_key_in_a_run_file_or_set_is_answered_with_its_new_name(tmp_path, old):
     section, name = old.split(".")
     words = f"{old}: this key is now '{RENAMED[old]}'; rename it"
-    assert refusal(None, [f"{old}=full"]) == f"--set: {words}"
+    assert rejection(None, [f"{old}=full"]) == f"--set: {words}"
     run = write(tmp_path / "run.toml", f"{MINIMAL}[{section}]\n{name} = 'full'\n")
-    assert refusal(run) == f"{run}: {words}"
+    assert rejection(run) == f"{run}: {words}"
 
 
 @pytest.mark.parametrize("beside", ["events.jsonl", "manifest.json"])
@@ -415,18 +422,18 @@ def test_old_key_in_a_stored_run_file_is_upgraded(tmp_path, beside):
     stored = write(tmp_path / "run.toml", text.replace("activation_checkpointing", "remat"))
     assert "remat" in stored.read_text()
     assert config_from_toml(stored) == config.config
-    assert "rename it" in refusal(stored)
+    assert "rename it" in rejection(stored)
     (tmp_path / beside).touch()
     assert load_run(stored, [], expand).config == config.config
 
 
-def test_a_config_cannot_be_changed():
+def test_config_is_frozen():
     config = load_run(None, [], expand).config
     with pytest.raises(ValueError, match="frozen"):
         config.run.seed = 2
 
 
-def test_a_model_without_a_preset_is_as_long_as_the_longest_phase(tmp_path):
+def test_max_seq_len_without_a_preset_is_that_of_the_longest_phase(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
         "model = {vocab_size = 4096, dim = 64, layers = 2, heads = 4, ffn = 128}\n"

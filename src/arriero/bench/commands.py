@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from arriero.bench.cases import MODELS, Case, cases
-from arriero.config.options import RunFile, Sets, refuse_unwritable
+from arriero.config.options import RunFile, Sets, check_writable
 from arriero.errors import UserError, nearest
 from arriero.train.commands import Nproc
 from arriero.ui import Console, columns, facts, make_console, styled
@@ -81,7 +81,7 @@ def step(
         raise UserError(
             "with data.packing 'none' every step is different work", "set it to 'concat' or 'bestfit'"
         )
-    refuse_unwritable("--json", json)
+    check_writable("--json", json)
     earlier = StepResult.read(gate_from) if gate_from else None
     # torch reads it when it is loaded: otherwise its profiler prints to standard error
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -312,7 +312,7 @@ def parity(
     if not any(wanted.values()):
         groups = dict.fromkeys(case.group for case in cases(MODELS[0]))
         raise UserError(f"no case matches '{only}'", f"name one of the groups: {', '.join(groups)}")
-    refuse_unwritable("--write", write)
+    check_writable("--write", write)
     from arriero.bench.parity import check_device, parity_page
     from arriero.interrupt import Interrupted
 

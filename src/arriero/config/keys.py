@@ -20,7 +20,7 @@ _LONGEST_SHOWN = 100
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every section and key, dotted, in the order they are declared."""
+    """Return every section and key, dotted, in the order of declaration."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -41,7 +41,7 @@ def field_at(model: type[BaseModel], key: str) -> FieldInfo | None:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section a field holds: directly, as an optional, or as a list of them."""
+    """Return the section that a field holds: directly, as an optional, or as a list of them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in typing.get_args(annotation):
@@ -51,14 +51,14 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def unset_value(field: FieldInfo) -> Literal["auto", False] | None:
-    """The value that leaves an optional key unset: "auto", or false where the value is free text."""
+    """Return the value that leaves an optional key unset: "auto", or false where the value is free text."""
     if field.is_required() or field.get_default() is not None or field.default_factory is not None:
         return None
     return False if str in typing.get_args(field.annotation) else "auto"
 
 
 def without_unset(section: type[BaseModel], table: Any) -> Any:
-    """The table without keys that are given their unset value."""
+    """Return the table without the keys that have their unset value."""
     if isinstance(table, list):
         return [without_unset(section, item) for item in table]
     if not isinstance(table, dict):
@@ -84,7 +84,7 @@ class KeyFacts:
 
 
 def facts_of(key: str) -> KeyFacts | None:
-    """None for an unknown key. A section has no type and no default."""
+    """Return the facts of a key, or None for an unknown key. A section has no type and no default."""
     key = re.sub(r"\[\d+\]", "", key)
     field = field_at(RunConfig, key)
     if field is None:
@@ -99,16 +99,16 @@ def facts_of(key: str) -> KeyFacts | None:
 
 
 def keys_of(section: str) -> list[str]:
-    """The keys directly inside a section; [] for a key that is not a section."""
+    """Return the keys directly inside a section; none for a key that is not a section."""
     return [key for key in all_keys(RunConfig) if key.rpartition(".")[0] == section]
 
 
 def suggestion(key: str) -> str | None:
-    """What to do about an unknown key: the key that does this here, or the nearest name."""
-    if answer := answer_to(key):
+    """Return what to do about an unknown key: use the key with this function here, or the nearest name."""
+    if answer := advice_for(key):
         return answer
     if near := nearest_key(key):
-        return f"here this is '{near}'" if near == alias_of(key) else f"did you mean '{near}'?"
+        return f"here this is '{near}'" if near == key_for(key) else f"did you mean '{near}'?"
     return None
 
 
@@ -117,20 +117,20 @@ def renamed_keys() -> dict[str, str]:
     return _aliases()["renamed"]
 
 
-def answer_to(name: str) -> str | None:
-    """What to do instead of another trainer's setting that no single key replaces."""
+def advice_for(name: str) -> str | None:
+    """Return what to do instead of another trainer's setting that no single key replaces."""
     answers, name = _aliases()["answers"], _normal(name)
     return answers.get(name) or answers.get(name.rpartition(".")[2])
 
 
-def alias_of(name: str) -> str | None:
-    """The key that does what another trainer's setting does."""
+def key_for(name: str) -> str | None:
+    """Return the key that replaces another trainer's setting or a key of an earlier version."""
     name = _normal(name)
     return _names().get(name) or _names().get(name.rpartition(".")[2])
 
 
 def nearest_key(key: str) -> str | None:
-    """The key an unknown one stands for: by another trainer's name, or by a similar name."""
+    """Return the key that an unknown one most likely means, by other trainers' names or by similarity."""
     name = _normal(key)
     section, _, word = name.rpartition(".")
     names = _names()
@@ -158,7 +158,7 @@ _TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean":
 
 
 def _type_words(node: dict[str, Any], unset: str) -> str:
-    """A person's words for a JSON Schema node; `unset` stands for null."""
+    """Describe a JSON Schema node in words; `unset` replaces null."""
     if "anyOf" in node:
         return " or ".join(dict.fromkeys(_type_words(branch, unset) for branch in node["anyOf"]))
     if "const" in node or "enum" in node:
@@ -194,7 +194,7 @@ def _schema() -> dict[str, Any]:
 
 
 def _reference(node: dict[str, Any]) -> str | None:
-    """The definition a schema node points to: plain, as one of several types, or as the item of a list."""
+    """Return the definition that a schema node refers to: directly, in a union, or as the item of a list."""
     if "$ref" in node:
         return node["$ref"].rpartition("/")[2]
     inner = [*node.get("anyOf", []), *([node["items"]] if "items" in node else [])]
@@ -212,7 +212,7 @@ def _aliases() -> dict[str, dict[str, Any]]:
 
 @cache
 def _names() -> dict[str, str]:
-    """Other trainers' names to our keys. Of a dotted name the last part counts too, if it tells enough."""
+    """Map other trainers' names to keys; the last part of a dotted name counts too, if it has a '_'."""
     names = dict(renamed_keys())
     tables = {key: table for key, table in _aliases().items() if key not in ("answers", "renamed")}
     every = [(name, key) for key, table in tables.items() for each in table.values() for name in each]
@@ -249,7 +249,7 @@ class ConfigError(UserError):
 
 
 def unknown_section(name: str, value: Any) -> list[Mapping[str, Any]]:
-    """The errors of a table that is no section: one per key, if any of them is known from elsewhere."""
+    """Return the errors of an unknown section: one per key if other trainers have one of the keys."""
     whole = {"type": "extra_forbidden", "loc": (name,), "msg": "", "input": value}
     if not isinstance(value, Mapping):
         return [whole]
@@ -263,7 +263,7 @@ def unknown_section(name: str, value: Any) -> list[Mapping[str, Any]]:
 
 
 def from_validation(errors: Iterable[Mapping[str, Any]]) -> list[Problem]:
-    """One problem per key; a section is not blamed for what is wrong with a key inside it."""
+    """Turn pydantic's errors into one problem per key; a section has none if a key inside it has one."""
     by_key: dict[str, list[Mapping[str, Any]]] = {}
     for error in errors:
         by_key.setdefault(_key_of(error), []).append(error)
@@ -272,7 +272,7 @@ def from_validation(errors: Iterable[Mapping[str, Any]]) -> list[Problem]:
 
 
 def _key_of(error: Mapping[str, Any]) -> str:
-    """The key an error is about; the branch of a union that was tried is not part of it."""
+    """Return the key of an error, without the branch of a union that pydantic adds."""
     if error["loc"][0] not in RunConfig.model_fields:
         return ".".join(map(str, error["loc"]))
     key, last = "", len(error["loc"]) - 1
@@ -306,7 +306,7 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Problem:
     unset = unset_value(field) if field else None
     words = [_wanted(error) for error in errors] + ([toml_value(unset)] if unset is not None else [])
     wanted = " or ".join(dict.fromkeys(words))
-    if key in RunConfig.model_fields and (ours := alias_of(key)):
+    if key in RunConfig.model_fields and (ours := key_for(key)):
         wanted = f"a table; this is '{ours}' here"
     given = toml_value(errors[0]["input"])
     given = given if len(given) <= _LONGEST_SHOWN else f"{given[:_LONGEST_SHOWN]}..."

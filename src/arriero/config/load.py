@@ -1,4 +1,4 @@
-"""From files and --set to one frozen RunConfig that knows where each value came from."""
+"""Load a run file and --set into a frozen RunConfig, with the origin of each value and all problems."""
 
 import json
 import tomllib
@@ -26,8 +26,8 @@ from arriero.errors import UserError
 from arriero.units import Span
 
 Table = dict[str, Any]
-# Completes the [model] table, given the other sections and the names that only the embedded default gives;
-# a parameter because presets and model directories are read above this package.
+# Completes the [model] table, given the other sections and the names that only the embedded default gives.
+# A parameter, because presets and model directories are read by packages that import this one.
 ExpandModel = Callable[[Mapping[str, Any], Mapping[str, Any], Collection[str]], Mapping[str, Any]]
 _EMBEDDED = "embedded default"
 _BESIDE_STORED = ("events.jsonl", "manifest.json")
@@ -43,7 +43,10 @@ class LoadedRun:
 
 
 def load_run(path: Path | None, sets: Iterable[str], expand_model: ExpandModel) -> LoadedRun:
-    """Layers, lowest first: schema defaults, preset or model to start from, `extends`, the file, --set."""
+    """Load a run file, or the embedded default without a path; raise a ConfigError with all problems.
+
+    Later layers win: schema defaults, preset or model to start from, `extends`, the file, --set.
+    """
     loaded, problems = read_run(path, sets, expand_model)
     if problems or loaded is None:
         raise ConfigError(problems)
@@ -90,7 +93,7 @@ def _is_stored(path: Path) -> bool:
 def _overlay_file(tree: Table, origins: dict[str, str], path: Path, seen: tuple[Path, ...]) -> None:
     table = _upgraded(_read_toml(path)) if _is_stored(path) else _read_toml(path)
     if path.resolve() in seen:
-        raise UserError(f"{path} extends itself", "remove `extends` from one of the files in the circle")
+        raise UserError(f"{path} extends itself", "remove `extends` from one of the files")
     base = table.pop("extends", None)
     if base is not None:
         if not isinstance(base, str):
@@ -130,7 +133,7 @@ def _overlay_sets(tree: Table, origins: dict[str, str], sets: Iterable[str]) -> 
 
 
 def _restore_default(tree: Table, origins: dict[str, str], parts: list[str]) -> None:
-    """Forget what files and earlier --set options gave a key or section."""
+    """Remove what files and earlier --set options gave for a key or section."""
     key = ".".join(parts)
     for name in [n for n in origins if n == key or n.startswith(f"{key}.")]:
         del origins[name]
@@ -142,7 +145,7 @@ def _restore_default(tree: Table, origins: dict[str, str], parts: list[str]) -> 
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value, or plain text where quotes were left to the shell."""
+    """Read a TOML value, or plain text where the shell removed the quotes."""
     try:
         table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -188,7 +191,7 @@ def _preset_of(tree: Table) -> str | None:
 def _expanded_model(
     tree: Table, sections: Table, expand_model: ExpandModel, origins: dict[str, str]
 ) -> dict[str, Any]:
-    """The model section with every dimension; of a faulty section only the preset's name is checked."""
+    """Return the model section with every dimension; of an invalid section only the preset is checked."""
     preset = _preset_of(tree)
     base = expand_model({"preset": preset}, {}, ()) if preset else {}
     if "model" not in sections:
@@ -207,7 +210,7 @@ def _expanded_model(
 def _origin_of_dimension(
     name: str, full: Mapping[str, Any], base: Mapping[str, Any], preset: str | None, sections: Table
 ) -> str:
-    """Where a dimension came from that the run file does not give."""
+    """Return the origin of a dimension that the run file does not give."""
     start = sections.get("checkpoint")
     if start is not None and (start.start_from or start.resume_from):
         return "checkpoint.start_from" if start.start_from else "checkpoint.resume_from"
@@ -217,7 +220,7 @@ def _origin_of_dimension(
 
 
 def _validate_sections(tree: Table) -> tuple[Table, list[Problem]]:
-    """Each section by itself, so that one wrong key does not hide what is wrong elsewhere."""
+    """Validate each section alone, so that one wrong key does not hide problems elsewhere."""
     sections: Table = {}
     errors: list[Any] = [
         error
@@ -241,12 +244,12 @@ def _validate_sections(tree: Table) -> tuple[Table, list[Problem]]:
 
 
 def _read_section(section: type[BaseModel], table: Any) -> BaseModel:
-    """Strictly, through JSON, where a list may stand for a tuple but text never for a number."""
+    """Validate strictly, as JSON: a list is accepted for a tuple, but text is never a number."""
     return section.model_validate_json(json.dumps(table, default=str), strict=True)
 
 
 def _origin_of(key: str, origins: Mapping[str, str], otherwise: str) -> str:
-    """Where a key, the table around it, or something inside it was given; --set speaks last."""
+    """Return where a key, the table around it, or a key inside it was given; --set wins."""
     around = key
     while around:
         if around in origins:
@@ -256,40 +259,29 @@ def _origin_of(key: str, origins: Mapping[str, str], otherwise: str) -> str:
     return "--set" if "--set" in inside else next(iter(inside), otherwise)
 
 
-_MOST_SEQUENCES = 2**22  # all divisors are tried as micro-batches
+# a larger batch is a mistyped unit
+_MOST_SEQUENCES = 2**22
 
 
 def cross_check(sections: Mapping[str, Any]) -> list[Problem]:
-    """Every broken rule whose sections are valid in themselves."""
-    problems = []
+    """Return the problems of keys that depend on each other; rules about layout and device are in plan/."""
+    problems: list[Problem] = []
     for names, rule in _RULES:
         if all(name in sections for name in names):
             problems += rule(*(sections[name] for name in names))
     return problems
 
 
-def _lengths(data) -> Iterator[tuple[str, int]]:
-    """Every sequence length of a run, with its key."""
-    yield "data.seq_len", data.seq_len
-    for i, phase in enumerate(data.phases):
-        if phase.seq_len is not None:
-            yield f"data.phases[{i}].seq_len", phase.seq_len
+def _sequence_fits_model(data, model) -> Iterator[Problem]:
+    phases = [(f"data.phases[{i}].seq_len", phase.seq_len) for i, phase in enumerate(data.phases)]
+    for key, length in [("data.seq_len", data.seq_len), *phases]:
+        if model.max_seq_len is not None and length is not None and length > model.max_seq_len:
+            what = f"{length} is longer than the model allows ({model.max_seq_len})"
+            yield Problem(key, what, "shorten it, or raise model.max_seq_len")
 
 
-def _sequence_fits_model(data, model) -> list[Problem]:
-    return [
-        Problem(
-            key,
-            f"{length} is longer than the model allows ({model.max_seq_len})",
-            "shorten it, or raise model.max_seq_len",
-        )
-        for key, length in _lengths(data)
-        if model.max_seq_len is not None and length > model.max_seq_len
-    ]
-
-
-def _batch_is_whole_sequences(data, train) -> list[Problem]:
-    problems, batch, length = [], train.batch.amount, data.seq_len
+def _batch_is_whole_sequences(data, train) -> Iterator[Problem]:
+    batch, length = train.batch.amount, data.seq_len
     keys = ("train.batch", "data.seq_len")
     for i, phase in enumerate([None, *data.phases]):
         if phase is not None:
@@ -303,128 +295,93 @@ def _batch_is_whole_sequences(data, train) -> list[Problem]:
             lower = batch // length * length
             near = " or ".join(f"'{Span(n, 'tok')}'" for n in (lower, lower + length) if n)
             what = f"a batch of '{Span(batch, 'tok')}' is not a multiple of {keys[1]} ({length})"
-            problems.append(Problem(keys[0], what, f"let the batch be {near}"))
+            yield Problem(keys[0], what, f"set the batch to {near}")
         elif batch // length > _MOST_SEQUENCES:
             what = f"'{Span(batch, 'tok')}' is {batch // length:,} sequences of {length} tokens in one step"
-            problems.append(Problem(keys[0], what, f"take at most {_MOST_SEQUENCES:,} sequences"))
-    return problems
+            yield Problem(keys[0], what, f"use at most {_MOST_SEQUENCES:,} sequences")
 
 
-def _phases_change_something(data) -> list[Problem]:
-    problems = []
+def _phases_change_something(data) -> Iterator[Problem]:
     for i, phase in enumerate(data.phases):
         if not (phase.sources or phase.batch or phase.seq_len or phase.lr):
             todo = "give its sources, batch, seq_len or lr, or remove it"
-            problems.append(Problem(f"data.phases[{i}]", "changes nothing", todo))
+            yield Problem(f"data.phases[{i}]", "changes nothing", todo)
         if phase.seq_len is not None and data.packing != "concat":
-            what = f"rows of packing '{data.packing}' are planned for one sequence length"
+            what = f"packing '{data.packing}' plans its rows for one sequence length"
             todo = "set data.packing to 'concat', or start another run from the weights of this one"
-            problems.append(Problem(f"data.phases[{i}].seq_len", what, todo))
-    return problems
+            yield Problem(f"data.phases[{i}].seq_len", what, todo)
 
 
-def _prompts_meet_whole_documents(data) -> list[Problem]:
-    if data.packing != "concat":
-        return []
-    later = [(f"data.phases[{i}]", phase.sources or ()) for i, phase in enumerate(data.phases)]
-    return [
-        Problem(
-            f"{where}.sources[{i}].prompt",
-            "a prompt stands before a document, and packing 'concat' cuts documents anywhere",
-            "set data.packing to 'bestfit' or 'none'",
-        )
-        for where, sources in [("data", data.sources), *later]
-        for i, source in enumerate(sources)
-        if source.prompt is not None
-    ]
+def _mixtures(data) -> Iterator[tuple[str, Any]]:
+    """Yield the sources of the run and of each phase that has its own, with their key."""
+    yield "data.sources", data.sources
+    yield from ((f"data.phases[{i}].sources", p.sources) for i, p in enumerate(data.phases) if p.sources)
 
 
-def _shares_sum_to_one(data) -> list[Problem]:
-    """Weights that are all below 1 read as shares; a mistyped one would quietly change the others."""
-    later = [(f"data.phases[{i}].sources", p.sources) for i, p in enumerate(data.phases) if p.sources]
-    problems = []
-    for key, sources in [("data.sources", data.sources), *later]:
+def _prompts_need_whole_documents(data) -> Iterator[Problem]:
+    for key, sources in _mixtures(data) if data.packing == "concat" else ():
+        for i, source in enumerate(sources):
+            if source.prompt is not None:
+                what = "a prompt precedes a document, and packing 'concat' cuts documents anywhere"
+                yield Problem(f"{key}[{i}].prompt", what, "set data.packing to 'bestfit' or 'none'")
+
+
+def _shares_sum_to_one(data) -> Iterator[Problem]:
+    """Weights that are all below 1 are shares; a mistyped one would silently change the others."""
+    for key, sources in _mixtures(data):
         weights = [source.weight for source in sources]
         if max(weights) < 1 and abs(sum(weights) - 1) > 1e-6:
             what = f"the weights are shares and sum to {sum(weights):g}"
-            problems.append(Problem(key, what, "let them sum to 1, or give proportions like 9 and 1"))
-    return problems
+            yield Problem(key, what, "make them sum to 1, or give proportions like 9 and 1")
 
 
-def _phases_begin_within_the_run(data, train) -> list[Problem]:
-    if train.horizon.unit == "s":
-        return []
-    timeline = Timeline(data, train)
-    end = timeline.steps_of(train.horizon)
-    return [
-        Problem(
-            f"data.phases[{i}].at",
-            f"'{phase.at}' is not before train.horizon ('{train.horizon}')",
-            "bring it forward",
-        )
-        for i, phase in enumerate(data.phases)
-        if timeline.phases[i + 1].step >= end
-    ]
-
-
-def _phases_follow_each_other(data, train) -> list[Problem]:
-    problems, before = [], 0
-    timeline = Timeline(data, train)
+def _phases_are_in_order(data, train) -> Iterator[Problem]:
+    timeline, before = Timeline(data, train), 0
+    end = None if train.horizon.unit == "s" else timeline.steps_of(train.horizon)
     for i, phase in enumerate(data.phases):
-        step = timeline.phases[i + 1].step
+        key, step = f"data.phases[{i}].at", timeline.phases[i + 1].step
         if step <= before:
-            what = f"'{phase.at}' is step {step}, not after step {before}, where the phase before begins"
-            problems.append(
-                Problem(f"data.phases[{i}].at", what, "let each phase begin after the one before")
-            )
+            what = f"'{phase.at}' is step {step}, not after step {before}, where the previous phase begins"
+            yield Problem(key, what, "start each phase after the previous one")
+        if end is not None and step >= end:
+            what = f"'{phase.at}' is not before train.horizon ('{train.horizon}')"
+            yield Problem(key, what, "use an earlier start")
         before = step
-    return problems
 
 
-def _schedule_has_an_end(train, schedule) -> list[Problem]:
-    if train.horizon.unit != "s" or schedule.kind == "constant" or schedule.horizon is not None:
-        return []
-    what = f"is missing: '{schedule.kind}' must end at some token or step, and train.horizon is wall time"
-    return [Problem("schedule.horizon", what, "give it, or set schedule.kind = 'constant'")]
+def _schedule_has_an_end(train, schedule) -> Iterator[Problem]:
+    if train.horizon.unit == "s" and schedule.kind != "constant" and schedule.horizon is None:
+        what = f"is missing: '{schedule.kind}' must end at some token or step, and train.horizon is wall time"
+        yield Problem("schedule.horizon", what, "give it, or set schedule.kind = 'constant'")
 
 
-def _decay_is_wsd(schedule) -> list[Problem]:
-    if schedule.decay is None or schedule.kind == "wsd":
-        return []
-    return [
-        Problem(
-            "schedule.decay",
-            f"has no meaning for '{schedule.kind}'",
-            "remove it, or set schedule.kind = 'wsd'",
-        )
-    ]
+def _decay_is_wsd(schedule) -> Iterator[Problem]:
+    if schedule.decay is not None and schedule.kind != "wsd":
+        what = f"has no meaning for '{schedule.kind}'"
+        yield Problem("schedule.decay", what, "remove it, or set schedule.kind = 'wsd'")
 
 
-def _eval_has_data(evaluation) -> list[Problem]:
-    if not evaluation.every or evaluation.heldout:
-        return []
-    return [
-        Problem("eval.every", "there is nothing held out to evaluate on", "give eval.heldout, like '1M tok'")
-    ]
+def _eval_has_data(evaluation) -> Iterator[Problem]:
+    if evaluation.every and not evaluation.heldout:
+        what = "there is nothing held out to evaluate on"
+        yield Problem("eval.every", what, "give eval.heldout, like '1M tok'")
 
 
-def _momentum_has_a_use(optim) -> list[Problem]:
-    if optim.momentum is None or optim.name != "adamw":
-        return []
-    what = "has no meaning for 'adamw', whose first moment decays by optim.betas[0]"
-    return [Problem("optim.momentum", what, "remove it, or set optim.name to 'muon' or 'sgd'")]
+def _momentum_is_used(optim) -> Iterator[Problem]:
+    if optim.momentum is not None and optim.name == "adamw":
+        what = "has no meaning for 'adamw', whose first moment decays by optim.betas[0]"
+        yield Problem("optim.momentum", what, "remove it, or set optim.name to 'muon' or 'sgd'")
 
 
-_RULES = [
+_RULES: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("data", "model"), _sequence_fits_model),
     (("data", "train"), _batch_is_whole_sequences),
     (("data",), _phases_change_something),
-    (("data",), _prompts_meet_whole_documents),
+    (("data",), _prompts_need_whole_documents),
     (("data",), _shares_sum_to_one),
-    (("data", "train"), _phases_follow_each_other),
-    (("data", "train"), _phases_begin_within_the_run),
+    (("data", "train"), _phases_are_in_order),
     (("train", "schedule"), _schedule_has_an_end),
     (("schedule",), _decay_is_wsd),
     (("eval",), _eval_has_data),
-    (("optim",), _momentum_has_a_use),
+    (("optim",), _momentum_is_used),
 ]

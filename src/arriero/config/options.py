@@ -1,4 +1,4 @@
-"""Arguments that several verbs share."""
+"""Command-line arguments and options that several verbs share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +32,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 
 
 class WithRunFile(TyperCommand):
-    """A verb with --set: answers an option that is a key of the run file, here or in another trainer."""
+    """A command with --set: an option that is a key of the run file is answered with the --set to write."""
 
     def parse_args(self, ctx, args):
         own = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
@@ -44,15 +44,15 @@ class WithRunFile(TyperCommand):
 
 
 def _as_set(option: str, value: str) -> str | None:
-    from arriero.config.keys import alias_of, answer_to, facts_of
+    from arriero.config.keys import advice_for, facts_of, key_for
 
     name = option.removeprefix("--")
-    key = name if facts_of(name) else alias_of(name)
-    return answer_to(name) or (f"write --set {key}={value or 'VALUE'}" if key else None)
+    key = name if facts_of(name) else key_for(name)
+    return advice_for(name) or (f"write --set {key}={value or 'VALUE'}" if key else None)
 
 
 def read_size(option: str, text: str) -> int:
-    """Bytes of an option like --shard-size."""
+    """Return the bytes of an option like --shard-size."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -60,7 +60,7 @@ def read_size(option: str, text: str) -> int:
 
 
 def read_progress(option: str, text: str) -> Span:
-    """Tokens or steps of an option like --keep-every; more than zero, no wall time."""
+    """Return the tokens or steps of an option like --keep-every; zero and wall time are rejected."""
     example = f"write it like {option} '10B tok' or {option} '5000 steps'"
     try:
         span = parse_span(text)
@@ -71,8 +71,8 @@ def read_progress(option: str, text: str) -> Span:
     return span
 
 
-def refuse_unwritable(option: str, path: Path | None) -> None:
-    """Before work of minutes, not after it."""
+def check_writable(option: str, path: Path | None) -> None:
+    """Raise if an output file cannot be written, before minutes of work instead of after."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         what = (
             "is a directory" if path.is_dir() else f"cannot be written: there is no directory {path.parent}"
@@ -81,7 +81,7 @@ def refuse_unwritable(option: str, path: Path | None) -> None:
 
 
 def _completed(incomplete: str, after: str) -> list[str]:
-    """Keys of the run file for the shell's completion."""
+    """Return the keys of the run file that complete a word in the shell."""
     from arriero.config.keys import all_keys
     from arriero.config.schema import RunConfig
 

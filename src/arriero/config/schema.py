@@ -34,7 +34,9 @@ class RunSection(Section):
         1, description="Seed of initial weights and data order."
     )
     deterministic: bool = Field(
-        False, description="Bit-identical losses over two runs on the same machine, at some cost in speed."
+        False,
+        description="Use deterministic algorithms: two runs on one machine have bit-identical losses, at "
+        "some cost in speed.",
     )
     share_gpu: bool = Field(
         False,
@@ -43,7 +45,7 @@ class RunSection(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Where to compute; 'cuda' means any NVIDIA or AMD GPU, 'auto' takes one if there is one.",
+        description="Device: 'cuda' is any NVIDIA or AMD GPU, 'auto' uses a GPU if there is one.",
     )
 
 
@@ -116,7 +118,7 @@ class SourceSection(Section):
         "'none'.",
     )
     max_epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Most epochs over this source; a run that needs more is refused."
+        None, description="Largest number of epochs over this source; a run that needs more is rejected."
     )
 
 
@@ -139,15 +141,17 @@ class PhaseSection(Section):
     at: Progress = Field(description="Start of the phase, rounded up to a whole step.")
     sources: Sources | None = Field(
         None,
-        description="Mixture from there on; a source used before continues at its position. Like the other "
-        "keys of a phase, as before unless given.",
+        description="Mixture of the phase; a source used before continues at its position. A phase keeps "
+        "what it does not set.",
     )
-    batch: Tokens | None = Field(None, description="Tokens per optimizer step from there on.")
+    batch: Tokens | None = Field(
+        None, description="Global batch size of the phase, in tokens per optimizer step."
+    )
     seq_len: Positive | None = Field(
-        None, description="Tokens per training sequence from there on; needs packing 'concat'."
+        None, description="Sequence length of the phase; needs packing 'concat'."
     )
     lr: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Peak learning rate from there on; the schedule's shape stays."
+        None, description="Peak learning rate of the phase; the shape of the schedule stays."
     )
 
 
@@ -157,8 +161,7 @@ class DataSection(Section):
     )
     phases: tuple[PhaseSection, ...] = Field(
         (),
-        description="Changes of mixture, batch, sequence length or learning rate, each from a token or step "
-        "on.",
+        description="Phases: changes of mixture, batch, sequence length or learning rate at a token or step.",
     )
     seq_len: Positive = Field(2048, description="Tokens per training sequence.")
     packing: Literal["concat", "bestfit", "none"] = Field(
@@ -171,18 +174,18 @@ class DataSection(Section):
     )
     document_mask: bool = Field(
         False,
-        description="Attention stays inside each document, positions restart with it, and its last token "
-        "does not predict the next document.",
+        description="Document mask: attention stays inside each document, positions restart with it, and its "
+        "last token does not predict the next document.",
     )
     open_shards: Positive | None = Field(
         None,
-        description="Files of datasets that a process keeps open; unless given half of what the system "
-        "allows (`ulimit -Hn`), at most 16,384.",
+        description="Dataset files that a process keeps open; 'auto' is half of the system's limit "
+        "(`ulimit -Hn`), at most 16,384.",
     )
     reader_threads: Positive | None = Field(
         None,
-        description="Threads of a rank that read its batches; unless given 1, or 4 where a dataset has more "
-        "than 64 shards.",
+        description="Threads per rank that read batches; 'auto' is 1, or 4 where a dataset has more than 64 "
+        "shards.",
     )
     cache: str = Field("data", description="Directory of prepared text, built-in corpora and packing plans.")
 
@@ -196,8 +199,8 @@ class TrainSection(Section):
     horizon: AnySpan = Field("1000 steps", validate_default=True, description="How long to train.")
     micro_batch: Positive | None = Field(
         None,
-        description="Sequences per rank and forward pass; derived from the device's memory unless set. The "
-        "last micro-batch of a step may be smaller.",
+        description="Micro-batch size: sequences per rank and forward pass; 'auto' is derived from the "
+        "device memory, and gradient accumulation follows. The last micro-batch of a step may be smaller.",
     )
     z_loss: Annotated[float, Field(ge=0)] = Field(
         0.0,
@@ -254,7 +257,7 @@ class OptimSection(Section):
         "exported.",
     )
     clip: Annotated[float, Field(gt=0)] | Literal[False] = Field(
-        1.0, description="Largest global gradient norm; false does not clip."
+        1.0, description="Gradient clipping: largest global gradient norm; false does not clip."
     )
     max_skips: Annotated[int, Field(ge=0)] = Field(
         20,
@@ -296,12 +299,16 @@ class EvalSection(Section):
 class ParallelSection(Section):
     dp_replicate: Degree = Field(
         1,
-        description="Replicas of the sharded model. One of the five degrees may be -1: the ranks that are "
-        "left.",
+        description="Data parallelism: replicas of the sharded model (HSDP, DDP). One of the five degrees "
+        "may be -1: the remaining ranks.",
     )
-    dp_shard: Degree = Field(-1, description="Ranks that share one copy of the weights (FSDP, ZeRO).")
+    dp_shard: Degree = Field(
+        -1, description="Data parallelism: ranks that shard one copy of the weights (FSDP, ZeRO)."
+    )
     cp: Degree = Field(1, description="Context parallelism: ranks that share a sequence.")
-    tp: Degree = Field(1, description="Tensor parallelism: ranks that share a layer.")
+    tp: Degree = Field(
+        1, description="Tensor parallelism, with sequence parallel norms: ranks that share a layer."
+    )
     pp: Degree = Field(1, description="Pipeline parallelism: ranks that share the blocks.")
     schedule: Literal[
         "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
@@ -437,7 +444,7 @@ class CheckpointSection(Section):
     )
     keep: Positive = Field(3, description="Number of newest checkpoints to keep.")
     keep_every: ProgressOrOff = Field(
-        False, description="Keep the first checkpoint after each such stretch for ever."
+        False, description="Keep the first checkpoint after each such interval for ever."
     )
     background: bool = Field(
         True,
@@ -488,9 +495,11 @@ class RunConfig(Section):
     schedule: ScheduleSection = Field(
         default_factory=ScheduleSection, description="The learning-rate schedule."
     )
-    eval: EvalSection = Field(default_factory=EvalSection, description="Evaluation on held-out data.")
+    eval: EvalSection = Field(
+        default_factory=EvalSection, description="Evaluation on validation (held-out) data."
+    )
     parallel: ParallelSection = Field(
-        default_factory=ParallelSection, description="Parallelism: how ranks share the work."
+        default_factory=ParallelSection, description="Parallelism: how ranks divide the work."
     )
     precision: PrecisionSection = Field(
         default_factory=PrecisionSection, description="Number formats and compilation."

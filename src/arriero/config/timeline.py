@@ -1,4 +1,4 @@
-"""Which phase a step belongs to: the one mapping between steps, tokens and samples of a run.
+"""Phases of a run, and the mapping between its steps, tokens and samples.
 
 A phase may change the batch, the sequence length and the peak learning rate. Steps, tokens and samples count
 from the beginning of the run, over all phases.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phase:
-    """`step`, `tokens` and `sample` are what was done before it begins; `lr` None is `optim.lr`."""
+    """A part of a run. `step`, `tokens` and `sample` are counts at its start; `lr` None is `optim.lr`."""
 
     step: int
     tokens: int
@@ -32,6 +32,8 @@ class Phase:
 
 
 class Timeline:
+    """The phases of a run in order; the first begins at step 0."""
+
     def __init__(self, data: "DataSection", train: "TrainSection") -> None:
         self.phases = [Phase(0, 0, 0, train.batch.amount, data.seq_len)]
         for section in data.phases:
@@ -54,7 +56,7 @@ class Timeline:
         return Timeline(config.data, config.train)
 
     def at(self, step: int) -> Phase:
-        """The phase of the step after `step` steps."""
+        """Return the phase of the next step after `step` steps."""
         return self._phase(step, lambda phase: phase.step)
 
     def at_sample(self, sample: int) -> Phase:
@@ -69,23 +71,23 @@ class Timeline:
         return phase.sample + (steps - phase.step) * phase.sequences
 
     def steps_before(self, sample: int) -> int:
-        """The whole steps that read samples before this one only."""
+        """Return the number of complete steps before a sample."""
         phase = self.at_sample(sample)
         return phase.step + (sample - phase.sample) // phase.sequences
 
     def steps_of(self, span: Span) -> int:
-        """The steps of a span that begins with the run, rounded up."""
+        """Return the steps of a span that begins with the run, rounded up."""
         if span.unit == "steps":
             return span.amount
         phase = self._phase(span.in_tokens(1), lambda phase: phase.tokens)
         return phase.step - (phase.tokens - span.amount) // phase.batch
 
     def tokens_of(self, span: Span) -> int:
-        """The tokens of a span that begins with the run."""
+        """Return the tokens of a span that begins with the run."""
         return self.tokens_after(span.amount) if span.unit == "steps" else span.in_tokens(1)
 
     def until(self, steps: int) -> list[Phase]:
-        """What decided the first `steps` steps."""
+        """Return the phases of the first `steps` steps."""
         return [phase for phase in self.phases if phase.step < max(steps, 1)]
 
     def _phase(self, value: int, key: Callable[[Phase], int]) -> Phase:
@@ -93,14 +95,12 @@ class Timeline:
 
 
 def total_steps(config: "RunConfig") -> int | None:
-    """None where the end of the run is a wall time."""
+    """Return the number of steps of a run, or None if its horizon is wall time."""
     return None if config.train.horizon.unit == "s" else Timeline.of(config).steps_of(config.train.horizon)
 
 
-def config_of(config: "RunConfig", phase: Phase, rows: int | None = None) -> "RunConfig":
-    """The run as if all of it were this phase, with micro-batches of at most `rows`."""
+def config_of(config: "RunConfig", phase: Phase) -> "RunConfig":
+    """Return the config of a run that consists of this phase only."""
     data = config.data.model_copy(update={"seq_len": phase.seq_len, "phases": ()})
-    given = config.train.micro_batch
-    micro_batch = min(given, rows) if given and rows else given
-    train = config.train.model_copy(update={"batch": Span(phase.batch, "tok"), "micro_batch": micro_batch})
+    train = config.train.model_copy(update={"batch": Span(phase.batch, "tok")})
     return config.model_copy(update={"data": data, "train": train})

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from arriero.config.fields import to_toml
-from arriero.config.keys import ConfigError, alias_of, answer_to, facts_of, keys_of, suggestion
+from arriero.config.keys import ConfigError, advice_for, facts_of, key_for, keys_of, suggestion
 from arriero.config.load import load_run, read_run
 from arriero.config.options import AsJson, Key, RunFile, Sets
 from arriero.config.schema import RunConfig
@@ -34,7 +34,7 @@ _EXTENDS = {"type": "string", "description": "A run file this one builds on."}
 
 
 def _for_editors(node: Any) -> Any:
-    """TOML has no null but "auto" or false, and what a file lacks may stand in the one it extends."""
+    """Replace null by the TOML values "auto" and false; no key is required, because of `extends`."""
     if isinstance(node, list):
         return [_for_editors(item) for item in node]
     if not isinstance(node, dict):
@@ -94,9 +94,9 @@ def check(
 
 
 def explain(key: Key) -> None:
-    """Say what a key of the run file means: type, default, names in other trainers. A section lists its keys.
+    """Explain a key of the run file: type, default, names in other trainers. A section lists its keys.
 
-    Another trainer's name is answered with the key that does the same here.
+    The name of another trainer, or of an earlier version, is answered with the key here.
 
     Example: arriero config explain train.batch
     """
@@ -105,10 +105,10 @@ def explain(key: Key) -> None:
         console.print(f"[bold]extends[/]  {_EXTENDS['description']}")
         return
     facts = facts_of(key)
-    if facts is None and (answer := answer_to(key)):
+    if facts is None and (answer := advice_for(key)):
         console.print(f"[bold]{escape(key)}[/]  not a key here: {answer}")
         return
-    if facts is None and (ours := alias_of(key)):
+    if facts is None and (ours := key_for(key)):
         console.print(f"[bold]{escape(key)}[/]  here this is {ours}")
         key, facts = ours, facts_of(ours)
     if facts is None:
@@ -142,7 +142,7 @@ def _listing(keys: list[str]) -> Table:
 
 
 def page() -> str:
-    """The Markdown reference of all keys."""
+    """Return the Markdown reference of all keys."""
     lines = [_HEAD]
     for section in RunConfig.model_fields:
         field = RunConfig.model_fields[section]
@@ -195,7 +195,7 @@ def _code(names: list[str]) -> str:
 
 
 def show(run_file: RunFile = None, sets: Sets = []) -> None:
-    """Print the resolved run file, each value with where it came from.
+    """Print the resolved run file, each value with its origin.
 
     Example: arriero config show run.toml --set optim.lr=1e-3
     """
