@@ -3,9 +3,11 @@
 import logging
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -212,6 +214,68 @@ def test_blocks_use_kernels_where_these_fit(given, norms, gelus, monkeypatch):
     if norms:
         # or each block would be compiled again
         assert len({id(block.ffn_norm.processors) for block in blocks}) == 1
+
+
+class Processors(NamedTuple):
+    """Stand in for the kernels' description of a GPU."""
+
+    count: int
+
+    @classmethod
+    def of(cls, _device):
+        return cls(4)
+
+
+class TwoResults(torch.autograd.Function):
+    """Like the kernel norm, return the input for the residual connection beside the norm."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, processors):
+        y, mean, scale = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        ctx.processors = processors
+        return x.view_as(x), y
+
+    @staticmethod
+    def backward(ctx, residual, gradient):
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        assert ctx.processors.count == 4
+        x_grad, weight_grad, bias_grad = torch.ops.aten.native_layer_norm_backward(
+            gradient, x, x.shape[-1:], mean, scale, weight, bias, [True, True, True]
+        )
+        return x_grad + residual, weight_grad, bias_grad, None, None
+
+
+class ResidualLayerNorm(nn.LayerNorm):
+    def forward(self, input):
+        return TwoResults.apply(input, self.weight, self.bias, self.eps, self.processors)
+
+
+class LinearGelu(nn.Linear):
+    def forward(self, input):
+        return F.gelu(super().forward(input), approximate="tanh")
+
+
+@pytest.mark.usefixtures("eagerly_traced")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_with_kernel_modules_share_graphs_and_keep_their_gradients(compiled, monkeypatch):
+    """The kernels themselves need a GPU: modules with the same interface stand in for them."""
+    mesh = make_mesh(Layout(), World(), 1, CPU)
+    spec = replace(load_preset("gpt2-test"), layers=4)
+    expected = gradients(spec, mesh, options())
+    elementwise = SimpleNamespace(
+        Processors=Processors, ResidualLayerNorm=ResidualLayerNorm, LinearGelu=LinearGelu
+    )
+    monkeypatch.setattr("arriero.parallel.apply.usable_on", lambda _: True)
+    monkeypatch.setattr("arriero.parallel.apply.kernels", lambda _: elementwise)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = gradients(spec, mesh, options(compiled=compiled))
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compiled)
 
 
 def test_llama_has_no_kernels_to_load(monkeypatch):

@@ -256,7 +256,7 @@ def test_a_checkpoint_of_weights_gathered_in_float8_needs_no_torchao(tmp_path, p
 def test_shards_gathered_in_float8_are_filled_from_meta_like_the_whole_model():
     def rows_held(parameter):
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return [(local, (dist.get_rank() * local.shape[0], *(0,) * (local.ndim - 1)))]
+        return local, (dist.get_rank() * local.shape[0], *(0,) * (local.ndim - 1))
 
     def work():
         with torch.device("meta"):
