@@ -28,6 +28,23 @@ Placement = Literal[
     "vocabulary head",
 ]
 
+# The placements of `arriero.model.layers.Block` and of what every LanguageModel has around the blocks.
+DECODER_PLACEMENTS: dict[str, Placement] = {
+    "embedding": "vocabulary embedding",
+    "blocks.*.attention_norm": "sequence parallel",
+    "blocks.*.attention": "gather sequence",
+    "blocks.*.attention.q": "column-wise",
+    "blocks.*.attention.k": "column-wise",
+    "blocks.*.attention.v": "column-wise",
+    "blocks.*.attention.o": "row-wise",
+    "blocks.*.ffn_norm": "sequence parallel",
+    "blocks.*.ffn": "gather sequence",
+    "blocks.*.ffn.up": "column-wise",
+    "blocks.*.ffn.down": "row-wise",
+    "norm": "sequence parallel",
+    "head": "vocabulary head",
+}
+
 
 @dataclass(frozen=True)
 class ParameterCounts:

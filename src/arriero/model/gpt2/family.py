@@ -4,29 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arriero.model.family import Family, ParameterCounts, Placement
+from arriero.model.family import DECODER_PLACEMENTS, Family, ParameterCounts
 
 if TYPE_CHECKING:
     from arriero.model.language_model import LanguageModel
     from arriero.model.name_maps import HuggingFaceNames
     from arriero.model.spec import ModelSpec
-
-_PLACEMENTS: dict[str, Placement] = {
-    "embedding": "vocabulary embedding",
-    "positions": "position embedding",
-    "blocks.*.attention_norm": "sequence parallel",
-    "blocks.*.attention": "gather sequence",
-    "blocks.*.attention.q": "column-wise",
-    "blocks.*.attention.k": "column-wise",
-    "blocks.*.attention.v": "column-wise",
-    "blocks.*.attention.o": "row-wise",
-    "blocks.*.ffn_norm": "sequence parallel",
-    "blocks.*.ffn": "gather sequence",
-    "blocks.*.ffn.up": "column-wise",
-    "blocks.*.ffn.down": "row-wise",
-    "norm": "sequence parallel",
-    "head": "vocabulary head",
-}
 
 
 def _build(spec: "ModelSpec") -> "LanguageModel":
@@ -72,7 +55,7 @@ GPT2 = Family(
     count_parameters=_count,
     defaults={"norm_eps": 1e-5, "tied": True},
     problems=_problems,
-    placements=_PLACEMENTS,
+    placements={**DECODER_PLACEMENTS, "positions": "position embedding"},
     hf=_hf,
     presets=Path(__file__).with_name("presets.toml"),
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from arriero.model.family import Family, ParameterCounts, Placement
+from arriero.model.family import DECODER_PLACEMENTS, Family, ParameterCounts
 
 if TYPE_CHECKING:
     from arriero.model.language_model import LanguageModel
@@ -14,22 +14,6 @@ if TYPE_CHECKING:
     from arriero.model.spec import ModelSpec
 
 _LARGEST = 2**31
-_PLACEMENTS: dict[str, Placement] = {
-    "embedding": "vocabulary embedding",
-    "blocks.*.attention_norm": "sequence parallel",
-    "blocks.*.attention": "gather sequence",
-    "blocks.*.attention.q": "column-wise",
-    "blocks.*.attention.k": "column-wise",
-    "blocks.*.attention.v": "column-wise",
-    "blocks.*.attention.o": "row-wise",
-    "blocks.*.ffn_norm": "sequence parallel",
-    "blocks.*.ffn": "gather sequence",
-    "blocks.*.ffn.gate": "column-wise",
-    "blocks.*.ffn.up": "column-wise",
-    "blocks.*.ffn.down": "row-wise",
-    "norm": "sequence parallel",
-    "head": "vocabulary head",
-}
 
 
 def _build(spec: "ModelSpec") -> "LanguageModel":
@@ -79,7 +63,7 @@ LLAMA = Family(
     count_parameters=_count,
     defaults={"norm_eps": 1e-5, "rope_theta": 10000.0, "tied": False},
     problems=_problems,
-    placements=_PLACEMENTS,
+    placements={**DECODER_PLACEMENTS, "blocks.*.ffn.gate": "column-wise"},
     hf=_hf,
     meta=_meta,
     presets=Path(__file__).with_name("presets.toml"),
