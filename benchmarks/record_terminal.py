@@ -89,7 +89,9 @@ def main() -> None:
     for line in without_middle(shown, arguments.height):
         console.print(Text.from_ansi(line), no_wrap=True, crop=True)
     title = shlex.join(arguments.command)
-    arguments.picture.write_text(console.export_svg(title=title, theme=MONOKAI))
+    picture = console.export_svg(title=title, theme=MONOKAI)
+    # without the fonts that rich would load from a network
+    arguments.picture.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
 
 
 if __name__ == "__main__":
