@@ -9,10 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from arriero.data.workers import no_progress
 from arriero.parallel.world import World
 from arriero.train.arrange import arrange
-from arriero.train.build import build
+from arriero.train.run import open_session
 
 
 class LiveTensors(TorchDispatchMode):
@@ -86,16 +85,12 @@ class Bytes(NamedTuple):
 def measured_bytes(config, on_gpu):
     """Take two steps: the gradients and temporaries of the second are added to what the first left."""
     state = 0
-    with gauge(on_gpu) as memory:
-        session = build(arrange(config, World()), no_progress)
-        try:
-            for _ in range(2):
-                session.passes.gradients(next(session.data.loader), session.optimizer.loss_scale)
-                state = memory.now()
-                session.optimizer.step(config.optim.lr)
-            return Bytes(state, memory.peak())
-        finally:
-            session.data.loader.close()
+    with gauge(on_gpu) as memory, open_session(config) as session:
+        for _ in range(2):
+            session.passes.gradients(next(session.data.loader), session.optimizer.loss_scale)
+            state = memory.now()
+            session.optimizer.step(config.optim.lr)
+        return Bytes(state, memory.peak())
 
 
 def predicted_bytes(config):

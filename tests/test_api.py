@@ -88,7 +88,7 @@ def test_overrides_are_a_mapping_or_a_list_and_files_may_be_strings(tmp_path):
 
 def test_a_run_returns_what_it_reached_and_prints_nothing(config, capfd):
     result = arriero.run(config())
-    assert (result.steps, result.tokens, result.trained) == (4, 1024, True)
+    assert (result.steps, result.tokens, result.has_trained) == (4, 1024, True)
     assert list(result.losses) == list(result.grad_norms) == [1, 2, 3, 4]
     assert list(result.eval_losses) == [0, 4]
     assert result.last_loss == result.losses[4]
@@ -98,7 +98,7 @@ def test_a_run_returns_what_it_reached_and_prints_nothing(config, capfd):
 
 def test_a_finished_run_returns_at_once(config):
     first, second = arriero.run(config()), arriero.run(config())
-    assert (second.trained, second.steps, second.model) == (False, 4, first.model)
+    assert (second.has_trained, second.steps, second.model) == (False, 4, first.model)
     assert second.last_loss == first.last_loss
     assert second.losses == {}
 

@@ -3,24 +3,17 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 
-from rich.console import Console
-
 from arriero.checkpoint.manager import SaveReport
-from arriero.config.schema import RunConfig
 from arriero.data.order.loader import IGNORED
-from arriero.data.workers import no_progress
 from arriero.model.spec import ModelSpec, flops_per_token
-from arriero.parallel.world import World
-from arriero.train.arrange import arrange
-from arriero.train.build import build
 from arriero.train.console import ConsoleProgress
 from arriero.train.hooks import Hook
 from arriero.train.metrics import StepMetrics
-from arriero.train.run import run
+from arriero.train.run import open_session, run
 from arriero.train.session import Session
+from arriero.ui import Console
 from arriero.units import Span
 from benchmarks.costs.result import Cost, Row
 from benchmarks.costs.sizes import Place, Sets, recorded
@@ -43,15 +36,6 @@ class StepEnds(Hook):
     def seconds(self) -> list[float]:
         """Return the mean seconds per step between two marks; steps before the first mark are warm-up."""
         return [(b - a) / self._every for a, b in pairwise(self._marks)]
-
-
-@contextmanager
-def untrained(config: RunConfig) -> Iterator[Session]:
-    session = build(arrange(config, World()), no_progress)
-    try:
-        yield session
-    finally:
-        session.data.loader.close()
 
 
 def overhead(place: Place) -> Cost:
@@ -101,7 +85,7 @@ def _trained_blocks(place: Place, log_every: int) -> list[float]:
 
 def _bare_blocks(place: Place) -> list[float]:
     config = place.run(1, place.sizes.least | {"observe.tensorboard": False})
-    with untrained(config) as session:
+    with open_session(config) as session:
         step = _bare_step(session)
         marks = []
         for number in range(BLOCK * (place.sizes.blocks + 1)):

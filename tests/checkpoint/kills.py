@@ -22,8 +22,6 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rich.console import Console
-
 from arriero.checkpoint.directory import CHECKPOINTS
 from arriero.config.load import load_run
 from arriero.data.order.ledger import Audit, read_ledger
@@ -33,6 +31,7 @@ from arriero.interrupt import Interrupted
 from arriero.model.presets import expand
 from arriero.train.console import ConsoleProgress
 from arriero.train.run import run
+from arriero.ui import Console
 from checkpoint.running import BASE
 
 STEPS = 30

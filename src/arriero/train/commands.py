@@ -52,5 +52,5 @@ def _train(run_file: RunFile, sets: Sets, nproc: Nproc) -> None:
     console = make_console()
     console.file = cast("IO[str]", Output(sys.stdout))
     result = run(config, [ConsoleProgress(console)], nproc=None if nproc == 1 else nproc)
-    if world_from().is_leader and not result.trained:
+    if world_from().is_leader and not result.has_trained:
         show_finished(console, result)

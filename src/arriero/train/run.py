@@ -27,7 +27,7 @@ class RunResult:
 
     `losses`, `grad_norms` and `eval_losses` map each step that this call logged to its training loss,
     gradient norm and validation loss; they are empty on ranks other than 0. `model` is the exported Hugging
-    Face directory, or None. `trained` is False if the run was finished before.
+    Face directory, or None. `has_trained` is False if the run was finished before.
     """
 
     run_dir: Path
@@ -40,7 +40,7 @@ class RunResult:
     losses: Mapping[int, float]
     grad_norms: Mapping[int, float]
     eval_losses: Mapping[int, float]
-    trained: bool
+    has_trained: bool
 
 
 def run(config: RunConfig, hooks: "Sequence[Hook]" = (), nproc: int | None = None) -> RunResult:
@@ -133,5 +133,5 @@ def _result(config: RunConfig, outcome: "Outcome", recorder: "Recorder") -> RunR
         losses=recorder.losses,
         grad_norms=recorder.grad_norms,
         eval_losses=recorder.eval_losses,
-        trained=outcome.has_trained,
+        has_trained=outcome.has_trained,
     )

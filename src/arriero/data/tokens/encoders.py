@@ -172,7 +172,8 @@ class SpotCheck:
             return
         most = min(self.SHORT, self._left)
         short = [i for i, text in enumerate(texts) if len(text) <= most]
-        if not short and (shortest := min(range(len(texts)), key=lambda i: len(texts[i]))) is not None:
+        if not short:
+            shortest = min(range(len(texts)), key=lambda i: len(texts[i]))
             short = [shortest] if len(texts[shortest]) <= self._left else []
         non_ascii = [i for i in short if not texts[i].isascii()]
         chosen = sorted({self._random.choice(some) for some in (short, non_ascii) if some})
