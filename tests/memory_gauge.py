@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from arriero.parallel.world import World
-from arriero.train.arrange import arrange
+from arriero.train.build import arrange
 from arriero.train.run import open_session
 
 

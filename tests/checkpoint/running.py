@@ -10,8 +10,7 @@ from arriero.data.workers import no_progress
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import process_group, world_from
-from arriero.train.arrange import arrange
-from arriero.train.build import build
+from arriero.train.build import arrange, build
 from arriero.train.loop import train
 
 BASE = [

@@ -15,8 +15,7 @@ from arriero.data.tokens.tokenizer import train_tokenizer
 from arriero.errors import UserError
 from arriero.model.presets import expand
 from arriero.parallel.world import World
-from arriero.train.arrange import arrange
-from arriero.train.build import build
+from arriero.train.build import arrange, build
 from arriero.train.hooks import Hook
 from arriero.train.loop import train
 

@@ -29,8 +29,7 @@ from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import process_group, world_from
-from arriero.train.arrange import arrange
-from arriero.train.build import build
+from arriero.train.build import arrange, build
 from arriero.train.finish import export_model
 from checkpoint.running import Runs
 

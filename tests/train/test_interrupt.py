@@ -17,8 +17,7 @@ from arriero.interrupt import Interrupted, Requests
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import World, process_group, world_from
-from arriero.train.arrange import arrange
-from arriero.train.build import build
+from arriero.train.build import arrange, build
 from arriero.train.hooks import Hook
 from arriero.train.loop import train
 from arriero.train.run import run

@@ -15,8 +15,14 @@ from arriero.model.family import build_model
 from arriero.model.spec import ModelSpec
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import process_group, world_from
-from arriero.train.arrange import arrange
-from arriero.train.build import build_evaluator, build_mesh, build_model_state, build_passes, open_data
+from arriero.train.build import (
+    arrange,
+    build_evaluator,
+    build_mesh,
+    build_model_state,
+    build_passes,
+    open_data,
+)
 from arriero.train.model_state import ModelState
 from arriero.train.optim.optimizer import Optimizer
 from arriero.train.resume import CheckpointLoader

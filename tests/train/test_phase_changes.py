@@ -15,8 +15,7 @@ from arriero.errors import UserError
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import World, process_group, world_from
-from arriero.train.arrange import arrange
-from arriero.train.build import build
+from arriero.train.build import arrange, build
 from arriero.train.loop import train
 
 BASE = [

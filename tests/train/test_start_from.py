@@ -22,8 +22,7 @@ from arriero.model.name_maps import own_tensors
 from arriero.model.presets import expand
 from arriero.model.spec import ModelSpec
 from arriero.parallel.world import world_from
-from arriero.train.arrange import arrange
-from arriero.train.build import build
+from arriero.train.build import arrange, build
 from checkpoint.running import Runs
 
 TEXTS = [f"{i} llamas and {i % 7} alpacas carry salt, wool and potatoes over the pass." for i in range(80)]

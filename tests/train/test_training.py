@@ -22,8 +22,7 @@ from arriero.interrupt import Interrupted, Requests
 from arriero.model.presets import expand
 from arriero.model.spec import flops_per_token
 from arriero.parallel.world import World
-from arriero.train.arrange import arrange
-from arriero.train.build import build, model_options
+from arriero.train.build import arrange, build, model_options
 from arriero.train.console import ConsoleProgress
 from arriero.train.finish import sample
 from arriero.train.hooks import Hook

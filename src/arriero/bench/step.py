@@ -38,7 +38,7 @@ from arriero.model.spec import FLOP_FORMULAS, ModelSpec, attended_by, flops_per_
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import World, world_from
 from arriero.plan.hardware import peak_of
-from arriero.train.arrange import arrange
+from arriero.train.build import arrange
 from arriero.units import Span
 
 TIMED = ["data", "forward", "backward", "clipping", "optimizer", "logging"]

@@ -1,7 +1,7 @@
 """The composition root: build a model, or everything a run needs, from resolved settings."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -35,11 +35,10 @@ from arriero.parallel.loss import LossOptions
 from arriero.parallel.mesh import Mesh, make_mesh
 from arriero.parallel.pipeline import Pipeline, sum_tied_gradients
 from arriero.parallel.precision import renew_scales
-from arriero.parallel.world import leader_first
+from arriero.parallel.world import World, leader_first
 from arriero.plan.layout import SCHEDULES
-from arriero.plan.resolve import Decision, Share
-from arriero.train.arrange import Arrangement
-from arriero.train.device import make_deterministic
+from arriero.plan.resolve import Decision, Resolved, Share, resolve
+from arriero.train.device import DTYPES, Device, choose_device, make_deterministic
 from arriero.train.finish import check_export
 from arriero.train.forward_backward import Evaluator, ForwardBackward
 from arriero.train.hooks import Hook, Hooks
@@ -47,10 +46,35 @@ from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoa
 from arriero.train.model_state import ModelState, parameter_decisions
 from arriero.train.optim.optimizer import Optimizer
 from arriero.train.resume import CheckpointLoader, StartingPoint, checkpoint_ranks, start_run
-from arriero.train.rundir import open_run_directory, run_directory, starts_over
+from arriero.train.rundir import check_run_directory, open_run_directory, run_directory, starts_over
 from arriero.train.saving import Saver, merge_over_stages
 from arriero.train.schedule import Cadence, LearningRates
 from arriero.train.session import RunRecord, Session, SessionData
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A resolved run on the device of one rank."""
+
+    resolved: Resolved
+    world: World
+    device: Device
+
+    @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute precision as torch's type."""
+        return DTYPES[self.resolved.compute]
+
+
+def arrange(config: RunConfig, world: World) -> Arrangement:
+    """Choose the device of this rank and resolve the run for it."""
+    check_run_directory(config)
+    device = choose_device(config.run.device, world.local_rank, world.local_size, config.run.share_gpu)
+    return Arrangement(resolve(config, device.machine(world.local_size), world.size), world, device)
 
 
 def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[Hook] = ()) -> Session:

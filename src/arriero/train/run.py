@@ -15,7 +15,7 @@ from arriero.parallel.world import World, process_group, world_from
 from arriero.train.rundir import lock_run, run_directory
 
 if TYPE_CHECKING:
-    from arriero.train.arrange import Arrangement
+    from arriero.train.build import Arrangement
     from arriero.train.hooks import Hook, Recorder
     from arriero.train.saving import Outcome
     from arriero.train.session import Session
@@ -77,7 +77,7 @@ def _run_rank(config: RunConfig, hooks: "Sequence[Hook]", is_child: bool) -> Run
 
 
 def _train(config: RunConfig, world: World, hooks: "Sequence[Hook]", refusal: UserError | None) -> RunResult:
-    from arriero.train.arrange import arrange
+    from arriero.train.build import arrange
     from arriero.train.finish import outcome_if_ended
     from arriero.train.hooks import Recorder
     from arriero.train.loop import train
@@ -95,7 +95,7 @@ def _train(config: RunConfig, world: World, hooks: "Sequence[Hook]", refusal: Us
 @contextmanager
 def open_session(config: RunConfig, hooks: "Sequence[Hook]" = ()) -> "Iterator[Session]":
     """Build the session of this rank without training it."""
-    from arriero.train.arrange import arrange
+    from arriero.train.build import arrange
 
     with _session(arrange(config, world_from()), hooks) as session:
         try:
