@@ -100,7 +100,7 @@ def the_reported_loss_is_the_first_ranks(patch):
     patch.setattr(Mesh, "sum_over", lambda mesh, value, *views: total(mesh, value, *views[: 2 - len(views)]))
 
 
-@mutation("accumulation: 2 micro-batches, dp_shard 2")
+@mutation("gradient accumulation: 2 micro-batches, dp_shard 2")
 def the_last_micro_batch_is_not_reduced(patch):
     original = train.forward_backward.synchronize_gradients
     patch.setattr(

@@ -19,7 +19,7 @@ CASES += [
     case
     for case in cases("llama")
     if case.title
-    in ("one axis: dp_shard 2, in host memory", "schedules: zbv, pp 2", "document masks: cp 2, ring")
+    in ("one axis: dp_shard 2, offloaded to CPU", "schedules: zbv, pp 2", "document masks: cp 2, ring")
 ]
 
 

@@ -85,7 +85,7 @@ def cases(model: str, device: str = "cpu") -> list[Case]:
         return layouts
     return [
         *layouts,
-        *_recomputation(),
+        *_activation_checkpointing(),
         *_gradients(),
         *_optimizers(),
         *_compiled(),
@@ -105,8 +105,8 @@ def _axes(model: str) -> list[Case]:
         Case("one axis", "cp 4, ring", axes(cp=4) | ring),
         Case("one axis", "dp_shard 3", axes(dp_shard=3) | {"train.batch": "1152 tok"}, _BATCH_OF_18),
         Case("one axis", "dp_shard 2, ZeRO-2", axes(dp_shard=2) | {"parallel.reshard": "never"}),
-        Case("one axis", "dp_shard 4, gathered in pairs", axes(dp_shard=4) | {"parallel.reshard": 2}),
-        Case("one axis", "dp_shard 2, in host memory", axes(dp_shard=2) | {"memory.offload_state": True}),
+        Case("one axis", "dp_shard 4, resharded over pairs", axes(dp_shard=4) | {"parallel.reshard": 2}),
+        Case("one axis", "dp_shard 2, offloaded to CPU", axes(dp_shard=2) | {"memory.offload_state": True}),
     ]
 
 
@@ -147,24 +147,19 @@ def _schedules() -> list[Case]:
     return cases
 
 
-def _recomputation() -> list[Case]:
+def _activation_checkpointing() -> list[Case]:
     kinds = ["full", "selective", "attention", "every:2", "fraction:1/3"]
-    spread = axes(dp_shard=2, tp=2)
-    tiled = [("full", axes() | {"memory.activation_checkpointing": "full"}), ("dp_shard 2 x tp 2", spread)]
-    return [
-        *(Case("recomputation", k, axes() | {"memory.activation_checkpointing": k}) for k in kinds),
-        *(
-            Case("recomputation", f"{k}, dp_shard 2 x tp 2", spread | {"memory.activation_checkpointing": k})
-            for k in kinds[:3]
-        ),
-        *(
-            Case("recomputation", f"{k}, cp 2", axes(cp=2) | {"memory.activation_checkpointing": k})
-            for k in kinds[:3]
-        ),
-        Case("recomputation", "full, pp 2", axes(pp=2) | {"memory.activation_checkpointing": "full"}),
-        Case("recomputation", "activations in host memory", axes() | {"memory.offload_activations": True}),
-        *(Case("recomputation", f"feed-forward in tiles, {name}", sets | _TILES) for name, sets in tiled),
+    spread, key = axes(dp_shard=2, tp=2), "memory.activation_checkpointing"
+    tiled = [("full", axes() | {key: "full"}), ("dp_shard 2 x tp 2", spread)]
+    chosen = [
+        *((kind, axes() | {key: kind}) for kind in kinds),
+        *((f"{kind}, dp_shard 2 x tp 2", spread | {key: kind}) for kind in kinds[:3]),
+        *((f"{kind}, cp 2", axes(cp=2) | {key: kind}) for kind in kinds[:3]),
+        ("full, pp 2", axes(pp=2) | {key: "full"}),
+        ("activations offloaded to CPU", axes() | {"memory.offload_activations": True}),
+        *((f"tiled feed-forward, {name}", sets | _TILES) for name, sets in tiled),
     ]
+    return [Case("activation checkpointing", name, sets) for name, sets in chosen]
 
 
 _TILES = {"memory.ffn_tile": 24}
@@ -173,14 +168,18 @@ _TILES = {"memory.ffn_tile": 24}
 def _gradients() -> list[Case]:
     one = {"train.micro_batch": 1}
     shard, hybrid = axes(dp_shard=2), axes(dp_replicate=2, dp_shard=2)
+    each = {"parallel.sync": "each"}
+    accumulated = [
+        ("16 micro-batches", axes() | one, False),
+        ("8 micro-batches, dp_shard 2", shard | one, False),
+        ("2 micro-batches, dp_shard 2", shard | {"train.micro_batch": 4}, True),
+        ("reduced per micro-batch, dp_shard 2", shard | one | each, False),
+        ("reduced per micro-batch, HSDP 2 x 2", hybrid | one | each, False),
+        ("8 micro-batches, tp 2", axes(tp=2) | {"train.micro_batch": 2}, False),
+        ("16 micro-batches, pp 2", axes(pp=2) | one, False),
+    ]
     return [
-        Case("accumulation", "16 micro-batches", axes() | one),
-        Case("accumulation", "8 micro-batches, dp_shard 2", shard | one),
-        Case("accumulation", "2 micro-batches, dp_shard 2", shard | {"train.micro_batch": 4}, quick=True),
-        Case("accumulation", "reduced at each, dp_shard 2", shard | one | {"parallel.sync": "each"}),
-        Case("accumulation", "reduced at each, 2 copies of 2", hybrid | one | {"parallel.sync": "each"}),
-        Case("accumulation", "8 micro-batches, tp 2", axes(tp=2) | {"train.micro_batch": 2}),
-        Case("accumulation", "16 micro-batches, pp 2", axes(pp=2) | one),
+        *(Case("gradient accumulation", name, sets, quick=quick) for name, sets, quick in accumulated),
         Case("loss", "chunks of 7 tokens", axes() | {"memory.loss_chunk": 7}),
         Case("loss", "whole logits, tp 2", axes(tp=2) | {"memory.loss_chunk": False}),
         Case("loss", "chunks of 100 tokens, tp 2", axes(tp=2) | {"memory.loss_chunk": 100}),
@@ -245,33 +244,33 @@ STATES = {
 
 def _precisions() -> list[Case]:
     bf16 = {"precision.compute": "bf16"}
-    made = [Case("bf16 beside fp32", "1 process", axes() | bf16, tolerance=BF16)]
+    made = [Case("bf16 against fp32", "1 process", axes() | bf16, tolerance=BF16)]
     for each in (axes(dp_shard=2), axes(tp=2), axes(pp=2), axes(cp=2), axes(dp_shard=2, tp=2)):
         name = " x ".join(
             f"{axis} {each[key]}" for axis in AXES if each.get(key := f"parallel.{axis}", 1) > 1
         )
-        made.append(Case("bf16 beside fp32", name, each | bf16, tolerance=BF16))
+        made.append(Case("bf16 against fp32", name, each | bf16, tolerance=BF16))
     for name in ("zero-bubble", "zbv"):
         split = axes(pp=2) | bf16 | {"parallel.schedule": name}
-        made.append(Case("bf16 beside fp32", f"{name}, pp 2", split, tolerance=BF16))
+        made.append(Case("bf16 against fp32", f"{name}, pp 2", split, tolerance=BF16))
     pure = axes() | bf16 | {"precision.master": "bf16"}
-    made.append(Case("bf16 beside fp32", "bf16 weights", pure, tolerance=BF16_WEIGHTS))
+    made.append(Case("bf16 against fp32", "bf16 weights", pure, tolerance=BF16_WEIGHTS))
     reduced = axes(dp_shard=2) | bf16 | {"precision.reduce": "bf16"}
-    made.append(Case("bf16 beside fp32", "dp_shard 2, reduced in bf16", reduced, tolerance=BF16))
+    made.append(Case("bf16 against fp32", "dp_shard 2, reduced in bf16", reduced, tolerance=BF16))
     fp16 = {"precision.compute": "fp16"}
     # one process skips a step that overflows; ranks with fewer sequences and smaller sums take it
     made.append(Case("fp16", "tp 2", axes(tp=2) | fp16, fp16, tolerance=BF16))
     for kind in ("tensorwise", "rowwise"):
         float8 = bf16 | {"precision.float8": kind}
-        made.append(Case("float8 beside fp32", kind, axes() | float8, tolerance=FLOAT8))
+        made.append(Case("float8 against fp32", kind, axes() | float8, tolerance=FLOAT8))
         spread = axes(dp_shard=2, tp=2) | float8
-        made.append(Case("float8 beside fp32", f"{kind}, dp_shard 2 x tp 2", spread, tolerance=FLOAT8))
+        made.append(Case("float8 against fp32", f"{kind}, dp_shard 2 x tp 2", spread, tolerance=FLOAT8))
     head = bf16 | {"precision.float8": "tensorwise", "precision.float8_head": True}
-    for name, each in (("with its head", axes()), ("with its head, tp 2", axes(tp=2))):
-        made.append(Case("float8 beside fp32", name, each | head, tolerance=FLOAT8))
+    for name, each in (("with float8 head", axes()), ("with float8 head, tp 2", axes(tp=2))):
+        made.append(Case("float8 against fp32", name, each | head, tolerance=FLOAT8))
     for state, tolerance in STATES.items():
         sets = axes(dp_shard=2) | {"optim.state": state}
-        made.append(Case("optimizer state beside fp32", f"{state}, dp_shard 2", sets, tolerance=tolerance))
+        made.append(Case("optimizer state against fp32", f"{state}, dp_shard 2", sets, tolerance=tolerance))
     return made
 
 
