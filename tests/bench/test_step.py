@@ -270,3 +270,9 @@ def test_a_commit_that_is_no_hash_is_rejected_before_the_measurement(arriero, mo
 )
 def test_a_spread_says_what_is_unusual_about_its_steps(count, warmup, spread):
     assert Timing.of([1.0] * count, 10, warmup, 1.0).spread == spread
+
+
+def test_a_result_states_the_activation_checkpointing_that_auto_became(bench):
+    code, _, file = bench("--no-gate", "--no-profile", **{"memory.activation_checkpointing": "auto"})
+    assert code == 0
+    assert StepResult.read(file).config["memory"]["activation_checkpointing"] == "none"

@@ -30,7 +30,7 @@ def parity(synthetic_cache):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
 def test_a_layout_on_a_shared_gpu_has_the_loss_of_one_process(parity, case):
-    verdict = parity.judge(case)
+    verdict = parity.compare(case)
     assert verdict.holds, verdict
 
 
@@ -47,24 +47,27 @@ def test_a_checkpoint_saved_in_the_background_resumes_on_another_layout(tmp_path
     assert losses("moved", "parallel.dp_shard=1", "parallel.tp=2") == pytest.approx(whole[2:], rel=1e-5)
 
 
-def overwritten_too_early(rank_value):
-    """Overwrite the input of an all-reduce after the call; return whether the sum shows it."""
+def gathered_of_two_ranks(value):
+    """Gather twice: read one result before the wait, overwrite the input of the other after the call."""
     world = world_from()
     torch.cuda.set_device(0)
     register_backend()
     dist.init_process_group(BACKEND, init_method=world.meeting, rank=world.rank, world_size=world.size)
-    values, gathered = torch.full((4,), rank_value, device="cuda"), torch.empty(8, device="cuda")
+    values, gathered = torch.full((4,), value, device="cuda"), torch.empty(8, device="cuda")
+    # loads the kernels that are used below
+    dist.all_gather_into_tensor(gathered, values)
+    torch.zeros_like(values).zero_()
     work = dist.all_gather_into_tensor(gathered, values, async_op=True)
-    unread = gathered.isnan().all().item()
+    is_nan = gathered.isnan().all()
     values.zero_()
     work.wait()
-    result = unread, gathered.sum().item()
+    result = is_nan.item(), gathered.sum().item()
     dist.barrier()
     dist.destroy_process_group()
     return result
 
 
 def test_a_missing_wait_and_an_input_overwritten_too_early_show():
-    unread, total = run_ranks(lambda: overwritten_too_early(1.0), 2, leader_prints=False)
-    assert unread
+    is_nan, total = run_ranks(lambda: gathered_of_two_ranks(1.0), 2, leader_prints=False)
+    assert is_nan
     assert total != 8.0

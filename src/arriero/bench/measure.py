@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from arriero.bench.machine import Meter, describe_code, describe_device
 from arriero.bench.result import CATEGORIES, Breakdown, CodeVersion, DeviceInfo, Losses
-from arriero.config.schema import RunConfig
+from arriero.config.schema import MemorySection, RunConfig
 from arriero.events import finite
 from arriero.parallel.loss import LOSS
 from arriero.train.device import Device, uuid_of
@@ -49,7 +49,8 @@ class StepCounts:
 class Measured:
     """Measurements over all ranks; device and code are those of rank 0.
 
-    `real_tokens` is the number of tokens of a step without padding, `joules` the energy of all timed steps.
+    `memory` is the section with the derived activation checkpointing, `real_tokens` the number of tokens of a
+    step without padding, `joules` the energy of all timed steps.
     """
 
     device: DeviceInfo
@@ -59,6 +60,7 @@ class Measured:
     layout: str
     ranks: int
     micro_batch: int
+    memory: MemorySection
     step_ms: list[float]
     real_tokens: int
     flops_per_token: float
@@ -86,6 +88,7 @@ def measure(config: RunConfig, counts: StepCounts) -> Measured | None:
         layout=str(session.mesh.layout),
         ranks=world.size,
         micro_batch=session.resolved.micro_batch,
+        memory=session.resolved.memory,
         step_ms=clock.step_ms(),
         real_tokens=clock.real_tokens(),
         flops_per_token=clock.flops_per_token(),

@@ -332,10 +332,12 @@ def benchmark(
         counts = replace(counts, started=counts.started + time.time() - begun)
         report(f"{counts.warmup} + {counts.timed} steps")
         found = measure(run, counts) if launched else run_ranks(lambda: measure(run, counts), ranks)
-    # stored without the temporary directories
+    if found is None:
+        return None
+    # stored without the temporary directories, and with what "auto" became
     data = run.data.model_copy(update={"sources": config.data.sources})
-    stored = run.model_copy(update={"run": config.run, "data": data})
-    return None if found is None else _result(stored, name, counts, found, gate, documents)
+    stored = run.model_copy(update={"run": config.run, "data": data, "memory": found.memory})
+    return _result(stored, name, counts, found, gate, documents)
 
 
 def _spec(config: RunConfig) -> ModelSpec:
