@@ -17,6 +17,7 @@ SETS = [
     "model.kv_heads=32",
     "model.tied=false",
     "data.sources=[{path='builtin:synthetic'}]",
+    "model.max_seq_len=2048",
     "data.seq_len=2048",
     "train.batch=8192 tok",
     "train.micro_batch=4",

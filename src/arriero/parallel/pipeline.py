@@ -1,10 +1,12 @@
 """Pipeline parallelism: stages of the model on different ranks, driven by torch's schedules."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -12,6 +14,35 @@ from arriero.model.language_model import LanguageModel
 from arriero.parallel.dtensor import local_part
 from arriero.parallel.mesh import Mesh
 from arriero.plan.layout import SCHEDULES, stages_of
+
+
+class _SplitBackwardStage(PipelineStage):
+    """Stage that keeps the graph of a micro-batch until its weight gradients are computed.
+
+    Torch 2.11 only keeps the Python objects of nodes where both backward passes meet. Such an object does not
+    own a node that is defined in Python, as the loss and float8 layers are.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._graphs: dict[int, GradientEdge] = {}
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if output.requires_grad:
+            self._graphs[fwd_chunk_id] = get_gradient_edge(output)
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            self._graphs.pop(bwd_chunk_id, None)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._graphs.pop(bwd_chunk_id, None)
 
 
 class Pipeline:
@@ -50,7 +81,8 @@ class Pipeline:
         states = torch.empty((rows, *self._between), dtype=self._compute, device="meta", requires_grad=True)
         first = torch.empty((rows, tokens), dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        return PipelineStage(
+        kind = _SplitBackwardStage if SCHEDULES[self._name].splits_backward else PipelineStage
+        return kind(
             part,
             number,
             self._ranks * len(self._parts),
