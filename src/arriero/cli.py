@@ -94,9 +94,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),  # noqa: ARG001
-    quiet: bool = typer.Option(
-        False, "--quiet", help="Print no progress and no text: errors, --json and the exit code remain."
-    ),
+    quiet: bool = typer.Option(False, "--quiet", help="Print nothing but errors and the output of --json."),
     version: bool = typer.Option(  # noqa: ARG001
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),

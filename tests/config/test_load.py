@@ -275,7 +275,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_name_of_another_trainer_is_answered_with_the_key_here(name):
-    assert f"{name}: unknown key; here this is '{ELSEWHERE[name]}'" in rejection(None, [f"{name}=1"])
+    assert f"{name}: unknown key; the key here is '{ELSEWHERE[name]}'" in rejection(None, [f"{name}=1"])
 
 
 @pytest.mark.parametrize(
@@ -307,10 +307,10 @@ def test_run_file_of_another_trainer_is_answered_key_by_key(tmp_path):
     titan = "[training]\nlocal_batch_size = 8\nsteps = 100\n[optimizer]\nlr = 1e-3\nname = 'AdamW'\n"
     text = rejection(write(tmp_path / "titan.toml", titan + "qqq = 1\n"))
     for words in (
-        "training.local_batch_size: unknown key; here this is 'train.micro_batch'",
-        "training.steps: unknown key; here this is 'train.horizon'",
-        "optimizer.lr: unknown key; here this is 'optim.lr'",
-        "optimizer.name: unknown key; here this is 'optim.name'",
+        "training.local_batch_size: unknown key; the key here is 'train.micro_batch'",
+        "training.steps: unknown key; the key here is 'train.horizon'",
+        "optimizer.lr: unknown key; the key here is 'optim.lr'",
+        "optimizer.name: unknown key; the key here is 'optim.name'",
         "optimizer.qqq: unknown key; the sections are run, model",
     ):
         assert words in text
@@ -342,7 +342,7 @@ def test_set_cannot_contain_a_second_key(tmp_path):
 
 def test_key_in_the_wrong_section_is_found(tmp_path):
     run = write(tmp_path / "run.toml", MINIMAL + "[run]\nlr = 1e-3\n")
-    assert "here this is 'optim.lr'" in rejection(run)
+    assert "the key here is 'optim.lr'" in rejection(run)
 
 
 @pytest.mark.parametrize(

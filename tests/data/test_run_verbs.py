@@ -182,7 +182,7 @@ def test_tampering_is_found(arriero, run_file, tmp_path, dataset_writer):
     path.write_text(good.replace('"end": 48', '"end": 40'))
     short = arriero("data", "audit", run.run_dir)
     assert short.returncode == 1
-    assert "does not hold: samples 0 to 40 were not the ones the order prescribes" in short.stdout
+    assert "wrong: samples 0 to 40 were not the ones the order prescribes" in short.stdout
     path.write_text(good.replace('"samples": 48', '"samples": 17', 1))
     stated = arriero("data", "audit", run.run_dir)
     assert stated.returncode == 1

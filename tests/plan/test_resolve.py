@@ -58,10 +58,10 @@ def test_any_one_degree_may_be_left_open(axis):
 
 
 DEGREES = [
-    (["dp_shard=1", "tp=2"], 3, "parallel", "asks for 2 ranks (tp 2) and this run has 3"),
-    (["tp=2"], 3, "parallel", "asks for a multiple of 2 ranks (tp 2) and this run has 3"),
+    (["dp_shard=1", "tp=2"], 3, "parallel", "needs 2 ranks (tp 2), but this run has 3"),
+    (["tp=2"], 3, "parallel", "needs a multiple of 2 ranks (tp 2), but this run has 3"),
     (["tp=-1"], 4, "parallel.tp", "parallel.dp_shard and parallel.tp are both -1"),
-    (["dp_shard=1", "cp=2", "pp=3"], 1, "parallel", "asks for 6 ranks (pp 3 x cp 2) and this run has 1"),
+    (["dp_shard=1", "cp=2", "pp=3"], 1, "parallel", "needs 6 ranks (pp 3 x cp 2), but this run has 1"),
 ]
 DIVISIONS = [
     (["tp=3"], [], "parallel.tp", "model.heads (4) does not divide over tp 3", "divisor of 4"),
@@ -181,7 +181,7 @@ SETTINGS = [
         "applied by the compiler",
     ),
     (["precision.master=bf16", "precision.compute=fp16"], 1, "precision.master", "compute in bf16"),
-    (["run.device=cuda"], 1, "run.device", "is no GPU"),
+    (["run.device=cuda"], 1, "run.device", "is not a GPU"),
     (["precision.float8=tensorwise"], 1, "precision.float8", "this run computes in fp32"),
     (["precision.float8_head=true"], 1, "precision.float8_head", "precision.float8 is 'off'"),
 ]

@@ -210,7 +210,7 @@ def test_a_vocabulary_far_larger_than_the_tokenizers_causes_a_remark(kept, runs,
     assert re.search(r"tokenizer has 400 ids, and model\.vocab_size is 12,000", remark)
     both = f"data.sources=[{{path='{store.directory}'}}, {{path='{other.directory}'}}]"
     second = forecast(build_streams(runs.config("run", *SMALL, both), no_progress), 2, 400)[1]
-    assert "nothing and nothing around them" in second.remarks[-1]
+    assert "BOS none, EOS none" in second.remarks[-1]
 
 
 LAYOUTS = {

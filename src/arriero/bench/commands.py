@@ -25,7 +25,7 @@ _COMMAS = "Separate several with commas."
 _PARITY_COLUMNS = {"layout": 32, "ranks": 5, "loss": 8, "gradient": 8, "weights": 8, "seconds": 7, "": 5}
 
 Steps = Annotated[int, typer.Option(min=1, help="Number of timed steps.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Number of untimed steps before; they compile the blocks.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Number of untimed steps first; blocks compile in them.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result there.", show_default=False)]
 Profile = Annotated[bool, typer.Option(help="Profile some more steps, to show where the time goes.")]
 NoGate = Annotated[bool, typer.Option("--no-gate", help="Skip the loss check; the result says so.")]
@@ -203,12 +203,14 @@ def matrix(
     sets: Sets = [],
     steps: Steps = 20,
     warmup: Warmup = 5,
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per step (accumulation).")] = 1,
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Micro-batches per step (gradient accumulation).")
+    ] = 1,
     out: Annotated[Path, typer.Option(help="Directory for tables and results.")] = Path("bench-matrix"),
     small: Annotated[bool, typer.Option("--small", help="Use scaled-down models on the CPU.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Maximum seconds per cell.")] = 1800,
 ) -> None:
-    """Measure models in one process, DDP, FSDP and HSDP, each in bf16, compiled, float8 and recomputing.
+    """Measure models in one process, DDP, FSDP and HSDP, in bf16, compiled, in float8 and with recompute.
 
     Each cell is an `arriero bench step` in its own process. A cell that fails is shown with its reason, and
     the others still run. Writes matrix.md, matrix.json, matrix.html and the result of each cell.
@@ -397,8 +399,8 @@ def compare(
     """Compare two results of the same work, or show tables of any number of results.
 
     The work is model, batch, sequence length, precision and optimizer state; layout, compilation and
-    activation checkpointing may differ. Two files print how many times as fast the second is; other numbers
-    of files, or --write, make Markdown tables.
+    activation checkpointing may differ. With two files, prints the speed of the second relative to the first.
+    With one, with more, or with --write, makes Markdown tables.
 
     Example: arriero bench compare before.json after.json
     """

@@ -121,7 +121,7 @@ def _inspected(directory: Path, made: "Manifest", tensors: bool) -> dict[str, An
 def verify(path: Checkpoint, as_json: AsJson = False) -> None:
     """Compare the checksum of every file of a checkpoint and look for NaN and infinity in its tensors.
 
-    Exit code 1 and the names of what is wrong, if anything is.
+    If anything is wrong, lists it and exits with code 1.
 
     Example: arriero ckpt verify runs/demo
     """

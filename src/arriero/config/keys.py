@@ -108,7 +108,7 @@ def suggestion(key: str) -> str | None:
     if answer := advice_for(key):
         return answer
     if near := nearest_key(key):
-        return f"here this is '{near}'" if near == key_for(key) else f"did you mean '{near}'?"
+        return f"the key here is '{near}'" if near == key_for(key) else f"did you mean '{near}'?"
     return None
 
 

@@ -108,9 +108,7 @@ def _read_toml(path: Path) -> Table:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise UserError(
-            f"there is no run file {path}", "check the path, or leave it out for the embedded default"
-        ) from None
+        raise UserError(f"there is no run file {path}", "check the path") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error})", "give a readable TOML file") from None
     except (ValueError, RecursionError) as error:

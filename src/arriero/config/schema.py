@@ -239,7 +239,7 @@ class OptimSection(Section):
     state: Literal["fp32", "bf16", "int8", "float8"] = Field(
         "fp32",
         description="Precision of the optimizer state; 8-bit state has one scale per 256 elements. Below "
-        "fp32 it is rounded stochastically.",
+        "fp32 it uses stochastic rounding.",
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         0.1,
@@ -356,7 +356,8 @@ class PrecisionSection(Section):
     float8: Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"] = Field(
         "off",
         description="Float8 matmuls in the blocks' linear layers, with one scale per tensor (fastest) or "
-        "per row; 'rowwise_gw_hp' is per row with weight gradients in bf16. Needs torchao.",
+        "per row; 'rowwise_gw_hp' is per row with weight gradients in bf16. Rowwise scales, "
+        "tensor parallelism, float8_all_gather and AMD GPUs need torchao.",
     )
     float8_all_gather: bool = Field(
         False, description="All-gather sharded weights as float8: half the traffic; needs 'tensorwise'."
@@ -373,8 +374,8 @@ class PrecisionSection(Section):
     )
     kernels: bool = Field(
         True,
-        description="Use Arriero's Triton kernels on GPUs; false uses PyTorch's only, with float8 "
-        "emulated, to compare.",
+        description="Use Arriero's Triton kernels on GPUs; false uses only PyTorch's, for "
+        "comparison, and emulates float8.",
     )
     compile: bool | Literal["auto"] = Field(
         "auto", description="torch.compile each block; 'auto' compiles on GPUs, unless blocks are tiny."
@@ -384,8 +385,8 @@ class PrecisionSection(Section):
 class MemorySection(Section):
     loss_chunk: Positive | Literal[False, "auto"] = Field(
         "auto",
-        description="Tokens per chunk of the loss, which bounds the memory of logits; 'auto' is a "
-        "sixteenth of a GPU's memory, false computes a micro-batch at once.",
+        description="Tokens per chunk of the loss, which bounds the memory of logits; with 'auto' "
+        "they take a sixteenth of a GPU's memory, false computes a whole micro-batch at once.",
     )
     activation_checkpointing: CheckpointingField = Field(
         "none",

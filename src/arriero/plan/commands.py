@@ -69,7 +69,10 @@ def check(
     decisions: tuple[Decision, ...] = ()
     if loaded is not None:
         try:
-            decisions = resolve(loaded.config, machine, nproc).decisions
+            decisions = tuple(
+                replace(each, reason=f"--device {device}") if each.name == "device" else each
+                for each in resolve(loaded.config, machine, nproc).decisions
+            )
         except ConfigError as error:
             problems += [replace(each, origin=loaded.origin(each.key)) for each in error.problems]
     if as_json:
@@ -96,7 +99,7 @@ def check(
 def explain(key: Key) -> None:
     """Explain a key of the run file: type, default, names in other trainers. A section lists its keys.
 
-    The name of another trainer, or of an earlier version, is answered with the key here.
+    Names that other trainers or earlier versions use are translated to the key here.
 
     Example: arriero config explain train.batch
     """
@@ -109,7 +112,7 @@ def explain(key: Key) -> None:
         console.print(f"[bold]{escape(key)}[/]  not a key here: {answer}")
         return
     if facts is None and (ours := key_for(key)):
-        console.print(f"[bold]{escape(key)}[/]  here this is {ours}")
+        console.print(f"[bold]{escape(key)}[/]  the key here is {ours}")
         key, facts = ours, facts_of(ours)
     if facts is None:
         todo = suggestion(key) or f"the sections are {', '.join(RunConfig.model_fields)}"
@@ -159,12 +162,12 @@ values of a run with their origin.
 - `--set KEY=VALUE` overrides a key. VALUE is TOML; the quotes around plain text may be left out.
 - `--set KEY=default` restores the default of any key or section, whatever the run file and the files it
   extends set. To give a text key the value "default", quote it: `--set run.name='"default"'`.
-- A key whose default is `"auto"` is derived, or not used, unless it is set; `"auto"` leaves it unset. A text
-  key whose default is `false` is left unset by `false`. So a file can undo what the file it extends sets.
-- Quantities carry a unit: `"4M tok"`, `"500 steps"`, `"2h"`. The suffixes k, M, B (or G) and T are decimal;
+- A key whose default is `"auto"` is derived, or not used, unless it is set. The value `"auto"` unsets it, and
+  `false` unsets a text key whose default is `false`. So a file can undo what the file it extends sets.
+- Quantities need a unit: `"4M tok"`, `"500 steps"`, `"2h"`. The suffixes k, M, B (or G) and T are decimal;
   `1e9` and `1E+9` are accepted.
-- The last column has the names of other trainers. An unknown key with such a name is answered with the key
-  here."""
+- The last column has the names of the key in other trainers. If a run file uses such a name, the error names
+  the key here."""
 
 
 def _table(section: str) -> list[str]:

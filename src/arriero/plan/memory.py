@@ -172,5 +172,5 @@ def largest_that_fits(estimate: MemoryEstimate, allowed: Sequence[int], free: in
     fitting = [n for n in allowed if estimate.fits(n, free)]
     chosen = max(fitting, default=min(allowed))
     sizes = [human_bytes(n) for n in (estimate.state, estimate.bytes(chosen), free)]
-    arithmetic = f"{sizes[0]} of state, {sizes[1]} in all, {sizes[2]} free"
+    arithmetic = f"{sizes[0]} of state, {sizes[1]} in total, {sizes[2]} free"
     return chosen, arithmetic if fitting else f"even {chosen} may not fit: {arithmetic}"

@@ -197,8 +197,8 @@ def _layout(section: ParallelSection, ranks: int, problems: list[Problem]) -> La
     elif layout.ranks != ranks:
         asked = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree not in (1, -1))
         number = f"a multiple of {fixed} ranks" if open_axes else counted(fixed, "rank")
-        what = f"asks for {number} ({asked or 'all degrees are 1'}) and this run has {ranks}"
-        todo = "start as many with --nproc, torchrun or srun, or change the degrees"
+        what = f"needs {number} ({asked or 'all degrees are 1'}), but this run has {ranks}"
+        todo = "start another number of ranks (--nproc, torchrun or srun), or change the degrees"
         problems.append(Problem("parallel", what, todo))
     return layout
 
@@ -237,7 +237,7 @@ def _compiled(config: RunConfig, spec: ModelSpec, layout: Layout, machine: Machi
     if config.precision.compile != "auto":
         return config.precision.compile, "as configured"
     if not machine.is_gpu:
-        return False, "only GPUs gain from it"
+        return False, "faster on GPUs only"
     if layout.pp > 1 and SCHEDULES[config.parallel.schedule].splits_backward:
         return False, f"the schedule '{config.parallel.schedule}' splits the backward pass"
     if spec.block_parameters < _WORTH_COMPILING:

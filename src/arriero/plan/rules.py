@@ -61,9 +61,11 @@ def phase_key(phase: int, name: str, first: str) -> str:
 def device_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     wanted = config.run.device
     if wanted == "cuda" and not machine.is_gpu:
-        yield Problem("run.device", f"is 'cuda', and {machine.name} is no GPU", "set it to 'auto' or 'cpu'")
+        yield Problem(
+            "run.device", f"is 'cuda', but {machine.name} is not a GPU", "set it to 'auto' or 'cpu'"
+        )
     if wanted == "cpu" and machine.is_gpu:
-        yield Problem("run.device", f"is 'cpu', and {machine.name} is a GPU", "set it to 'auto' or 'cuda'")
+        yield Problem("run.device", f"is 'cpu', but {machine.name} is a GPU", "set it to 'auto' or 'cuda'")
 
 
 def model_problems(spec: ModelSpec, layout: Layout, stages: int) -> Iterator[Problem]:

@@ -193,7 +193,7 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
     rows.append(("speed", f"{human_count(outcome.tokens_per_s)} tok/s", f"median; {whole}"))
     rows.append(("run directory", str(session.run_dir), "metrics, events, ledger, run.toml, tensorboard"))
     if outcome.model is not None:
-        rows.append(("model", str(outcome.model), "Hugging Face config, fp32 safetensors, tokenizer"))
+        rows.append(("model", str(outcome.model), "Hugging Face config, safetensors, tokenizer"))
     console.print(facts(rows))
 
 

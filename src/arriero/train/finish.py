@@ -48,9 +48,9 @@ def check_export(
         raise UserError(f"{directory} is in the way of the exported model", "move it away")
     check_free_space(directory, size, "the model", "make room, or set checkpoint.export = false")
     set_bos_template(read_definition(tokenizer.path), separators.bos.id if separators.bos else None)
-    reason = f"{separators} around a document, as in the data"
+    reason = f"{separators}, as in the data"
     if spec.dim % spec.heads:
-        reason += f"; transformers cannot load it: dim {spec.dim} is no multiple of heads {spec.heads}"
+        reason += f"; transformers cannot load it: dim {spec.dim} is not a multiple of heads {spec.heads}"
     return [Decision("export", str(directory), reason)]
 
 

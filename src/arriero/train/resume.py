@@ -170,9 +170,9 @@ def start_run(
         return _resume(section, loader, saved, key, new_weights, stream, tokenizer, remarks)
     if section.start_from is not None:
         source, compared = _warm_start(section, loader, tokenizer)
-        why = f"weights alone; optimizer, step and data position start from scratch{compared}"
+        why = f"weights only; optimizer, step and data position start from scratch{compared}"
         return StartingPoint(Outcome(), 0, None, Decision("start from", source, why), remarks)
-    return StartingPoint(Outcome(), 0, None, Decision("start", "new weights", "no checkpoint yet"), remarks)
+    return StartingPoint(Outcome(), 0, None, Decision("start", "from scratch", "no checkpoint yet"), remarks)
 
 
 def _replaces_weights(section: CheckpointSection, newest: Path) -> bool:

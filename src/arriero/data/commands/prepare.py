@@ -82,7 +82,7 @@ def prepare(
     bos: Annotated[str, typer.Option(help="Token before each document: none, auto or a token.")] = "none",
     eos: Annotated[str, typer.Option(help="Token after each document: auto, none or a token.")] = "auto",
     literal_eos: Annotated[
-        bool, typer.Option("--literal-eos", help="Allow texts that end with the end token spelled out.")
+        bool, typer.Option("--literal-eos", help="Accept texts that end with the string of the end token.")
     ] = False,
     skip_bad: SkipBad = False,
     max_bad: MaxBad = None,

@@ -119,7 +119,7 @@ def audit(
 ) -> None:
     """Verify a run's ledger: which samples were read, none twice within an epoch, none skipped.
 
-    The exit code is 1 if the ledger does not hold. No GPU is needed.
+    The exit code is 1 if the ledger is wrong. No GPU is needed.
 
     Example: arriero data audit runs/demo
     """
@@ -139,7 +139,7 @@ def audit(
         raise typer.Exit(1 if result.problems else 0)
     if result.problems:
         for problem in result.problems:
-            console.print(f"[bold red]does not hold:[/] {escape(problem)}")
+            console.print(f"[bold red]wrong:[/] {escape(problem)}")
         raise typer.Exit(1)
     _print_audit(console, result, streams.timeline, checksums)
 

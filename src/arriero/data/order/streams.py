@@ -148,8 +148,8 @@ def _misfits(store: TokenStore, first: TokenStore, vocab_size: int) -> Iterator[
     own, others = separators_of(store), separators_of(first)
     if own != others:
         yield (
-            f"its documents have {own} around them, those of {first.directory} have {others}; the exported "
-            "tokenizer does as the latter"
+            f"its documents have {own}, those of {first.directory} have {others}; the exported tokenizer "
+            "uses the latter"
         )
 
 

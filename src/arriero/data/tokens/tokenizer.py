@@ -190,7 +190,8 @@ class Separators(NamedTuple):
         return ids | {"add_bos_token": self.bos is not None}
 
     def __str__(self) -> str:
-        return " and ".join(mark.token if mark else "nothing" for mark in self)
+        bos, eos = (mark.token if mark else "none" for mark in self)
+        return f"BOS {bos}, EOS {eos}"
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
         """Return the ids of a text as they are at the beginning of a document."""
