@@ -245,7 +245,7 @@ def test_too_much_repetition_is_rejected_before_the_run_with_its_step(run_file, 
 
 def test_bad_data_sections_are_rejected_in_words(run_file):
     for sets, words in (
-        (["data.packing=concat"], "data.sources[0].prompt: a prompt stands before a document"),
+        (["data.packing=concat"], "data.sources[0].prompt: a prompt precedes a document"),
         (["data.phases=[{at='0 steps', sources=[{path='x'}]}]"], "data.phases[0].at"),
         (
             ["data.phases=[{at='9 steps', sources=[{path='x'}]}, {at='100 tok', sources=[{path='x'}]}]"],

@@ -168,7 +168,7 @@ def test_a_run_exports_whatever_ends_its_documents_and_conversion_repeats_it(kep
     state = saved / "state.json"
     state.write_text(json.dumps({k: v for k, v in json.loads(state.read_text()).items() if k != "token_ids"}))
     older = open_model(saved)
-    assert "does not record its token ids" in older.remarks[0]
+    assert "did not record token ids" in older.remarks[0]
     convert(older, tmp_path / "older", "hf")
 
 
