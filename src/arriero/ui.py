@@ -31,7 +31,6 @@ from rich.text import Text
 __all__ = ["Text", "escape"]
 
 Advance = Callable[[int], None]
-Stages = Callable[[str, int, int], None]
 
 _quiet = False
 

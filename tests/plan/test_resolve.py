@@ -321,10 +321,10 @@ def test_ranks_of_a_v_shaped_schedule_hold_both_arms():
 
 def test_decisions_name_the_layout_and_its_stages():
     run = resolved("parallel.pp=2", "parallel.cp=2", ranks=4)
-    told = decisions(run)
-    assert told["layout"] == "pp 2 x cp 2"
-    assert told["context parallel"] == "Ulysses 2"
-    assert told["stages"] == "3 | 1 blocks"
+    found = decisions(run)
+    assert found["layout"] == "pp 2 x cp 2"
+    assert found["context parallel"] == "Ulysses 2"
+    assert found["stages"] == "3 | 1 blocks"
     assert (run.ulysses, run.ring) == (2, 1)
 
 
@@ -368,6 +368,12 @@ def test_auto_takes_the_least_activation_checkpointing_that_fits(seq_len, chosen
     assert str(run.activation_checkpointing) == str(run.memory.activation_checkpointing) == chosen
     assert str(run.config.memory.activation_checkpointing) == "auto"
     assert run.predicted_bytes < H200.memory_free
+
+
+@pytest.mark.parametrize(("sets", "reason"), [((), "default"), (("full",), "as configured")])
+def test_decision_tells_a_default_from_a_setting(sets, reason):
+    run = resolved(*(f"memory.activation_checkpointing={kind}" for kind in sets))
+    assert {each.name: each.reason for each in run.decisions}["activation checkpointing"] == reason
 
 
 def test_auto_skips_selective_where_it_is_not_possible():

@@ -20,6 +20,7 @@ _CPU_CHUNK = 2048
 _LEAST_CHUNK = 256
 # the share of the free memory that a run may fill by the estimate
 _USABLE = 0.9
+EXCEEDS = f"needs more than {_USABLE:.0%} of the free memory, and may not fit"
 _ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
 
 
@@ -173,4 +174,4 @@ def largest_that_fits(estimate: MemoryEstimate, allowed: Sequence[int], free: in
     chosen = max(fitting, default=min(allowed))
     sizes = [human_bytes(n) for n in (estimate.state, estimate.bytes(chosen), free)]
     arithmetic = f"{sizes[0]} of state, {sizes[1]} in total, {sizes[2]} free"
-    return chosen, arithmetic if fitting else f"even {chosen} may not fit: {arithmetic}"
+    return chosen, arithmetic if fitting else f"even {chosen} {EXCEEDS}: {arithmetic}"

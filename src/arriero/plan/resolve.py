@@ -21,7 +21,7 @@ from arriero.plan.layout import (
     micro_batch_counts,
     stages_of,
 )
-from arriero.plan.memory import MemoryEstimate, largest_that_fits, loss_chunk
+from arriero.plan.memory import EXCEEDS, MemoryEstimate, largest_that_fits, loss_chunk
 from arriero.plan.rules import (
     BYTES,
     Compute,
@@ -249,7 +249,8 @@ def _checkpointing(draft: Draft) -> tuple[ActivationCheckpointing, str]:
     """Return the activation checkpointing; 'auto' is the cheapest that fits at micro-batch 1."""
     memory, free = draft.config.memory, draft.machine.memory_free
     if memory.activation_checkpointing.kind != "auto":
-        return memory.activation_checkpointing, "as configured"
+        is_default = memory.activation_checkpointing == MemorySection().activation_checkpointing
+        return memory.activation_checkpointing, "default" if is_default else "as configured"
     kinds = [ActivationCheckpointing("none"), ActivationCheckpointing("full")]
     if not (draft.splits_backward or memory.ffn_tile):
         kinds.insert(1, ActivationCheckpointing("selective"))
@@ -261,7 +262,7 @@ def _checkpointing(draft: Draft) -> tuple[ActivationCheckpointing, str]:
         reason = f"{human_bytes(most)} at a micro-batch of {sizes[0][1]}, {human_bytes(free)} free"
         if all(estimate.fits(size, free) for estimate, size in sizes):
             return checkpointing, reason
-    return kinds[-1], f"even this may not fit: {reason}"
+    return kinds[-1], f"even this {EXCEEDS}: {reason}"
 
 
 def _shares(
@@ -338,7 +339,7 @@ def _sizes(sequences: int) -> list[int]:
 
 
 def _share_decision(phase: Phase, share: Share, reason: str) -> Decision:
-    value = f"{share.micro_batch} of {share.sequences} sequences"
+    value = f"{share.micro_batch} of {counted(share.sequences, 'sequence')}"
     if share.gradient_accumulation > 1:
         value += f", gradient accumulation {share.gradient_accumulation}"
     if not phase.step:
