@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -21,6 +22,14 @@ def test_ranks_communicate_and_rank_0_returns_its_result():
             return total.item(), world.size
 
     assert run_ranks(work, 3, leader_prints=False) == (3.0, 3)
+
+
+def test_ranks_are_started_outside_the_main_thread():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(run_ranks(lambda: world_from().size, 2)))
+    thread.start()
+    thread.join()
+    assert results == [2]
 
 
 def test_the_error_of_the_rank_that_failed_first_is_raised():

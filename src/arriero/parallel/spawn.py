@@ -6,6 +6,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -186,7 +187,10 @@ _IN_A_NEW_RANK = dict.fromkeys(STOPPING, signal.SIG_DFL) | {signal.SIGUSR1: sign
 
 
 class _forward_signals:
-    """Forward signals to the ranks; signals that arrive before all ranks are forked are sent by `begin`."""
+    """Forward signals to the ranks; those that arrive before all ranks are forked are sent by `begin`.
+
+    Outside the main thread, which Python does not let handle signals, the context does nothing.
+    """
 
     def __init__(self, children: dict[int, int]) -> None:
         self._children = children
@@ -207,12 +211,17 @@ class _forward_signals:
             _send_signal(self._children, number)
 
     def __enter__(self) -> "_forward_signals":
+        self._before = {}
+        if threading.current_thread() is not threading.main_thread():
+            return self
         # the thread that handles signals does not survive a fork
         self._woken = signal.set_wakeup_fd(-1)
         self._before = {each: signal.signal(each, self._hear) for each in HEARD}
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._before:
+            return
         for each, handler in self._before.items():
             signal.signal(each, handler)
         signal.set_wakeup_fd(self._woken)
