@@ -8,7 +8,7 @@ from itertools import pairwise
 from arriero.checkpoint.manager import SaveReport
 from arriero.data.order.loader import IGNORED
 from arriero.model.spec import ModelSpec, flops_per_token
-from arriero.train.console import ConsoleProgress
+from arriero.train.commands import ConsoleProgress
 from arriero.train.hooks import Hook
 from arriero.train.metrics import StepMetrics
 from arriero.train.run import open_session, run

@@ -29,7 +29,7 @@ from arriero.data.order.streams import build_streams
 from arriero.data.workers import no_progress
 from arriero.interrupt import Interrupted
 from arriero.model.presets import expand
-from arriero.train.console import ConsoleProgress
+from arriero.train.commands import ConsoleProgress
 from arriero.train.run import run
 from arriero.ui import Console
 from checkpoint.running import BASE

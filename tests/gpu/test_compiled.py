@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from arriero.bench.parity import IGNORED_BIAS
-from arriero.model.init import plain_name
+from arriero.model.language_model import plain_name
 from arriero.model.presets import resolve
 from gpu.alone import DEVICE, alone, apart, made
 

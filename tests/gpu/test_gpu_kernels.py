@@ -10,9 +10,8 @@ from torch import nn
 from arriero.kernels import float8
 from arriero.kernels.float8 import swiglu
 from arriero.model.layers import converted
-from arriero.train.optim.rounding import Noise, merge_fp32
+from arriero.train.optim.number_formats import Noise, PlainFormat, merge_fp32
 from arriero.train.optim.rules import adamw_reference_
-from arriero.train.optim.state import PlainFormat
 from gpu.alone import DEVICE, alone, apart
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from arriero.model.family import build_model
-from arriero.model.init import InitRule, fill
+from arriero.model.language_model import InitRule, fill
 from arriero.model.presets import load_preset, resolve
 
 

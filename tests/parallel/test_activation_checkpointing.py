@@ -17,7 +17,7 @@ from arriero.config.fields import ActivationCheckpointing, to_toml
 from arriero.config.load import config_from_toml, load_run
 from arriero.errors import UserError
 from arriero.model.family import build_model
-from arriero.model.init import plain_name
+from arriero.model.language_model import plain_name
 from arriero.model.layers import Block
 from arriero.model.presets import expand, resolve
 from arriero.parallel import activation_checkpointing

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from arriero.config.schema import PrecisionSection
 from arriero.kernels import float8
 from arriero.model.family import build_model
-from arriero.model.init import plain_name
+from arriero.model.language_model import plain_name
 from arriero.model.presets import load_preset
 from arriero.parallel import precision
 from arriero.parallel.dtensor import from_local, local_part

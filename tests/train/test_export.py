@@ -14,7 +14,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from arriero.checkpoint.convert import convert, open_model
-from arriero.checkpoint.export import Gather, export_hf
 from arriero.checkpoint.formats.hf_directory import write_hf
 from arriero.checkpoint.formats.model_reader import ModelReader, WriteOptions
 from arriero.checkpoint.ranks import Ranks
@@ -30,7 +29,7 @@ from arriero.model.spec import ModelSpec
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import process_group, world_from
 from arriero.train.build import arrange, build
-from arriero.train.finish import export_model
+from arriero.train.finish import Gather, export_hf, export_model
 from checkpoint.running import Runs
 
 TEXTS = [f"The {i}th llama carries {i * 7} kilograms of salt over the pass; the end." for i in range(60)]

@@ -23,7 +23,7 @@ from arriero.model.presets import expand
 from arriero.model.spec import flops_per_token
 from arriero.parallel.world import World
 from arriero.train.build import arrange, build, model_options
-from arriero.train.console import ConsoleProgress
+from arriero.train.commands import ConsoleProgress
 from arriero.train.finish import sample
 from arriero.train.hooks import Hook
 from arriero.train.loop import train

@@ -2,7 +2,7 @@
 
 A launch has one program per block of elements; tables on the device map a block to its tensor and its
 address. AdamW reads and writes every number once. Its PyTorch reference is `arriero.train.optim.rules`, and
-its random bits are those of `arriero.train.optim.rounding`.
+its random bits are those of `arriero.train.optim.number_formats`.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,47 @@
-"""The base class of model families: tokens to hidden states, hidden states to logits or loss."""
+"""The base class of model families, and weight initialisation.
+
+Element n of a parameter is initially a pure function of (seed, parameter name, n): the same bits on every
+device, in any order, and for any shard of the parameter.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from arriero.model.attention import AttentionCore, Mask
-from arriero.model.init import InitRule, LocalShard, fill, plain_name, whole
 from arriero.model.layers import Block, Head, Rope, Rotation
 from arriero.model.spec import ModelSpec
+
+# Returns the local part of a parameter and its offset in the whole.
+LocalShard = Callable[[Tensor], tuple[Tensor, Sequence[int]]]
+
+_CELLS = 1 << 16
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class InitRule:
+    """A constant if std is zero, else a normal distribution truncated at `cut` standard deviations."""
+
+    std: float = 0.0
+    cut: float = 3.0
+    constant: float = 0.0
+
+
+def plain_name(name: str) -> str:
+    """Remove the parts that wrappers for compilation and activation checkpointing add to a name."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def whole(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+    return parameter, (0,) * parameter.ndim
 
 
 class LanguageModel(nn.Module):
@@ -106,3 +141,67 @@ class LanguageModel(nn.Module):
         for module in self.modules():
             if isinstance(module, Rope):
                 module.reset()
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, name: str, rule: InitRule, seed: int, local_shard: LocalShard = whole) -> None:
+    """Initialise the local part of a parameter."""
+    local, start = local_shard(parameter)
+    if local.is_meta:
+        raise ValueError(f"{name} has no storage yet: call to_empty before init_weights")
+    if rule.std == 0.0:
+        local.fill_(rule.constant)
+        return
+    rows = local.unsqueeze(0) if local.ndim == 1 else local
+    row, column = (0, start[0]) if local.ndim == 1 else (start[0], start[1])
+    _fill_rows(rows, row, column, parameter.shape[-1], _key(seed, name), rule)
+
+
+def _fill_rows(rows: Tensor, row: int, column: int, width: int, key: int, rule: InitRule) -> None:
+    table = _quantiles(rule.cut).to(rows.device) * rule.std
+    columns = torch.arange(column, column + rows.shape[1], device=rows.device)
+    # small chunks fit a CPU cache, large ones fill a GPU
+    at_once = max(1, (1 << 15 if rows.device.type == "cpu" else 1 << 24) // max(1, rows.shape[1]))
+    for first in range(0, rows.shape[0], at_once):
+        part = rows[first : first + at_once]
+        index = torch.arange(row + first, row + first + part.shape[0], device=rows.device)
+        part.copy_(_normals(index[:, None] * width + columns, key, table))
+
+
+def _normals(index: Tensor, key: int, table: Tensor) -> Tensor:
+    """Invert the normal CDF by linear interpolation, which all devices round alike, unlike erfinv."""
+    bits = _mix(index, key)
+    cell = _shift(bits, 48)
+    low = table[cell]
+    within = (_shift(bits, 24) & 0xFFFFFF).float() * 2.0**-24
+    return low + (table[cell + 1] - low) * within
+
+
+def _mix(index: Tensor, key: int) -> Tensor:
+    """Return SplitMix64 at a counter: neighbouring indices give unrelated bits."""
+    z = index * _signed(0x9E3779B97F4A7C15) + _signed(key)
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, by: int) -> Tensor:
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _key(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")
+
+
+@cache
+def _quantiles(cut: float) -> Tensor:
+    tail = 0.5 * math.erfc(cut / math.sqrt(2.0))
+    share = torch.linspace(tail, 0.5, _CELLS // 2 + 1, dtype=torch.float64, device="cpu")
+    lower = torch.special.ndtri(share)
+    lower[0] = -cut
+    lower[-1] = 0.0
+    return torch.cat((lower, -lower[:-1].flip(0))).float()

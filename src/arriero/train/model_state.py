@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from arriero.checkpoint.state import LazyMapping
 from arriero.config.schema import OptimSection
 from arriero.errors import UserError, nearest
-from arriero.model.init import plain_name
-from arriero.model.language_model import LanguageModel
+from arriero.model.language_model import LanguageModel, plain_name
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.parallel.dtensor import from_local, local_part, redistribute_like, shard_index
 from arriero.plan.resolve import Decision
-from arriero.train.optim.rounding import Noise, merge_fp32, split_fp32, store, third_half, to_bf16
+from arriero.train.optim.number_formats import Noise, merge_fp32, split_fp32, store, third_half, to_bf16
 from arriero.units import human_count
 
 

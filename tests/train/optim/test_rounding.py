@@ -2,8 +2,7 @@ import torch
 
 from arriero.config.schema import OptimSection
 from arriero.train.model_state import ModelState
-from arriero.train.optim.optimizer import Optimizer
-from arriero.train.optim.rounding import (
+from arriero.train.optim.number_formats import (
     Noise,
     high_half,
     low_half,
@@ -12,6 +11,7 @@ from arriero.train.optim.rounding import (
     third_half,
     to_bf16,
 )
+from arriero.train.optim.optimizer import Optimizer
 
 NOISE = Noise(1, torch.device("cpu"))
 

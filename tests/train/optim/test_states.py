@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from arriero.train.optim.rounding import Noise, low_half
-from arriero.train.optim.state import BLOCK, SIGNED, UNSIGNED, Moment
+from arriero.train.optim.number_formats import BLOCK, SIGNED, UNSIGNED, Moment, Noise, low_half
 
 FORMATS = [(kind, name) for kind in ("signed", "unsigned") for name in SIGNED]
 NOISE = Noise(1, torch.device("cpu"))

@@ -2,8 +2,7 @@
 
 from torch import Tensor, nn
 
-from arriero.model.init import InitRule
-from arriero.model.language_model import LanguageModel
+from arriero.model.language_model import InitRule, LanguageModel
 from arriero.model.layers import MLP, Attention, Block
 from arriero.model.spec import ModelSpec
 

@@ -18,9 +18,8 @@ from arriero.errors import UserError
 from arriero.kernels import grouped, is_aligned, kernels, usable
 from arriero.parallel.dtensor import from_local, local_part, redistribute_like, sharded_dims
 from arriero.train.model_state import ModelState, Weight
-from arriero.train.optim.rounding import Noise
+from arriero.train.optim.number_formats import Moment, Noise
 from arriero.train.optim.rules import AdamW, GroupRates, Muon, Rule, Sgd, Update
-from arriero.train.optim.state import Moment
 
 COUNTERS = "optimizer"
 # the name of the update in profiles

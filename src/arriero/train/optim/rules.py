@@ -15,8 +15,13 @@ from arriero.config.schema import OptimSection
 from arriero.kernels import grouped, is_aligned, kernels, usable
 from arriero.parallel.dtensor import from_local, shard_count, shard_index, shard_of, sharded_dims
 from arriero.train.model_state import Weight
-from arriero.train.optim.rounding import (
+from arriero.train.optim.number_formats import (
+    SIGNED,
+    UNSIGNED,
+    Format,
+    Moment,
     Noise,
+    PlainFormat,
     high_half,
     low_half,
     merge_fp32,
@@ -26,7 +31,6 @@ from arriero.train.optim.rounding import (
     third_half,
     to_bf16,
 )
-from arriero.train.optim.state import SIGNED, UNSIGNED, Format, Moment, PlainFormat
 
 _MUON_MOMENTUM = 0.95
 # Newton-Schulz iteration of degree five, tuned for speed: singular values end between about 0.7 and 1.2
