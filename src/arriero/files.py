@@ -218,14 +218,14 @@ def check_free_space(path: Path, needed: int, what: str, todo: str) -> None:
 @contextmanager
 def space_for(target: Path, at_least: int = 0) -> Iterator[None]:
     """Raise UserError when the disk of `target` lacks `at_least` bytes, or when it is full in the block."""
-    check_free_space(target, at_least, str(target), "make room, or choose another place")
+    check_free_space(target, at_least, str(target), "free some space, or choose another place")
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(
-            f"there is no room left for {target} ({error})", "make room, then repeat the command"
+            f"no space left for {target} ({error})", "free some space, then repeat the command"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Every combination of layout and mode runs; one that does not is shown, and the rest goes on.
+"""Every combination of layout and mode runs; one that fails is shown, and the others still run.
 
 Compiled cells take a minute each on two cores: a sample of the cells runs here, all of them in
 `make bench-small`.

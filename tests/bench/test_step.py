@@ -143,7 +143,7 @@ def test_a_single_step_without_warm_up_is_timed_from_its_beginning(bench):
 
 
 class FakeNvml:
-    """NVML of two GPUs, the second of which may have no energy meter."""
+    """NVML of two GPUs; the second may have no energy meter."""
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
 

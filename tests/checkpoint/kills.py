@@ -177,7 +177,7 @@ def unfinished(folder: Path, since: float) -> bool:
 
 
 def stopped_run(grounds: Range) -> str:
-    """A run told to stop after some checkpoints; cases of damage start from copies of it."""
+    """A run that is stopped after some checkpoints; cases of damage start from copies of it."""
     name = "stopped"
     if (grounds.folder / name).exists():
         return name
@@ -222,8 +222,8 @@ def damage(grounds: Range, kind: str, harm: str, seed: int, tally: Tally) -> Non
     config = grounds.config(name)
     problem = grounds.judge(name, config)
     tally.counts[harm] += 1
-    told = grounds.log(name).read_text()
-    if problem is None and newest.name not in told:
+    output = grounds.log(name).read_text()
+    if problem is None and newest.name not in output:
         problem = f"{name}: {harm} in {victim.name} was not reported"
     if problem:
         tally.failures.append(problem)
@@ -268,7 +268,7 @@ def remount(folder: Path, options: str) -> None:
 
 
 def full_disk(grounds: Range, tally: Tally) -> None:
-    """Saves on a disk that is too small fail loudly while training continues, until there is room."""
+    """Saves on a disk that is too small fail loudly while training continues, until there is space."""
     with small_disk(grounds.folder / "small", size="26m") as disk:
         if disk is None:
             return

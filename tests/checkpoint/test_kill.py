@@ -1,4 +1,4 @@
-"""Kill it anywhere: see kills.py, of which this is the short part; `make reliability` is the long one."""
+"""Kill a run at any moment: the short part of kills.py; `make reliability` runs all of it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A run that stopped goes on as if it had not, whatever the layout it goes on in."""
+"""A stopped run resumes with the losses of an uninterrupted one, in any layout."""
 
 import random
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_any_layout_resumes_from_any_other(runs, order, sets):
 
 @pytest.mark.parametrize("layout", ["one", "tp 2 x pp 2"])
 def test_state_larger_than_memory_is_read_one_tensor_at_a_time(runs, monkeypatch, layout):
-    """On all ranks alike, though those of a pipeline hold other tensors."""
+    """On all ranks, although those of a pipeline hold different tensors."""
     ranks, sets = LAYOUTS[layout]
     sets = [*sets, "model.layers=4", "precision.compute=bf16"]
     runs.train("whole", *sets, ranks=ranks)

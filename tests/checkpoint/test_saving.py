@@ -73,23 +73,23 @@ FILES = [".metadata", "__0_0.distcp", "state.json", "run.toml", MANIFEST]
 def test_damage_to_any_file_is_noticed_and_the_one_before_is_used(checkpoints, tmp_path, name, harm):
     save(checkpoints(), 1, 2)
     harm(tmp_path / CHECKPOINTS / "step-00000002" / name)
-    newest, told = checkpoints().newest()
+    newest, remarks = checkpoints().newest()
     assert newest.step == 1
-    assert len(told) == 1
-    assert "step-00000002" in told[0]
-    assert name in told[0]
+    assert len(remarks) == 1
+    assert "step-00000002" in remarks[0]
+    assert name in remarks[0]
 
 
 def test_every_bit_of_a_manifest_counts(checkpoints, tmp_path):
     save(checkpoints(), 1, 2)
     path = tmp_path / CHECKPOINTS / "step-00000002" / MANIFEST
-    sound = path.read_bytes()
-    for position in range(0, len(sound), 7):
-        damaged = bytearray(sound)
+    intact = path.read_bytes()
+    for position in range(0, len(intact), 7):
+        damaged = bytearray(intact)
         damaged[position] ^= 1 << (position % 8)
         path.write_bytes(damaged)
         found = find_checkpoints(tmp_path)[-1]
-        same = found.manifest is not None and json.loads(bytes(damaged)) == json.loads(sound)
+        same = found.manifest is not None and json.loads(bytes(damaged)) == json.loads(intact)
         assert found.problem is not None or same, position
 
 
@@ -97,18 +97,18 @@ def test_a_checkpoint_of_a_newer_version_is_named_and_left_alone(checkpoints, tm
     save(checkpoints(), 1, 2)
     path = tmp_path / CHECKPOINTS / "step-00000002" / MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
-    newest, told = checkpoints().newest()
+    newest, remarks = checkpoints().newest()
     assert newest.step == 1
-    assert "newer version (format 99" in told[0]
+    assert "newer version (format 99" in remarks[0]
     assert path.exists()
 
 
 def test_unfinished_checkpoints_are_removed_at_the_next_start(checkpoints, tmp_path):
     save(checkpoints(), 1)
     shutil.copytree(tmp_path / CHECKPOINTS / "step-00000001", tmp_path / CHECKPOINTS / "step-00000002.tmp")
-    newest, told = checkpoints().newest()
+    newest, remarks = checkpoints().newest()
     assert newest.step == 1
-    assert told == ["checkpoint step-00000002.tmp was never finished: removed"]
+    assert remarks == ["checkpoint step-00000002.tmp was never finished: removed"]
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -211,7 +211,7 @@ def test_a_report_that_is_made_while_others_are_taken_is_not_lost(checkpoints, m
         return report(*fields)
 
     monkeypatch.setattr(manager, "SaveReport", made_meanwhile)
-    assert [told.step for told in save(many, 1)] == [1]
+    assert [report.step for report in save(many, 1)] == [1]
 
 
 class At(Hook):
@@ -251,15 +251,15 @@ def test_sigusr1_and_a_touched_file_save_and_training_continues(runs):
 
 
 def test_a_failed_save_is_reported_and_the_exit_code_is_not_zero(runs):
-    def no_room(_):
+    def no_space(_):
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
 
-    def room(session):
+    def free_space(session):
         session.record.saver.wait(session)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     with pytest.raises(UserError, match=r"checkpoint of step 2 could not be saved .*File too large"):
-        runs.train("run", "checkpoint.every=2 steps", hooks=[At(1, no_room), At(3, room)])
+        runs.train("run", "checkpoint.every=2 steps", hooks=[At(1, no_space), At(3, free_space)])
     assert runs.saved("run") == ["step-00000004", "step-00000006"]
     events = [event["event"] for event in runs.lines("run", "events.jsonl")]
     assert events == ["start", "save failed", "save", "save", "end"]
@@ -271,11 +271,11 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_training_continues(runs)
     def limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-    def room(session):
+    def free_space(session):
         session.record.saver.wait(session)
         limit(resource.RLIM_INFINITY)
 
-    hooks = [At(1, lambda _: limit(200_000)), At(3, room)]
+    hooks = [At(1, lambda _: limit(200_000)), At(3, free_space)]
     sets = ["checkpoint.every=2 steps", "train.horizon=4 steps"]
     with pytest.raises(UserError, match=r"step 2 could not be saved .*File too large"):
         runs.train("run", *sets, ranks=2, hooks=hooks)

@@ -79,7 +79,7 @@ print(json.dumps(curate.readers(pathlib.Path(sys.argv[2]), "text")))
 
 
 def test_every_kind_of_file_that_is_there_gets_a_reader(tmp_path):
-    """With datatrove's readers replaced, since it lives in an environment of its own."""
+    """With datatrove's readers replaced, because it is installed in a separate environment."""
     write_corpus(tmp_path / "raw")
     (tmp_path / "raw" / "3.jsonl.tmp").write_text("unfinished")
     done = subprocess.run(

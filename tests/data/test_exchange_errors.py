@@ -1,4 +1,4 @@
-"""What is wrong is named with its file and place, and nothing is left behind."""
+"""Errors name the file and the place, and no output stays behind."""
 
 import gzip
 import struct

@@ -53,8 +53,8 @@ def packed(model, source, packing, mask=True, sequences=3):
 def parts(document, prompt=(), own_prompt=0):
     """A document as rows of at most SEQ_LEN, each with the labels it should have."""
     whole = [*prompt, *document] if document else []
-    unlearnt = len(prompt) + own_prompt
-    labels = [*(t if i >= unlearnt else IGNORED for i, t in enumerate(whole))][1:]
+    unincluded = len(prompt) + own_prompt
+    labels = [*(t if i >= unincluded else IGNORED for i, t in enumerate(whole))][1:]
     labels.append(IGNORED)
     return [(whole[i : i + SEQ_LEN], labels[i : i + SEQ_LEN]) for i in range(0, len(whole), SEQ_LEN)]
 
@@ -96,8 +96,8 @@ def test_a_documents_own_prompt_is_read_but_excluded_from_the_loss(
     lengths = [min(3, n) for n in LENGTHS]
     one, two = (make_store([documents[:7], documents[7:]]) for _ in range(2))
     prompted = attach_prompt_lengths(one.directory, [lengths[:7], lengths[7:]])
-    learnt = [[i >= p for i in range(n)] for n, p in zip(LENGTHS, lengths, strict=True)]
-    masked = attach_loss_masks(two.directory, [list(chain(*learnt[:7])), list(chain(*learnt[7:]))])
+    included = [[i >= p for i in range(n)] for n, p in zip(LENGTHS, lengths, strict=True)]
+    masked = attach_loss_masks(two.directory, [list(chain(*included[:7])), list(chain(*included[7:]))])
     packing = Packing(kind, cache=tmp_path)
     loss = packed(model, TokenSource(prompted), packing)
     assert packed(model, TokenSource(masked), packing) == pytest.approx(loss, rel=1e-12)

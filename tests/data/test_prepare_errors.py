@@ -65,8 +65,8 @@ def test_places_that_cannot_be_written_are_rejected_by_export_and_training(tmp_p
     exported = arriero("data", "export", counting_store.directory, "megatron", "/proc/x")
     in_one_sentence(exported, "cannot write /proc/x (No such file or directory)")
     write_jsonl(tmp_path / "a.jsonl", ["a"])
-    learnt = arriero("data", "train-tokenizer", "a.jsonl", "-o", "/proc/t2.json", "--vocab-size", 300)
-    in_one_sentence(learnt, "cannot write /proc/t2.json (No such file or directory)")
+    trained = arriero("data", "train-tokenizer", "a.jsonl", "-o", "/proc/t2.json", "--vocab-size", 300)
+    in_one_sentence(trained, "cannot write /proc/t2.json (No such file or directory)")
 
 
 def test_an_unwritable_place_is_noticed_before_the_learning(tmp_path):
@@ -161,7 +161,7 @@ def test_a_disk_that_is_full_or_fills_up_ends_a_prepare_with_one_sentence(
     source = write_jsonl(tmp_path / "a.jsonl", [f"{i} a b c d e f g " * 40 for i in range(600)])
     on_a_disk_with(small_disk, kilobytes)
     request = PrepareRequest((str(source),), small_disk / "set", tokenizer_file, shard_bytes=50_000)
-    complaint = "needs at least" if kilobytes == 16 else "no room left for .*; make room, then repeat"
+    complaint = "needs at least" if kilobytes == 16 else "no space left for .*; free some space, then repeat"
     with pytest.raises(UserError, match=complaint):
         prepare(request, workers, PrepareWatcher())
     (small_disk / "filler").unlink()

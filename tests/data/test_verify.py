@@ -31,7 +31,7 @@ def rewrite(store, name, change):
     path.write_bytes(change(path.read_bytes()))
 
 
-def test_a_sound_dataset_has_no_problem_and_is_counted(tmp_path):
+def test_a_valid_dataset_has_no_problem_and_is_counted(tmp_path):
     store = make_dataset(tmp_path / "set", [[[], [EOS], [5, EOS], [6, EOS], [7, EOS]], [], [[]]], LARGE)
     seen = []
     found = verify_dataset(store, workers=2, advance=seen.append)
@@ -112,7 +112,7 @@ def test_documents_known_to_lack_their_end_are_only_remarked_on(tmp_path):
     assert [remark.file for remark in found.remarks] == ["00000.bin"]
 
 
-def test_a_dataset_made_without_ends_is_sound(tmp_path):
+def test_a_dataset_made_without_ends_is_valid(tmp_path):
     store = make_dataset(tmp_path / "set", [[[5, 6], [7]]])
     assert len(verify_dataset(store).problems) == 1
     store.about["separators"] = {"bos": None, "eos": None}
@@ -170,9 +170,9 @@ def test_a_scan_sees_the_same_in_chunks_of_any_size(tmp_path_factory, monkeypatc
 
 
 def test_verify_exits_with_1_and_names_the_file(store, arriero):
-    sound = arriero("data", "verify", store.directory)
-    assert sound.returncode == 0, sound.stderr
-    assert "valid" in sound.stdout
+    valid = arriero("data", "verify", store.directory)
+    assert valid.returncode == 0, valid.stderr
+    assert "valid" in valid.stdout
     rewrite(store, "00001.bin", lambda raw: bytes(reversed(raw)))
     bad = arriero("data", "verify", store.directory, "--workers", "2")
     assert bad.returncode == 1

@@ -41,6 +41,6 @@ def made(spec, compiled=False, weights=torch.float32, checkpointing="none", loss
     return model
 
 
-def apart(found, expected):
+def relative_error(found, expected):
     """The norm of the difference, by that of what was expected."""
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()

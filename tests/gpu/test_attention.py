@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arriero.model.attention import AttentionCore
-from gpu.alone import DEVICE, alone, apart
+from gpu.alone import DEVICE, alone, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +73,7 @@ def test_attention_in_bf16_is_that_of_plain_arithmetic_in_fp32(shape):
         found = attention(*given)
         with sdpa_kernel(SDPBackend.MATH):
             exact = attention(*(x.float() for x in given))
-        return [apart(a, b) for a, b in zip(found, exact, strict=True)]
+        return [relative_error(a, b) for a, b in zip(found, exact, strict=True)]
 
     out, *gradients = alone(work)
     assert out < 2**-7

@@ -1,4 +1,4 @@
-"""A run on a GPU is saved while it trains, and goes on from there to the bit."""
+"""A run on a GPU is saved while it trains, and resumes bit-identically."""
 
 import os
 import signal

@@ -5,7 +5,7 @@ import torch
 
 from arriero.kernels import usable_on
 from arriero.model.attention import AttentionCore, Documents, attend_by_document, document_mask
-from gpu.alone import DEVICE, alone, apart
+from gpu.alone import DEVICE, alone, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ def test_flex_attention_equals_attention_per_document(shape):
         assert not isinstance(mask, Documents)
         found = attention(AttentionCore(), mask, *given)
         exact = attention(attend_by_document, Documents(documents), *(x.float() for x in given))
-        return [apart(a, b) for a, b in zip(found, exact, strict=True)]
+        return [relative_error(a, b) for a, b in zip(found, exact, strict=True)]
 
     out, *gradients = alone(work)
     assert out < 2**-7

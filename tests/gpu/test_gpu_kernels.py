@@ -12,7 +12,7 @@ from arriero.kernels.float8 import swiglu
 from arriero.model.layers import converted
 from arriero.train.optim.number_formats import Noise, PlainFormat, merge_fp32
 from arriero.train.optim.rules import adamw_reference_
-from gpu.alone import DEVICE, alone, apart
+from gpu.alone import DEVICE, alone, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def test_multi_tensor_adamw_equals_the_reference(weights, moments, halves, shift
         low = low if halves else []
         decays = torch.tensor([0.1, 0.0, 0.1, 0.3], device=DEVICE)
         keys = torch.stack([noise.key(str(n), 0) for n in SIZES])
-        twins = [[t.clone() for t in each] for each in (w, low, m, v)]
+        references = [[t.clone() for t in each] for each in (w, low, m, v)]
         for step in (1, 2, 3, 4):
             unbiased = (0.01 / (1 - 0.9**step), (1 - 0.95**step) ** -0.5)
             rates = Rates(0.01, 0.9, 1 - 0.9, 0.95, 1 - 0.95, 1e-8)
@@ -59,11 +59,11 @@ def test_multi_tensor_adamw_equals_the_reference(weights, moments, halves, shift
             adamw_(Parameters(w, low, g, m, v, decays, keys), rates, scalars, step_key)
             for i in range(len(SIZES)):
                 adamw_reference_(
-                    twins[0][i],
-                    twins[1][i] if halves else None,
+                    references[0][i],
+                    references[1][i] if halves else None,
                     g[i],
-                    [twins[2][i]],
-                    [twins[3][i]],
+                    [references[2][i]],
+                    [references[3][i]],
                     PlainFormat(moments),
                     PlainFormat(moments),
                     keys[i],
@@ -75,12 +75,13 @@ def test_multi_tensor_adamw_equals_the_reference(weights, moments, halves, shift
                     1e-8,
                 )
         if halves:
-            w, twins[0] = (
-                [merge_fp32(*pair) for pair in zip(*each, strict=True)] for each in ((w, low), twins[:2])
+            w, references[0] = (
+                [merge_fp32(*pair) for pair in zip(*each, strict=True)] for each in ((w, low), references[:2])
             )
         return [
-            apart(a, b) for ours, twin in zip((w, m, v), (twins[0], *twins[2:]), strict=True)
-            for a, b in zip(ours, twin, strict=True)
+            relative_error(a, b)
+            for ours, reference in zip((w, m, v), (references[0], *references[2:]), strict=True)
+            for a, b in zip(ours, reference, strict=True)
         ]  # fmt: skip
 
     # a last bit of fp32 may tip a coin, of one element in many
@@ -110,9 +111,9 @@ def test_float8_products_and_gradients_equal_emulated_ones(tokens, outs):
         here = [x.detach().cpu().requires_grad_(), *(w.detach().cpu().requires_grad_() for w in weights)]
         found, expected = float8.linears(x, weights), float8.linears(here[0], here[1:])
         grads = torch.autograd.grad(found, [x, *weights], gradient)
-        twins = torch.autograd.grad(expected, here, gradient.cpu())
-        pairs = zip([found, *grads], [expected, *twins], strict=True)
-        return [apart(a.detach().cpu(), b.detach()) for a, b in pairs]
+        references = torch.autograd.grad(expected, here, gradient.cpu())
+        pairs = zip([found, *grads], [expected, *references], strict=True)
+        return [relative_error(a.detach().cpu(), b.detach()) for a, b in pairs]
 
     # an element on the border between two float8 numbers may fall to either side
     assert max(alone(work)) < 0.02
@@ -126,7 +127,7 @@ def test_swiglu_of_a_joint_matrix_equals_the_reference():
         found, expected = swiglu(y), swiglu(exact)
         (mine,) = torch.autograd.grad(found, y, gradient)
         (theirs,) = torch.autograd.grad(expected, exact, gradient.double().cpu())
-        return apart(found.detach().cpu(), expected.detach()), apart(mine.cpu(), theirs)
+        return relative_error(found.detach().cpu(), expected.detach()), relative_error(mine.cpu(), theirs)
 
     assert max(alone(work)) < 2**-8
 
@@ -140,7 +141,7 @@ def beside_exact(kernel, plain, layer, x):
     exact_given = [gradient.double() for gradient in given]
     expected_gradients = torch.autograd.grad(expected, [exact_x, *exact.parameters()], exact_given)
     pairs = zip([*results, *gradients], [*expected, *expected_gradients], strict=True)
-    return [apart(a.detach(), b.detach()) for a, b in pairs]
+    return [relative_error(a.detach(), b.detach()) for a, b in pairs]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
@@ -203,7 +204,7 @@ def test_slices_of_the_vocabulary_have_the_gradient_of_the_whole():
             share = counted * (own[0] - top).exp() / total
             logits_grad_(part, part.shape[1], target, own[0], share)
         joined_loss = ((total.log() + top - found[0][2] - found[1][2]) * counted).sum()
-        return apart(joined_loss, loss), apart(torch.cat(slices, dim=1), logits)
+        return relative_error(joined_loss, loss), relative_error(torch.cat(slices, dim=1), logits)
 
     value, slope = alone(work)
     assert value < 1e-6 and slope < 2**-8

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from arriero.parallel.loss import LossOptions, chunked_loss
-from gpu.alone import DEVICE, alone, apart
+from gpu.alone import DEVICE, alone, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +53,9 @@ def test_chunks_of_bf16_logits_have_the_loss_and_gradients_of_fp32_cross_entropy
         value = with_gradients(plain(0.0), *given)[0]
         _, *expected = with_gradients(plain(z_loss), *given)
         assert not found[1].flatten(0, 1)[128:256].any()
-        return apart(found[0], value), [apart(a, b) for a, b in zip(found[1:], expected, strict=True)]
+        return relative_error(found[0], value), [
+            relative_error(a, b) for a, b in zip(found[1:], expected, strict=True)
+        ]
 
     value, gradients = alone(work)
     assert value < 2e-6
@@ -68,7 +70,7 @@ def test_a_float8_head_has_the_loss_and_gradients_of_the_emulated_one(chunk):
         loss = partial(chunked_loss, options=LossOptions(chunk, float8=True))
         found = with_gradients(loss, *given)
         expected = with_gradients(loss, *(each.cpu() for each in given))
-        return [apart(a.cpu(), b) for a, b in zip(found, expected, strict=True)]
+        return [relative_error(a.cpu(), b) for a, b in zip(found, expected, strict=True)]
 
     value, *gradients = alone(work)
     # an element on the border between two float8 numbers may fall to either side

@@ -18,7 +18,7 @@ def given(tokens, width, outs, dtype=torch.bfloat16):
     return x, weights
 
 
-def apart(found, expected):
+def relative_error(found, expected):
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
@@ -29,7 +29,7 @@ def test_several_layers_are_one_product_close_to_the_exact_one(tokens, outs):
     y = linears(x, weights)
     exact = torch.cat([x.detach().double() @ weight.detach().double().T for weight in weights], dim=-1)
     assert (y.shape, y.dtype) == ((2, tokens, sum(outs)), torch.bfloat16)
-    assert 0 < apart(y, exact) < FORWARD
+    assert 0 < relative_error(y, exact) < FORWARD
 
 
 def test_gradients_are_close_to_exact_ones():
@@ -42,7 +42,7 @@ def test_gradients_are_close_to_exact_ones():
     expected = torch.autograd.grad(y, [exact_x, *exact], gradient.double())
     for mine, theirs, own in zip(found, expected, [x, *weights], strict=True):
         assert (mine.shape, mine.dtype) == (own.shape, own.dtype)
-        assert apart(mine, theirs) < BACKWARD
+        assert relative_error(mine, theirs) < BACKWARD
 
 
 def test_zeros_and_large_numbers_have_valid_scales():

@@ -103,7 +103,7 @@ def unlike_one_process(case, change=lambda _: None):
 
 
 def distance(value, true):
-    # what moves all scores of a query alike has no gradient: of GPT-2's key biases only rounding is left
+    # adding a constant to all scores of a query has no gradient: of GPT-2's key biases only rounding is left
     scale = true.abs().max() if true.abs().max() > 1e-7 else 1.0
     return ((value - true).abs().max() / scale).item()
 

@@ -1,4 +1,4 @@
-"""Which layers become float8, where it is refused, and what a user is told."""
+"""Which layers become float8, where it is rejected, and what is reported."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -113,9 +113,9 @@ try:
 except UserError as error:
     sys.exit(str(error))
 """
-    told = python("-c", code).stderr
-    assert "precision.float8 needs torchao" in told
-    assert "pip install 'arriero[float8]'" in told
+    stderr = python("-c", code).stderr
+    assert "precision.float8 needs torchao" in stderr
+    assert "pip install 'arriero[float8]'" in stderr
 
 
 def test_torchao_is_imported_only_when_needed_and_without_messages(python):

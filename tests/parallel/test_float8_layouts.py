@@ -313,7 +313,7 @@ def losses_in_layout(recipe, dp, tp, **keys):
     return losses
 
 
-def apart(losses, others):
+def largest_difference(losses, others):
     return max(abs(a - b) for a, b in zip(losses, others, strict=True))
 
 
@@ -330,7 +330,7 @@ BF16_TOLERANCE = 0.05
 def test_float8_reaches_the_loss_of_bf16(recipe):
     reference = reference_losses("off")
     assert reference[-1] < 0.1 * reference[0]
-    assert apart(reference_losses(recipe), reference) < BF16_TOLERANCE
+    assert largest_difference(reference_losses(recipe), reference) < BF16_TOLERANCE
 
 
 # Measured: 2.4e-7, the rounding of the sum of two losses; 0.0044 where bf16 sums are split over ranks and
@@ -342,7 +342,7 @@ def test_float8_reaches_the_loss_of_bf16(recipe):
 )
 def test_a_layout_reaches_the_loss_of_one_process(dp, tp, gathered, tolerance):
     found = in_ranks(dp * tp, lambda: losses_in_layout("tensorwise", dp, tp, float8_all_gather=gathered))
-    assert apart(found, reference_losses("tensorwise", dp)) < tolerance
+    assert largest_difference(found, reference_losses("tensorwise", dp)) < tolerance
 
 
 def test_a_wrong_scale_or_wrong_labels_are_detected(monkeypatch):
@@ -355,7 +355,7 @@ def test_a_wrong_scale_or_wrong_labels_are_detected(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(float8, "both_layouts", twice_the_scale)
         twice = in_ranks(1, lambda: losses_alone("tensorwise"))
-    assert apart(twice, reference_losses("off")) > 2 * BF16_TOLERANCE
+    assert largest_difference(twice, reference_losses("off")) > 2 * BF16_TOLERANCE
 
     shifted = in_ranks(1, lambda: losses_alone("tensorwise", shift=1))
-    assert apart(shifted, reference_losses("off")) > 2 * BF16_TOLERANCE
+    assert largest_difference(shifted, reference_losses("off")) > 2 * BF16_TOLERANCE

@@ -1,4 +1,4 @@
-"""Several ranks from the command line: what is refused, what is left behind, how they end together."""
+"""Several ranks from the command line: rejected settings, files left behind, and a common end."""
 
 import json
 import os

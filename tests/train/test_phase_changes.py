@@ -105,7 +105,7 @@ def test_a_run_keeps_the_order_it_began_with(session, sources, monkeypatch):
 
 
 def with_phases(sources, steps=8):
-    """A run of so many steps; phases that have not begun are appended when they are needed."""
+    """A run of `steps` steps; phases that have not begun are appended when they are needed."""
     phases = [
         (2, "batch='448 tok'"),
         (4, "seq_len=128, batch='640 tok', lr=1e-3"),

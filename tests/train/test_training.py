@@ -309,7 +309,7 @@ def test_a_fork_whose_horizon_is_past_is_refused_and_leaves_nothing(session, tmp
     assert not (tmp_path / "b").exists()
 
 
-def test_rates_that_differ_in_late_digits_are_told_apart(session):
+def test_rates_that_differ_in_late_digits_are_printed_apart(session):
     usual = ["schedule.kind=cosine", "schedule.floor=0.9999999"]
     train(session(*usual))
     with pytest.raises(UserError, match="of the peak learning rate") as refused:
@@ -366,9 +366,9 @@ def test_a_full_disk_does_not_stop_training_and_nothing_is_lost_when_there_is_ro
     board = EventAccumulator(str(run.run_dir / "tensorboard"))
     board.Reload()
     assert [s.step for s in board.Scalars("loss")] == list(range(1, 37))
-    told = capsys.readouterr().err
-    assert told.count("metrics.jsonl cannot be written (No space left on device)") == 1
-    assert told.count("metrics.jsonl is written again") == 1
+    printed = capsys.readouterr().err
+    assert printed.count("metrics.jsonl cannot be written (No space left on device)") == 1
+    assert printed.count("metrics.jsonl is written again") == 1
 
 
 def test_a_disk_that_stays_full_does_not_stop_training_either(session, small_disk, capsys):
@@ -528,7 +528,7 @@ def test_a_signal_is_recorded_and_ends_the_run(session, number):
     assert (last["event"], last["signal"], last["step"]) == ("signal", number.name, 3)
 
 
-def test_a_hook_that_fails_while_a_fault_is_told_does_not_silence_the_others(session):
+def test_a_hook_that_fails_while_a_fault_is_printed_does_not_silence_the_others(session):
     class Broken(Hook):
         def on_step(self, session, step, tokens):
             raise RuntimeError("first")

@@ -101,7 +101,7 @@ def convert(
             f"{target} looks like a file, and a model is a directory",
             f"give a directory; with --to torch the weights will be DIRECTORY/{TORCH_NAME}",
         )
-    todo = "make room, or choose another place"
+    todo = "free some space, or choose another place"
     try:
         with staged_directory(target) as making:
             check_free_space(target, source.nbytes(writing.dtype), "the model", todo)

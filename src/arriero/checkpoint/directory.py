@@ -316,5 +316,5 @@ def disk_space(path: Path, each: int) -> DiskSpace:
 
 
 def require_space(path: Path, each: int) -> DiskSpace:
-    check_free_space(path, each, "a checkpoint", "make room, or set run.dir to a larger disk")
+    check_free_space(path, each, "a checkpoint", "free some space, or set run.dir to a larger disk")
     return disk_space(path, each)

@@ -54,7 +54,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The result of a save. `still_fit` is the number of further checkpoints the disk has room for;
+    """The result of a save. `still_fit` is the number of further checkpoints that fit on the disk;
     `warnings` name old checkpoints that could not be deleted."""
 
     step: int

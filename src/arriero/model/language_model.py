@@ -169,7 +169,7 @@ def _fill_rows(rows: Tensor, row: int, column: int, width: int, key: int, rule: 
 
 
 def _normals(index: Tensor, key: int, table: Tensor) -> Tensor:
-    """Invert the normal CDF by linear interpolation, which all devices round alike, unlike erfinv."""
+    """Invert the normal CDF by linear interpolation, which all devices round identically, unlike erfinv."""
     bits = _mix(index, key)
     cell = _shift(bits, 48)
     low = table[cell]

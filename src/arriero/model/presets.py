@@ -109,9 +109,9 @@ def _suggestion(name: str) -> str:
             each for each in series if each == wanted or (family != wanted and each[:-1] == family[:-1])
         ]
         found = [preset for each in versions for preset in series[each]] or series[family]
-        apart = {preset: abs(math.log(load_preset(preset).parameters / size)) for preset in found}
-        best = min(apart, key=lambda preset: apart[preset])
-        if apart[best] < math.log(1.5):
+        distance = {preset: abs(math.log(load_preset(preset).parameters / size)) for preset in found}
+        best = min(distance, key=lambda preset: distance[preset])
+        if distance[best] < math.log(1.5):
             return f"did you mean '{best}'?"
     elif close := nearest(name, preset_names(), cutoff=0.85):
         return f"did you mean '{close}'?"

@@ -182,7 +182,7 @@ class OffloadedTensor:
 
 @dataclass(frozen=True)
 class _Subclass:
-    """A tensor subclass such as DTensor, taken apart; its plain tensors are offloaded."""
+    """A tensor subclass such as DTensor, whose plain inner tensors are offloaded."""
 
     kind: Any
     parts: dict[str, Any]

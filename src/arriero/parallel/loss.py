@@ -85,7 +85,7 @@ class _VocabularySlice(NamedTuple):
 class _ChunkedLoss(torch.autograd.Function):
     """Compute gradients in the forward pass, while the logits of a chunk exist; backward only scales them.
 
-    Backward may run twice: zero-bubble pipeline schedules ask for the gradients of states and weight apart.
+    Backward may run twice: zero-bubble schedules compute the gradients of states and weight separately.
     """
 
     @staticmethod

@@ -96,7 +96,7 @@ class Mesh:
         return self.all_gather(torch.tensor([value], dtype=torch.float64)).max().item()
 
     def from_rank_0(self, value: float) -> float:
-        """Return the value of rank 0, because clocks differ and all ranks must decide alike."""
+        """Return the value of rank 0, because clocks differ and all ranks must take the same decision."""
         if self.world.size == 1:
             return value
         shared = torch.tensor(value, dtype=torch.float64)

@@ -109,7 +109,7 @@ class Resolved:
         return [self.stages[i] for i in stages_of(schedule, place, pp, len(self.stages) // pp)]
 
     def with_least_memory(self, free: int, total: int) -> "Resolved":
-        """Resolve again for the smallest free and total memory of all ranks, so that all decide alike."""
+        """Resolve again for the least free and total memory of all ranks, so that all decide the same."""
         if (free, total) == (self.machine.memory_free, self.machine.memory_total):
             return self
         machine = replace(self.machine, memory_free=free, memory_total=total)

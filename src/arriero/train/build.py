@@ -331,14 +331,14 @@ def _data_decisions(config: RunConfig, streams: Streams) -> list[Decision]:
 
 
 def _space_decisions(plan: Arrangement, mesh: Mesh, checkpoints: Checkpoints) -> list[Decision]:
-    """Reject a disk without room for one checkpoint; report how many it has room for."""
+    """Reject a disk without space for one checkpoint; report how many fit."""
     section, ranks = plan.config.checkpoint, checkpoint_ranks(mesh)
     if not section.every and not section.at_end:
         return []
-    room = ranks.on_leader(lambda: require_space(checkpoints.folder, checkpoints.bytes_each))
-    scarce = "" if room.fits > section.keep else f"; fewer than checkpoint.keep + 1 = {section.keep + 1}"
+    space = ranks.on_leader(lambda: require_space(checkpoints.folder, checkpoints.bytes_each))
+    scarce = "" if space.fits > section.keep else f"; fewer than checkpoint.keep + 1 = {section.keep + 1}"
     how = f"every {section.every}" if section.every else "at the end"
-    return [Decision("checkpoints", f"{how}, the newest {section.keep} kept", f"{room}{scarce}")]
+    return [Decision("checkpoints", f"{how}, the newest {section.keep} kept", f"{space}{scarce}")]
 
 
 def _record(

@@ -62,7 +62,7 @@ def check_export(
     directory, size = run_directory(config) / MODEL, spec.parameters * _master_dtype(config).itemsize
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is in the way of the exported model", "move it away")
-    check_free_space(directory, size, "the model", "make room, or set checkpoint.export = false")
+    check_free_space(directory, size, "the model", "free some space, or set checkpoint.export = false")
     set_bos_template(read_definition(tokenizer.path), separators.bos.id if separators.bos else None)
     reason = f"{separators}, as in the data"
     if spec.dim % spec.heads:
@@ -103,7 +103,7 @@ def export_hf(
 
     Called by all ranks; `source.load` must be `gather.tensor`. Returns False if a rank asked to stop.
     """
-    todo = "make room; the same command, or `arriero ckpt convert` of a checkpoint, exports again"
+    todo = "free some space; the same command, or `arriero ckpt convert` of a checkpoint, exports again"
     try:
         if gather.ranks.is_leader:
             try:

@@ -149,7 +149,7 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def _matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the parameter names that match a pattern of the run file, of which there must be some."""
+    """Return the parameter names that match a pattern of the run file; raise UserError if none does."""
     names = list(names)
     found = [name for name in names if fnmatchcase(name, pattern)]
     if not found:

@@ -1,4 +1,4 @@
-"""What is damaged, foreign or dangerous is refused with a sentence, and nothing half done stays behind."""
+"""Damaged, foreign or dangerous files are rejected with an error, and no partial output stays behind."""
 
 import json
 import os

@@ -99,7 +99,7 @@ def test_gradients_left_as_partial_sums_are_reduced(masters):
 
 
 def test_fp32_weights_split_into_master_weights_are_restored_exactly():
-    """As a checkpoint of sharded fp32 weights does that one process goes on with, and the other way round."""
+    """As when one process resumes a checkpoint of sharded fp32 weights, and the other way round."""
     exact, halves = network(), network()
     plain = Optimizer(ModelState.of([exact]), PLAIN)
     split = Optimizer(ModelState.of([halves], torch.bfloat16), PLAIN)

@@ -29,7 +29,7 @@ def test_stochastic_rounding_takes_a_neighbour_and_its_mean_is_the_value():
         assert len(neighbours) == 2
         gap = neighbours[1] - neighbours[0]
         assert neighbours[0] < value < neighbours[1]
-        # five standard errors of the mean of so many coin tosses
+        # five standard errors of the mean of that many coin tosses
         assert abs(got.double().mean().item() - values[0].item()) < 5 * 0.5 * gap.item() / count**0.5
 
 

@@ -152,7 +152,7 @@ def _offset(tensor: Tensor) -> int:
 
 
 class TorchFileWriter:
-    """Writes a torch.save file: first with room for `tensors`, which `put` then fills in any order."""
+    """Writes a torch.save file: first space for `tensors`, which `put` then fills in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         self._sums: dict[int, int] = {}

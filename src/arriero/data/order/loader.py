@@ -124,7 +124,7 @@ class Rows:
                 first += prompt
                 row[begin:first] = source.prompt
             begin += slots
-            # a segment that continues fills its row, so there is room for its last label behind it
+            # a segment that continues fills its row, so its last label fits behind it
             source.store.read_into(start, row[first : begin + bool(flags & CONTINUES)])
         continues = bool(flags & CONTINUES)
         tokens_T[:begin] = row[:begin]

@@ -202,7 +202,7 @@ def make_plan(folder: Path, request: PackingRequest, workers: int, progress: Pro
     """Make a plan in `folder` with `workers` processes, or resume an interrupted one."""
     path = folder / request.name
     work = folder / f".{request.name}.work"
-    todo = "make room, or set data.cache (or --cache) to a directory you may write"
+    todo = "free some space, or set data.cache (or --cache) to a directory you may write"
     with locked(folder / f".{request.name}.lock", path, unwritable=todo, wait_s=None):
         found = find_plan(folder, request)
         if found is None or found.problems():
@@ -377,9 +377,9 @@ def _segments(
 
 
 def best_fit_decreasing(slots: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the row of each segment: longest first, each into the fullest row that still has room for it.
+    """Return the row of each segment: longest first, each into the fullest row that it fits into.
 
-    Segments of one length, and rows with the same room, are handled together.
+    Segments of one length, and rows with the same free space, are handled together.
     """
     row_of = np.empty(len(slots), dtype=np.int64)
     order = np.argsort(-slots, kind="stable")

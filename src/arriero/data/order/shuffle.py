@@ -121,9 +121,9 @@ def merge_intervals(intervals: np.ndarray) -> np.ndarray:
     intervals = intervals[np.argsort(intervals[:, 0])]
     if not len(intervals):
         return intervals
-    apart = intervals[1:, 0] != intervals[:-1, 1]
-    firsts = intervals[np.concatenate(([True], apart)), 0]
-    return np.stack((firsts, intervals[np.concatenate((apart, [True])), 1]), axis=1)
+    gaps = intervals[1:, 0] != intervals[:-1, 1]
+    firsts = intervals[np.concatenate(([True], gaps)), 0]
+    return np.stack((firsts, intervals[np.concatenate((gaps, [True])), 1]), axis=1)
 
 
 BLOCK = 8192

@@ -27,8 +27,8 @@ _NAN = 0x7FC0
 class Noise:
     """Random bits that are a function of (seed, step, name, shard).
 
-    A resumed run draws the same bits, and ranks that hold the same shard of a parameter round it alike. They
-    are computed where they are needed, inside fused kernels too, and never stored.
+    A resumed run draws the same bits, and ranks that hold the same shard of a parameter round it identically.
+    The bits are computed where they are needed, inside fused kernels too, and never stored.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:

@@ -83,7 +83,7 @@ class Optimizer:
         """Clip, update and drop the gradients. Returns the gradient norm before clipping.
 
         If the norm or the loss is not finite, weights, state and step count stay unchanged. This is decided
-        on the device, alike on all ranks, since both numbers are global.
+        on the device, identically on all ranks, since both numbers are global.
         """
         found = self._accumulator.take()
         gradients = {name: redistribute_like(g, self._weights[name].parameter) for name, g in found.items()}
