@@ -274,7 +274,7 @@ def test_the_error_about_skips_names_a_checkpoint_that_was_still_being_written(s
         return publish(*given)
 
     monkeypatch.setattr(manager, "publish", slowly)
-    with pytest.raises(UserError, match=r"continue from the checkpoint of step 2 with a lower learning rate"):
+    with pytest.raises(UserError, match=r"resume from the checkpoint of step 2 with a lower learning rate"):
         train(run)
 
 
