@@ -29,6 +29,7 @@ Placed = Literal["hard link", "symbolic link", "copy"]
 _CHUNK = 2**22
 _ABANDONED_S = 3600
 _POLL_S = 0.1
+_NAME_GRACE_S = 1.0
 _ATTEMPTS = 20
 _LOCK_BUSY = (errno.EACCES, errno.EAGAIN)
 # answers of file systems that do not support locks, such as Lustre mounted without -o flock
@@ -278,7 +279,9 @@ def _acquire(path: Path, what: object, busy: str, wait_s: float | None, shared: 
                 return None
             if error.errno not in _LOCK_BUSY:
                 raise
-            if until is None or time.monotonic() > until:
+            # a holder that has just taken the lock may not have written its name yet
+            grace = 0.0 if holder else _NAME_GRACE_S
+            if until is None or time.monotonic() > until + grace:
                 raise UserError(f"{what} is in use by {holder or 'another process'}", busy) from None
             time.sleep(_POLL_S)
             continue
