@@ -1,6 +1,6 @@
 """Derived settings with their reasons, and all problems of a run at once."""
 
-import time
+import sys
 from dataclasses import replace
 
 import pytest
@@ -381,22 +381,42 @@ def test_auto_skips_selective_where_it_is_not_possible():
     assert str(run.activation_checkpointing) in ("none", "full")
 
 
-def test_resolving_a_large_run_is_fast():
-    large = load_run(
-        None,
-        [
+def instructions(work):
+    """Return the result of `work` and the number of Python instructions that it executes."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return work(), count
+    finally:
+        sys.settrace(before)
+
+
+def test_resolving_takes_as_much_work_for_128_times_as_many_ranks():
+    def config(sequences):
+        sets = [
             "model.preset=llama3.1-405b",
             "data.seq_len=8192",
-            f"train.batch={8192 * 2**21} tok",
+            f"train.batch={8192 * sequences} tok",
             "schedule.warmup=1 step",
             "parallel.pp=16",
             "parallel.tp=8",
-        ],
-        expand,
-    ).config
-    begun = time.perf_counter()
-    run = resolve(large, H200, 16384)
-    assert time.perf_counter() - begun < 0.5
+        ]
+        return load_run(None, sets, expand).config
+
+    small, large = config(2**14), config(2**21)
+    # warm caches, which the first call fills
+    resolve(small, H200, 128)
+    _, few = instructions(lambda: resolve(small, H200, 128))
+    run, many = instructions(lambda: resolve(large, H200, 16384))
+    assert many < 1.5 * few
     assert run.layout == Layout(pp=16, dp_shard=128, tp=8)
     assert len(run.stages) == 16
 
