@@ -15,8 +15,8 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/arriero train
 
 check: $(VENV)/.installed-test
-	$(VENV)/bin/ruff check src tests recipes
-	$(VENV)/bin/ruff format --check src tests recipes
+	$(VENV)/bin/ruff check src tests recipes benchmarks
+	$(VENV)/bin/ruff format --check src tests recipes benchmarks
 	$(VENV)/bin/pyrefly check
 
 # Fast tests of every package, without those marked slow: under two minutes on two cores.
