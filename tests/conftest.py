@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from slurm import slurm  # noqa: F401  a fixture
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 # tests fork, and after a CUDA call a process cannot fork others that use CUDA

@@ -1,16 +1,12 @@
 import json
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 from arriero.data.prepare.planning import PrepareRequest, begin_or_resume
 from arriero.data.prepare.prepare import PrepareWatcher, prepare
 from arriero.data.store.store import TokenStore
-from slurm import needs_slurm, slurm_cluster, wait_for_job
 
 REPEATS = 8
-SOURCE = Path(__file__).parents[2] / "src"
 
 
 def corpus_and_command(folder, tokenizer_file, real_texts):
@@ -22,24 +18,14 @@ def corpus_and_command(folder, tokenizer_file, real_texts):
     return [*command, "--shard-size", "1MB", "--slurm", "--tasks", "3", "--time", "10"]
 
 
-@needs_slurm
-def test_an_array_of_jobs_prepares_the_same_bytes_as_one_process(tmp_path, tokenizer_file, real_texts):
+def test_an_array_of_jobs_prepares_the_same_bytes_as_one_process(tmp_path, tokenizer_file, real_texts, slurm):
     arguments = corpus_and_command(tmp_path, tokenizer_file, real_texts)
-    with slurm_cluster(tmp_path / "slurm") as environment:
-        environment |= {"PYTHONPATH": str(SOURCE), "COLUMNS": "200"}
-        done = subprocess.run(
-            [sys.executable, "-m", "arriero", *arguments, "--partition", "debug"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        array, finish = re.findall(r"job (\d+)", done.stdout)
-        state = wait_for_job(finish, environment)
-        logs = {path.name: path.read_text() for path in (tmp_path / "set").rglob("*.log")}
-        assert state == "COMPLETED", logs
-        assert wait_for_job(array, environment) == "COMPLETED"
+    done = slurm.run(sys.executable, "-m", "arriero", *arguments, "--partition", "debug", cwd=tmp_path)
+    array, finish = re.findall(r"job (\d+)", done.stdout)
+    state = slurm.wait(finish)
+    logs = {path.name: path.read_text() for path in (tmp_path / "set").rglob("*.log")}
+    assert state == "COMPLETED", logs
+    assert slurm.wait(array) == "COMPLETED"
     asked = PrepareRequest(
         (str(tmp_path / "corpus/*.jsonl"),), tmp_path / "alone", tokenizer_file, shard_bytes=10**6
     )
