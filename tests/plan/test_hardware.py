@@ -1,6 +1,9 @@
+import re
+
 import pytest
 
-from arriero.plan.hardware import peak_of
+from arriero.errors import UserError
+from arriero.plan.hardware import cluster_names, cluster_of_device, load_cluster, peak_of
 
 
 @pytest.mark.parametrize(
@@ -26,3 +29,69 @@ def test_known_devices_have_their_published_peak(name, peak):
 )
 def test_an_unknown_device_has_no_peak_rather_than_a_guess(name):
     assert peak_of(name) is None
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_every_shipped_cluster_connects_all_its_devices(name):
+    cluster = load_cluster(name)
+    assert cluster.about
+    assert cluster.size == 1 or (cluster.links[-1].devices or cluster.size) >= cluster.size
+    assert cluster.machine.devices_per_node == cluster.devices_per_node
+
+
+def test_a_cluster_is_found_by_the_name_of_its_device():
+    cluster = cluster_of_device("H100-80GB", 20)
+    assert (cluster.device.name, cluster.nodes) == ("NVIDIA H100 80GB HBM3", 3)
+
+
+GOOD = """
+device = "h100"
+devices_per_node = 8
+nodes = 4
+[[links]]
+name = "NVLink"
+devices = 8
+bandwidth = 450
+[[links]]
+name = "network"
+bandwidth = 50
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("nodes = 4", "", "nodes is missing"),
+        ("nodes = 4", "nodes = 0", "nodes is 0"),
+        ("nodes = 4", "nodes = 4.5", "nodes is 4.5"),
+        ("nodes = 4", "nodes = true", "nodes is True"),
+        ("bandwidth = 450", "bandwidth = -1", "links[0].bandwidth is -1"),
+        ("bandwidth = 450", "bandwidth = nan", "links[0].bandwidth is nan"),
+        ("bandwidth = 450", "bandwidth = 9000", "links[0].bandwidth is 9000, more than"),
+        ("devices = 8", "devices = 1", "links[0].devices is 1"),
+        ('name = "network"', 'name = "network"\ndevices = 4', "links[1].devices is 4"),
+        ('name = "network"', 'name = "network"\ndevices = 16', "connect 16 of the 32 devices"),
+        ("nodes = 4", "nodes = 4\nnode = 3", "node is not a key"),
+        ('"h100"', '"h1000"', "there is no device 'h1000'"),
+        ('"h100"', '{ type = "h100", memory = 1e9 }', "device.memory is 1000000000.0"),
+    ],
+)
+def test_a_cluster_file_with_a_wrong_number_is_refused_by_key(tmp_path, old, new, key):
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD)
+    assert load_cluster(file).name == "mine"
+    file.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(UserError, match=re.escape(key)):
+        load_cluster(file)
+
+
+def test_a_lower_power_limit_lowers_the_clock(tmp_path):
+    file = tmp_path / "slow.toml"
+    file.write_text(GOOD.replace('"h100"', '{ type = "h100", power = 500, bandwidth = 2.4 }'))
+    device = load_cluster(file).device
+    assert 0.8 < device.clock < 0.9 and device.bf16 == 989
+
+
+def test_an_unknown_cluster_is_answered_with_the_nearest_name():
+    with pytest.raises(UserError, match="did you mean 'frontier'"):
+        load_cluster("fronteer")

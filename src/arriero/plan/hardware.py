@@ -1,17 +1,24 @@
-"""Machines as data: memory, number formats and peak FLOP/s from the makers' data sheets."""
+"""Devices, machines and clusters as data: memory, number formats, peaks, links and prices."""
 
 import os
 import re
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from arriero.errors import UserError, nearest
 
 GIB = 2**30
 # what the driver takes of a device's memory for a process
 _CONTEXT = 600 * 2**20
+_CLUSTERS = Path(__file__).with_name("clusters")
+_Kind = TypeVar("_Kind", bound=BaseModel)
 
 
 def _installed_torch() -> tuple[int, int]:
@@ -50,66 +57,229 @@ class Peak:
     fp8: float | None = None
 
 
-# Matched as whole words, first hit wins: "GH200" and "GB200" are other devices than "H200" and "B200".
-_PEAKS = (
-    (r"A100", Peak(312e12)),
-    (r"H100 PCIe", Peak(756e12, 1513e12)),
-    (r"H100 NVL", Peak(835e12, 1671e12)),
-    (r"H100", Peak(989e12, 1979e12)),
-    (r"H200 NVL", Peak(835e12, 1671e12)),
-    (r"H200", Peak(989e12, 1979e12)),
-    (r"B200", Peak(2250e12, 4500e12)),
-    (r"MI250X", Peak(191.5e12)),
-    (r"MI300X", Peak(1307.4e12, 2614.9e12)),
-)
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
 
-def peak_of(device_name: str) -> Peak | None:
-    """Return the peak of a device, or None if it is not in the table: a guess would give a wrong MFU."""
-    for pattern, peak in _PEAKS:
-        if re.search(rf"(?<![A-Za-z0-9]){pattern}(?![A-Za-z0-9])", device_name):
-            return peak
+Share = Annotated[float, Field(gt=0.01, le=1, strict=False)]
+
+
+class Rates(_Data):
+    """Shares of the data sheet that training reaches; see devices.toml."""
+
+    matmul: Share
+    memory: Share
+    attention: Share
+    attention_backward: Share
+    flash2: Share
+    matmul_fp8: Share | None = None
+
+
+class Device(_Data):
+    """A device type. bf16, fp8 and fp32 in TFLOP/s, bandwidth in TB/s, memory in GiB, power in watts."""
+
+    name: str
+    kind: Literal["cpu", "cuda", "rocm"]
+    rates: Rates
+    bandwidth: float = Field(ge=0.005, le=100, strict=False)
+    power: float = Field(ge=1, le=5000, strict=False)
+    memory: float | None = Field(None, ge=1, le=4096, strict=False)
+    devices_per_node: Annotated[int, Field(ge=1, le=1024)] = 1
+    bf16: float | None = Field(None, ge=0.01, le=50_000, strict=False)
+    fp8: float | None = Field(None, ge=0.01, le=100_000, strict=False)
+    fp32: float | None = Field(None, ge=0.001, le=10_000, strict=False)
+    nominal_power: float | None = None
+    match: str | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def clock(self) -> float:
+        """The share of the nominal clock under a lowered power limit; power grows with its square."""
+        return min(1.0, (self.power / (self.nominal_power or self.power)) ** 0.5)
+
+    def machine(self, ranks: int = 1) -> Machine:
+        """Return the machine that `resolve` takes; a CPU's memory is divided between `ranks` processes."""
+        total = available_ram() // ranks if self.memory is None else int(self.memory * GIB)
+        return Machine(
+            name=self.name,
+            kind=self.kind,
+            memory_free=total - (_CONTEXT if self.kind != "cpu" else 0),
+            memory_total=total,
+            devices_per_node=ranks if self.kind == "cpu" else self.devices_per_node,
+            float8=self.fp8 is not None,
+            bf16_peak_flops=self.bf16 * 1e12 if self.bf16 else None,
+        )
+
+
+def _validated(kind: type[_Kind], table: Mapping[str, Any], where: str) -> _Kind:
+    try:
+        return kind.model_validate(_tuples(table))
+    except ValidationError as error:
+        problems = [_problem(each) for each in error.errors()]
+        raise UserError(f"{where}: {'; '.join(problems)}", "correct these keys") from None
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _tuples(each) for key, each in value.items()}
+    return tuple(_tuples(each) for each in value) if isinstance(value, list | tuple) else value
+
+
+def _problem(error: Any) -> str:
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])[1:]
+    if error["type"] == "missing":
+        return f"{key} is missing"
+    if error["type"] == "extra_forbidden":
+        return f"{key} is not a key of a cluster file"
+    shown = repr(error["input"])
+    return f"{key} is {shown if len(shown) < 40 else 'of a wrong type'}: {error['msg'].lower()}"
+
+
+@cache
+def devices() -> Mapping[str, Device]:
+    """Return the device types by name."""
+    file = Path(__file__).with_name("devices.toml")
+    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    return {name: _validated(Device, entry, f"{file}: {name}") for name, entry in table.items()}
+
+
+# in the order of the table, the CPU first
+MACHINES = ("cpu", *(name for name in devices() if name != "cpu"))
+
+
+def device_named(name: str) -> Device:
+    """Return a device type by its name; 'h100-80g' and 'H100-80GB' are names of 'h100'."""
+    wanted = re.sub(r"(?<=\d)gb?$", "", name.lower())
+    for known, device in devices().items():
+        if wanted in (known, *device.aliases):
+            return device
+    near = nearest(wanted, MACHINES)
+    hint = f"did you mean '{near}'? " if near else ""
+    raise UserError(f"there is no device '{name}'", f"{hint}known devices: {', '.join(MACHINES)}")
+
+
+def device_like(reported: str) -> Device | None:
+    """Return the type of a device by the name that torch reports, or None if it is not in the table."""
+    for device in devices().values():
+        if device.match and re.search(rf"(?<![A-Za-z0-9]){device.match}(?![A-Za-z0-9])", reported):
+            return device
     return None
 
 
-# name: the device's own name, GiB that torch reports, devices per node
-_GPUS = {
-    "a100-40": ("NVIDIA A100-SXM4-40GB", 39.4, 8),
-    "a100-64": ("NVIDIA A100-SXM-64GB", 63.4, 4),
-    "a100-80": ("NVIDIA A100-SXM4-80GB", 79.2, 8),
-    "h100": ("NVIDIA H100 80GB HBM3", 79.2, 8),
-    "h100-nvl": ("NVIDIA H100 NVL", 93.1, 8),
-    "h100-pcie": ("NVIDIA H100 PCIe", 79.2, 8),
-    "h200": ("NVIDIA H200", 139.8, 8),
-    "b200": ("NVIDIA B200", 178.3, 8),
-    "mi250x": ("AMD Instinct MI250X", 64.0, 8),
-    "mi300x": ("AMD Instinct MI300X", 191.7, 8),
-}
-MACHINES = ("cpu", *_GPUS)
+def peak_of(reported: str) -> Peak | None:
+    """Return the peak of a device, or None if it is not in the table: a guess would give a wrong MFU."""
+    device = device_like(reported)
+    if device is None or device.bf16 is None:
+        return None
+    return Peak(device.bf16 * 1e12, device.fp8 * 1e12 if device.fp8 else None)
 
 
 def machine_named(name: str, ranks: int = 1) -> Machine:
     """Return a machine of the table; 'cpu' has this host's memory, divided between `ranks` processes."""
-    name = name.lower()
-    if name == "cpu":
-        free = available_ram() // ranks
-        return Machine("CPU", "cpu", free, free, devices_per_node=ranks)
-    if name not in _GPUS:
-        near = nearest(name, MACHINES)
+    return device_named(name).machine(ranks)
+
+
+class Link(_Data):
+    """A topology level: `devices` are connected by it, None for all devices of the cluster.
+
+    `bandwidth` is what one device sends, in GB/s; `latency` is that of one message, in microseconds.
+    """
+
+    name: str
+    bandwidth: float = Field(ge=0.01, le=10_000, strict=False)
+    devices: Annotated[int, Field(ge=2, le=2**24)] | None = None
+    latency: float | None = Field(None, ge=0.1, le=10_000, strict=False)
+
+
+class Cluster(_Data):
+    """A cluster: its device, nodes, links from the innermost outwards, price and power per device."""
+
+    device: Device
+    devices_per_node: Annotated[int, Field(ge=1, le=1024)]
+    nodes: Annotated[int, Field(ge=1, le=1_000_000)]
+    links: tuple[Link, ...] = ()
+    name: str = "cluster"
+    about: str = ""
+    price: float | None = Field(None, ge=0, le=1000, strict=False)
+    power: float | None = Field(None, ge=1, le=10_000, strict=False)
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @property
+    def machine(self) -> Machine:
+        """One device of the cluster, as `resolve` takes it."""
+        return replace(self.device.machine(), devices_per_node=self.devices_per_node)
+
+    def with_nodes(self, nodes: int) -> "Cluster":
+        return self.model_copy(update={"nodes": nodes})
+
+
+def cluster_names() -> tuple[str, ...]:
+    """Return the names of the cluster files that are shipped."""
+    return tuple(sorted(path.stem for path in _CLUSTERS.glob("*.toml")))
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """Return a cluster by the name of a shipped file, or from a TOML file; raise for absurd numbers."""
+    text = str(name_or_path)
+    path = _CLUSTERS / f"{text.lower()}.toml" if text.lower() in cluster_names() else Path(text)
+    if not path.is_file():
+        near = nearest(text.lower(), cluster_names())
         hint = f"did you mean '{near}'? " if near else ""
-        raise UserError(f"there is no device '{name}'", f"{hint}known devices: {', '.join(MACHINES)}")
-    device, gib, per_node = _GPUS[name]
-    peak, total = peak_of(device), int(gib * GIB)
-    assert peak is not None
-    return Machine(
-        name=device,
-        kind="rocm" if device.startswith("AMD") else "cuda",
-        memory_free=total - _CONTEXT,
-        memory_total=total,
-        devices_per_node=per_node,
-        float8=peak.fp8 is not None,
-        bf16_peak_flops=peak.bf16,
-    )
+        todo = f"{hint}give a TOML file, or one of {', '.join(cluster_names())}"
+        raise UserError(f"there is no cluster '{text}'", todo)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not a TOML file: {error}") from None
+    return _read_cluster(table, path)
+
+
+def _read_cluster(table: dict[str, Any], path: Path) -> Cluster:
+    table = {"name": path.stem, **table}
+    given = table.get("device")
+    if isinstance(given, str):
+        table["device"] = device_named(given)
+    elif isinstance(given, dict) and "type" in given:
+        base = device_named(str(given["type"])).model_dump()
+        table["device"] = {**base, "nominal_power": base["power"], **given}
+        del table["device"]["type"]
+    if isinstance(table.get("links"), list):
+        table["links"] = tuple(table["links"])
+    cluster = _validated(Cluster, table, str(path))
+    if problems := _link_problems(cluster):
+        raise UserError(f"{path}: {'; '.join(problems)}", "correct these keys")
+    return cluster
+
+
+def _link_problems(cluster: Cluster) -> list[str]:
+    """Return what contradicts itself: levels out of order, or devices that nothing connects."""
+    problems, inner = [], 1
+    for i, link in enumerate(cluster.links):
+        if link.devices is not None and link.devices <= inner:
+            problems.append(f"links[{i}].devices is {link.devices}, but the level inside it has {inner}")
+        if link.devices is None and i < len(cluster.links) - 1:
+            problems.append(f"links[{i}].devices is missing; only the outermost level may leave it out")
+        if link.bandwidth > 1000 * cluster.device.bandwidth:
+            memory = f"{1000 * cluster.device.bandwidth:g} GB/s of the device's own memory"
+            problems.append(f"links[{i}].bandwidth is {link.bandwidth:g}, more than the {memory}")
+        inner = link.devices or cluster.size
+    if inner < cluster.size:
+        problems.append(f"links connect {inner} of the {cluster.size} devices; add a level")
+    return problems
+
+
+def cluster_of_device(name: str, count: int) -> Cluster:
+    """Return a cluster of `count` devices of a type, connected as in the shipped file for that type."""
+    device = device_named(name)
+    generic = [c for c in map(load_cluster, cluster_names()) if c.device.name == device.name]
+    found = max(generic, key=lambda c: (c.name.startswith("8x"), bool(c.links)), default=None)
+    if found is None:
+        todo = f"write a cluster file, or use --cluster with one of {', '.join(cluster_names())}"
+        raise UserError(f"no shipped cluster has the device '{name}', so its links are unknown", todo)
+    return found.with_nodes(-(-count // found.devices_per_node))
 
 
 def proc_bytes(file: Path, field: str) -> int | None:
