@@ -20,8 +20,12 @@ PRIVATE = {
     "torch._C._distributed_c10d": "parallel/shared_gpu.py",
     "torch._foreach_mul_": "train/optim/rules.py",
     "torch._foreach_norm": "train/optim/optimizer.py",
+    "torch._functorch.aot_autograd.aot_function": "model/trace.py",
+    "torch._functorch.aot_autograd.make_boxed_func": "model/trace.py",
     "torch._functorch.config.activation_memory_budget": "parallel/activation_checkpointing.py",
     "torch._fused_adamw_": "train/optim/rules.py",
+    "torch._functorch.partitioners.min_cut_rematerialization_partition": "model/trace.py",
+    "torch._inductor.decomposition.select_decomp_table": "model/trace.py",
     "torch._inductor.config._micro_pipeline_tp": "parallel/tensor.py",
     "torch._scaled_mm": "kernels/float8.py",
     "torch._subclasses.fake_tensor.FakeTensorMode": "checkpoint/formats/tensor_files.py",
@@ -39,6 +43,7 @@ PRIVATE = {
     "torch.distributed.tensor.placement_types._StridedShard": "parallel/dtensor.py",
     "torch.ops._c10d_functional": "parallel/activation_checkpointing.py",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "parallel/activation_checkpointing.py",
+    "torch.utils._python_dispatch.TorchDispatchMode": "model/trace.py",
     "torch.utils._pytree.tree_leaves": "parallel/activation_checkpointing.py",
 }
 # methods that are overridden or called, with their parameters
