@@ -4,6 +4,7 @@ Private torch APIs, tested with 2.11 and 2.13: `torch.serialization.skip_data`, 
 `_checkpoint_offset`, where the loader stores the file offset of a storage.
 """
 
+import hashlib
 import json
 import os
 import pickle
@@ -25,7 +26,8 @@ Advance = Callable[[int], None]
 Slices = tuple[slice, ...]
 
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-_TYPES = {code: dtype for dtype, code in _CODES.items()} | {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
+_CODES |= {torch.int8: "I8"}
+_TYPES = {code: dtype for dtype, code in _CODES.items()} | {"F8_E4M3": torch.float8_e4m3fn}
 _TYPES |= {"U8": torch.uint8, "BOOL": torch.bool, "I64": torch.int64, "I32": torch.int32}
 _AGAIN = "copy or download it again"
 
@@ -55,6 +57,13 @@ class SafetensorsReader:
         _read_into(self.path, self._begins[name], tensor)
         return tensor
 
+    def read_flat(self, name: str, start: int, stop: int) -> Tensor:
+        """Read the elements from `start` to `stop` of the flattened tensor."""
+        dtype = self.tensors[name].dtype
+        part = torch.empty(stop - start, dtype=dtype)
+        _read_into(self.path, self._begins[name] + start * dtype.itemsize, part)
+        return part
+
     def read_slice(self, name: str, slices: Slices) -> Tensor:
         """Read only the bytes of the slice of a vector or matrix: rows at once, columns row by row."""
         planned = self.tensors[name]
@@ -79,6 +88,48 @@ def _on_meta(name: str, entry: Mapping[str, Any], path: Path) -> Tensor:
     return torch.empty(entry["shape"], dtype=_TYPES[entry["dtype"]], device="meta")
 
 
+class SafetensorsWriter:
+    """Writes a safetensors file: the header at once, then the tensors in order, each whole or in parts.
+
+    `tensors` has the shapes and dtypes on the meta device. `sha256` is the checksum of what was written;
+    the file is synced to disk at the end of the block.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, tensor in tensors.items():
+            start, end = end, end + tensor.nbytes
+            shape = list(tensor.shape)
+            header[name] = {"dtype": _CODES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._left, self._digest = end, hashlib.sha256()
+        self._file = path.open("wb")
+        self._put(len(text).to_bytes(8, "little") + text)
+
+    def write(self, part: Tensor) -> None:
+        self._left -= part.nbytes
+        self._put(_raw_bytes(part))
+
+    def _put(self, content: bytes | memoryview) -> None:
+        self._file.write(content)
+        self._digest.update(content)
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with self._file:
+            assert kind is not None or self._left == 0, "a tensor was not written"
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], load: Callable[[str], Tensor], advance: Advance = no_progress
 ) -> None:
@@ -86,24 +137,13 @@ def write_safetensors(
 
     `tensors` has the shapes and dtypes on the meta device.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        shape = list(tensor.shape)
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    with SafetensorsWriter(path, tensors) as file:
         for name, planned in tensors.items():
             tensor = load(name)
             assert tensor.shape == planned.shape and tensor.dtype == planned.dtype, name
-            file.write(_raw_bytes(tensor))
+            file.write(tensor)
             advance(tensor.nbytes)
             del tensor
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class TorchReader:
