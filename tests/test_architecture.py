@@ -15,7 +15,7 @@ LAYERS = [
     {"model", "data", "plan"},
     {"parallel", "checkpoint"},
     {"train"},
-    {"bench", "launch", "federate", "report"},
+    {"bench", "launch", "federate", "report", "evaluate"},
     {"cli", "__main__"},
 ]
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}

@@ -14,6 +14,7 @@ import arriero.checkpoint.commands as checkpoint_verbs
 import arriero.data.commands.datasets as dataset_verbs
 import arriero.data.commands.prepare as prepare_verbs
 import arriero.data.commands.runs as run_data_verbs
+import arriero.evaluate.commands as evaluate_verbs
 import arriero.plan.commands as config_verbs
 import arriero.train.commands as train_verbs
 from arriero import __version__
@@ -34,6 +35,7 @@ data = typer.Typer(help="Turn text into tokens; inspect and verify datasets.", n
 bench = typer.Typer(help="Benchmark training steps and verify parallel layouts.", no_args_is_help=True)
 
 app.command(cls=WithRunFile)(train_verbs.train)
+app.command()(evaluate_verbs.generate)
 app.add_typer(data, name="data")
 data.command()(prepare_verbs.prepare)
 data.command()(prepare_verbs.train_tokenizer)

@@ -24,6 +24,7 @@ from arriero.data.text.hub import local_model
 from arriero.errors import UserError
 from arriero.files import check_free_space, staged_directory
 from arriero.model.family import build_model
+from arriero.model.language_model import LanguageModel
 
 Format = Literal["hf", "meta", "dcp", "torch"]
 Write = Callable[[ModelReader, Path, WriteOptions, Advance], None]
@@ -63,9 +64,29 @@ def open_model(path: Path) -> ModelReader:
     raise UserError(f"{path} holds no model: looked for {_LOOKED_FOR}", "check the path")
 
 
+def find_model(path: str | Path) -> ModelReader:
+    """Open a model in any format, or of a run: its newest valid checkpoint, or else its exported model.
+
+    `path` may be `hf://OWNER/MODEL` or the name of a run under runs/.
+    """
+    found = local_model(str(path))
+    if not found.exists() and (Path("runs") / found / "run.toml").is_file():
+        found = Path("runs") / found
+    return open_model(_model_directory(found))
+
+
 def load_model(path: str | Path, device: str | torch.device, dtype: torch.dtype | None = None) -> nn.Module:
     """Load a model of any format, one tensor at a time, as a module whose call returns logits."""
-    source = open_model(_model_directory(local_model(str(path))))
+    return read_model(find_model(path), device, dtype)
+
+
+def read_model(
+    source: ModelReader,
+    device: str | torch.device,
+    dtype: torch.dtype | None = None,
+    advance: Advance = no_progress,
+) -> LanguageModel:
+    """Build the module of a stored model and fill it; `dtype` defaults to the widest stored one."""
     dtype = dtype or max((tensor.dtype for tensor in source.tensors.values()), key=lambda each: each.itemsize)
     with torch.device("meta"):
         model = build_model(source.spec).to(dtype)
@@ -73,7 +94,9 @@ def load_model(path: str | Path, device: str | torch.device, dtype: torch.dtype 
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name in source.tensors:
-            parameters[name].copy_(source.load(name))
+            tensor = source.load(name)
+            parameters[name].copy_(tensor)
+            advance(tensor.nbytes)
     return model.eval()
 
 

@@ -24,6 +24,8 @@ from arriero.errors import UserError
 from arriero.events import EVENTS, START_OVER, events_since
 from arriero.files import check_free_space, replaced_directory
 from arriero.model.family import build_model
+from arriero.model.generation import Sampling, generate
+from arriero.model.language_model import LanguageModel
 from arriero.model.name_maps import has_hf_names, hf_from_own, own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.plan.hardware import available_ram
@@ -37,7 +39,7 @@ Location = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape of a part
 _CONTINUE, _STOP, _FAILED = range(3)
 _MAX_DIMS = 4
 MODEL = "model"
-_TOP_K, _TEMPERATURE = 40, 0.7
+_TOP_K, _TEMPERATURE, _SAMPLED_TOKENS = 40, 0.7, 96
 
 
 def never() -> bool:
@@ -269,31 +271,18 @@ def sample(session: Session, directory: Path | None) -> str | None:
             session.data.tokenizer,
             session.data.separators,
             config.observe.sample,
-            config.data.seq_len,
-            seed=config.run.seed,
+            _SAMPLED_TOKENS,
+            config.run.seed,
         )
 
 
-@torch.no_grad()
 def continue_text(
-    model: torch.nn.Module,
-    tokenizer: Tokenizer,
-    separators: Separators,
-    text: str,
-    context: int,
-    tokens: int = 96,
-    seed: int = 0,
+    model: LanguageModel, tokenizer: Tokenizer, separators: Separators, text: str, tokens: int, seed: int
 ) -> str:
     """Sample (top-k 40, temperature 0.7) until the end of a document or `tokens` tokens."""
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
     prompt = separators.prompt(tokenizer.encode(text)) or [tokenizer.eos_id]
-    ids = list(prompt)
-    for _ in range(tokens):
-        window = torch.tensor([ids[-context:]], device=device)
-        values, choices = model(window)[0, -1].float().cpu().topk(min(_TOP_K, tokenizer.vocab_size))
-        pick = torch.multinomial((values / _TEMPERATURE).softmax(-1), 1, generator=generator)
-        ids.append(int(choices[pick]))
-        if separators.eos is not None and ids[-1] == separators.eos.id:
-            break
-    return tokenizer.decode(ids[len(prompt) :])
+    # the end of a prompt that fills the context
+    prompt = prompt[-max(1, model.spec.max_seq_len - tokens) :]
+    stop = () if separators.eos is None else (separators.eos.id,)
+    steps = generate(model, [prompt], tokens, Sampling(_TEMPERATURE, _TOP_K, seed=seed), stop)
+    return tokenizer.decode([token for step in steps for token in step if token is not None])

@@ -1,0 +1,223 @@
+"""Generate tokens from a model: a key-value cache, sampling, and the decoding loop.
+
+The cache replaces the attention core of each block while tokens are generated; training does not know of it.
+Shapes: B prompts, T tokens, H heads, K kv heads, E head dim, V vocabulary.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from arriero.errors import UserError
+from arriero.model.attention import AttentionCore, Mask, attend_causally
+from arriero.model.language_model import LanguageModel
+from arriero.model.layers import Attention, Block, TiledBlock
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. A temperature of 0 is greedy decoding: the most likely token."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def choose(self, logits_BV: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
+        """Return one token per row. Rows have their own generators, so that they do not affect each other."""
+        if not logits_BV.isfinite().all():
+            raise UserError("the model computes NaN or infinity", "check its weights: arriero ckpt verify")
+        if self.temperature == 0.0:
+            return logits_BV.argmax(-1).tolist()
+        shares_BV = self._shares(logits_BV.float().cpu())
+        drawn = (
+            torch.multinomial(row, 1, generator=generator)
+            for row, generator in zip(shares_BV, generators, strict=True)
+        )
+        return [int(each) for each in drawn]
+
+    def _shares(self, logits_BV: Tensor) -> Tensor:
+        """Return the probabilities after temperature, top-k and top-p, in this order."""
+        logits_BV = logits_BV / self.temperature
+        if self.top_k is not None and self.top_k < logits_BV.shape[-1]:
+            smallest_B1 = logits_BV.topk(self.top_k).values[:, -1:]
+            logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -torch.inf)
+        if self.top_p is not None and self.top_p < 1.0:
+            ordered_BV, index_BV = logits_BV.sort(descending=True)
+            before_BV = ordered_BV.softmax(-1).cumsum(-1).roll(1, -1)
+            # the most likely token always stays
+            before_BV[:, 0] = -1.0
+            beyond_BV = torch.zeros_like(before_BV, dtype=torch.bool).scatter(
+                -1, index_BV, before_BV >= self.top_p
+            )
+            logits_BV = logits_BV.masked_fill(beyond_BV, -torch.inf)
+        return logits_BV.softmax(-1)
+
+
+class KVCache:
+    """Where the cached attention of all blocks stores the keys and values of the tokens it is given.
+
+    The next tokens belong to `rows` and are stored from `begin` on; they are a prompt, or one new token each.
+    Prompts are stored one row at a time and end at the same place; `visible_B11T` hides what lies before the
+    shorter ones, and is None if all have the same length.
+    """
+
+    def __init__(self, batch: int, capacity: int) -> None:
+        self.batch, self.capacity = batch, capacity
+        self.rows, self.begin, self.is_prompt = slice(0, batch), 0, True
+        self.visible_B11T: Tensor | None = None
+
+
+class CachedAttentionCore(AttentionCore):
+    """Attention of a whole prompt, or of one new token to itself and to all tokens of its row before it."""
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__()
+        self._cache = cache
+        self._stored: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Mask) -> Tensor:
+        cache, tokens = self._cache, q_BTHE.shape[1]
+        if self._stored is None:
+            shape = (cache.batch, cache.capacity, *k_BTKE.shape[2:])
+            # not empty: a hidden value is multiplied by zero, which NaN survives
+            self._stored = k_BTKE.new_zeros(shape), v_BTKE.new_zeros(shape)
+        for stored, new in zip(self._stored, (k_BTKE, v_BTKE), strict=True):
+            stored[cache.rows, cache.begin : cache.begin + tokens] = new
+        if cache.is_prompt:
+            return attend_causally(q_BTHE, k_BTKE, v_BTKE)
+        keys, values = (stored[cache.rows, : cache.begin + 1] for stored in self._stored)
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHE, keys, values))
+        grouped, visible = q.shape[1] != k.shape[1], cache.visible_B11T
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped).transpose(1, 2)
+
+
+def why_not_cached(model: LanguageModel) -> str | None:
+    """Return why a model cannot use the key-value cache; None if it can.
+
+    Blocks of a family from outside the package may mix tokens in places that the cache does not know.
+    """
+    blocks = [each for each in model.modules() if isinstance(each, Block)]
+    attentions = [each for each in model.modules() if isinstance(each, Attention)]
+    if len(blocks) != len(model.blocks) or len(attentions) != len(model.blocks):
+        return f"the blocks of the family {model.spec.family} are not arriero.model.layers.Block"
+    if any(type(block).forward not in (Block.forward, TiledBlock.forward) for block in blocks):
+        return f"the blocks of the family {model.spec.family} have their own forward method"
+    own = (type(a).forward is Attention.forward and type(a.core) is AttentionCore for a in attentions)
+    return None if all(own) else f"the family {model.spec.family} has its own attention"
+
+
+@contextmanager
+def _cached(model: LanguageModel, cache: KVCache) -> Iterator[None]:
+    attentions = [each for each in model.modules() if isinstance(each, Attention)]
+    before = [attention.core for attention in attentions]
+    for attention in attentions:
+        attention.core = CachedAttentionCore(cache)
+    try:
+        yield
+    finally:
+        for attention, core in zip(attentions, before, strict=True):
+            attention.core = core
+
+
+def generate(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    sampling: Sampling,
+    stop: Collection[int] = (),
+) -> Iterator[list[int | None]]:
+    """Yield one new token per prompt and step, None for a prompt that has ended.
+
+    A prompt ends after a token of `stop`, after `max_tokens` tokens, or when the model's context is full.
+    Prompts of different lengths are padded on the left; their results are the same as alone.
+    """
+    check_prompts(model, prompts)
+    if max_tokens < 1:
+        return
+    left = [min(max_tokens, model.spec.max_seq_len - len(prompt)) for prompt in prompts]
+    generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
+    decoder = _Decoder(model, prompts, max(left))
+    with decoder.attached():
+        logits_BV = decoder.prefill()
+        while True:
+            chosen = sampling.choose(logits_BV, generators)
+            yield [token if n > 0 else None for token, n in zip(chosen, left, strict=True)]
+            left = [0 if token in stop else n - 1 for token, n in zip(chosen, left, strict=True)]
+            if max(left) <= 0:
+                return
+            logits_BV = decoder.step(chosen)
+
+
+def check_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise UserError for prompts that the model cannot continue."""
+    context, vocabulary = model.spec.max_seq_len, model.spec.vocab_size
+    for prompt in prompts:
+        if not prompt:
+            raise UserError("the prompt has no tokens", "give a text")
+        if len(prompt) >= context:
+            what = f"the prompt has {len(prompt):,} tokens, and the context of the model {context:,}"
+            raise UserError(what, "shorten the prompt")
+        if max(prompt) >= vocabulary:
+            what = f"the prompt has token {max(prompt)}, and the vocabulary of the model {vocabulary}"
+            raise UserError(what, "give the tokenizer of this model with --tokenizer")
+
+
+class _Decoder:
+    """Computes the logits after the tokens so far: of new tokens only, or of all where there is no cache."""
+
+    def __init__(self, model: LanguageModel, prompts: Sequence[Sequence[int]], new: int) -> None:
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._rows = [list(prompt) for prompt in prompts]
+        self._end = max(map(len, prompts))
+        self._padding = [self._end - len(prompt) for prompt in prompts]
+        self._cache = KVCache(len(prompts), self._end + new) if why_not_cached(model) is None else None
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Replace the attention of the model while tokens are generated."""
+        if self._cache is None:
+            yield
+            return
+        with _cached(self._model, self._cache):
+            yield
+
+    @torch.no_grad()
+    def prefill(self) -> Tensor:
+        """Return the logits after the prompts, which are computed one at a time."""
+        logits = []
+        for row, (prompt, padding) in enumerate(zip(self._rows, self._padding, strict=True)):
+            if self._cache is not None:
+                self._cache.rows, self._cache.begin = slice(row, row + 1), padding
+            logits.append(self._last([prompt], [range(len(prompt))]))
+        return torch.cat(logits)
+
+    @torch.no_grad()
+    def step(self, chosen: Sequence[int]) -> Tensor:
+        """Return the logits after one more token per row."""
+        for row, token in zip(self._rows, chosen, strict=True):
+            row.append(token)
+        if self._cache is None:
+            return self.prefill()
+        cache = self._cache
+        cache.rows, cache.begin = slice(0, len(self._rows)), self._end
+        self._end, cache.is_prompt = self._end + 1, False
+        if any(self._padding):
+            padding_B = torch.tensor(self._padding, device=self._device)
+            cache.visible_B11T = (
+                torch.arange(self._end, device=self._device) >= padding_B[:, None, None, None]
+            )
+        return self._last([[token] for token in chosen], [[len(row) - 1] for row in self._rows])
+
+    def _last(self, tokens: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> Tensor:
+        tokens_BT, positions_BT = (
+            torch.tensor([list(row) for row in rows], device=self._device) for rows in (tokens, positions)
+        )
+        hidden_BTD = self._model.hidden(tokens_BT, positions_BT)
+        assert self._model.head is not None
+        return self._model.head(hidden_BTD[:, -1:])[:, -1]
