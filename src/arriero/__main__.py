@@ -1,5 +1,6 @@
 """The entry point: handles signals before the slow imports."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -10,6 +11,8 @@ def main() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os._exit(128 + number))
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        # SIGUSR2 prints the stacks of all threads, also while the main thread waits in native code
+        faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
     from arriero.cli import main
 
     main()

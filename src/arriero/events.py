@@ -15,6 +15,8 @@ from typing import Any, TextIO
 _KEPT_RECORDS = 20_000
 
 EVENTS = "events.jsonl"
+# written when a signal ends a run, removed by the next start: job scripts read it
+STOPPED = "stopped.json"
 START_OVER = "start over"
 
 

@@ -10,6 +10,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arriero.errors import UserError
+from arriero.events import warn
 from arriero.units import human_bytes
 
 LinkKind = Literal["auto", "hard", "symbolic", "copy"]
@@ -239,17 +241,19 @@ def locked(
     busy: str = "wait for it",
     wait_s: float | None = 0.0,
     shared: bool = False,
+    lease_s: float = 0.0,
 ) -> Iterator[bool]:
     """Hold an advisory lock on the file `path`; yield False where the file system does not support locks.
 
     A lock that another process holds raises a UserError that names `what` and the holder, after `wait_s`
-    seconds (None: wait for ever). `busy` and `unwritable` are the advice in the two errors. The kernel frees
-    the lock when its holder dies. Linux passes flock on to NFS, so other nodes see it. Directories created
-    for the lock file are removed with it if they stay empty.
+    seconds (None: wait for ever), or `lease_s` if the holder is not a living process of this host. `busy`
+    and `unwritable` are the advice in the two errors. The kernel frees the lock when its holder dies. Linux
+    passes flock on to NFS, so other nodes see it. Directories created for the lock file are removed with it
+    if they stay empty.
     """
     missing = [folder for folder in path.absolute().parents if not folder.exists()]
     try:
-        descriptor = _acquire(path, what, busy, wait_s, shared)
+        descriptor = _acquire(path, what, busy, wait_s, shared, lease_s)
     except OSError as error:
         raise UserError(f"{path.parent} cannot be written ({error})", unwritable) from None
     try:
@@ -265,8 +269,11 @@ def locked(
             os.close(descriptor)
 
 
-def _acquire(path: Path, what: object, busy: str, wait_s: float | None, shared: bool) -> int | None:
-    until = None if wait_s is None else time.monotonic() + wait_s
+def _acquire(
+    path: Path, what: object, busy: str, wait_s: float | None, shared: bool, lease_s: float
+) -> int | None:
+    begin, announced = time.monotonic(), False
+    until = None if wait_s is None else begin + wait_s
     how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if until is None else fcntl.LOCK_NB)
     while True:
         descriptor = _open_lock(path)
@@ -281,7 +288,15 @@ def _acquire(path: Path, what: object, busy: str, wait_s: float | None, shared: 
                 raise
             # a holder that has just taken the lock may not have written its name yet
             grace = 0.0 if holder else _NAME_GRACE_S
-            if until is None or time.monotonic() > until + grace:
+            may_be_dead = bool(holder) and lease_s > 0 and not _lives_here(holder)
+            if may_be_dead and time.monotonic() > begin + 1 and not announced:
+                announced = True
+                warn(
+                    f"{what} is in use by {holder}; waiting up to {lease_s:.0f} s, the time for which a file "
+                    "server keeps the lock of a node that died"
+                )
+            end = max(until or 0.0, begin + lease_s) if may_be_dead else until
+            if end is None or time.monotonic() > end + grace:
                 raise UserError(f"{what} is in use by {holder or 'another process'}", busy) from None
             time.sleep(_POLL_S)
             continue
@@ -294,6 +309,20 @@ def _acquire(path: Path, what: object, busy: str, wait_s: float | None, shared: 
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, holder.encode(), 0)
     return descriptor
+
+
+def _lives_here(holder: str) -> bool:
+    """Return whether the holder that a lock file names is a living process of this host."""
+    found = re.match(r"process (\d+) on (\S+),", holder)
+    if found is None or found[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _open_lock(path: Path) -> int:

@@ -1,29 +1,38 @@
-"""Signals of a run: SIGINT and SIGTERM stop it, SIGUSR1 makes it save."""
+"""Signals of a run: SIGINT and SIGTERM stop it, SIGUSR1 makes it save, and stop if so configured."""
 
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 HEARD = (*STOPPING, signal.SIGUSR1)
+# Slurm and the supervisor of a job may both send SIGTERM: one request, not two
+_ECHO_S = 3.0
 # seconds that an Interrupted may take to end the process before the process is killed
 _GRACE_S = 2.0
 
 
 class Interrupted(BaseException):
-    """Raised when a signal ends a run."""
+    """Raised when a signal ends a run. `saved`: a checkpoint of the step it stopped at is on the disk."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, saved: bool = False) -> None:
+        self.number, self.saved = number, saved
         self.name = signal.Signals(number).name
         super().__init__(self.name)
 
-    def __reduce__(self) -> tuple[type["Interrupted"], tuple[int]]:
-        return Interrupted, (self.number,)
+    def __reduce__(self) -> tuple[type["Interrupted"], tuple[int, bool]]:
+        return Interrupted, (self.number, self.saved)
+
+    @property
+    def exit_code(self) -> int:
+        """Return 0 if a signal of the job system was obeyed and nothing is lost."""
+        obeyed = self.saved and self.number != signal.SIGINT
+        return 0 if obeyed else 128 + self.number
 
 
 class Requests:
@@ -36,13 +45,15 @@ class Requests:
     SIGINT and SIGTERM raise Interrupted. After `answer_with(..., deferred=True)` the first one only sets
     `stop`, which the run obeys at the next safe point, and a second one raises. If the `with` block has not
     ended two seconds after an Interrupted, the process is killed; with `final`, the process must have ended.
+    SIGUSR1 sets `save`. With `usr1_stops` it stops like SIGTERM, except that repeating it changes nothing.
     """
 
-    def __init__(self, prints: bool = True, final: bool = False) -> None:
+    def __init__(self, prints: bool = True, final: bool = False, usr1_stops: bool = False) -> None:
         self.stop = 0
         self.agreed = 0
         self.save = False
-        self._prints, self._final = prints, final
+        self._prints, self._final, self._usr1_stops = prints, final, usr1_stops
+        self._insistence = _Insistence()
         self._deferred, self._message = False, lambda: "no step was taken yet"
         self._stopping = False
 
@@ -61,6 +72,8 @@ class Requests:
             return self
         if _entered:
             self.save, self._prints = _entered[-1].save, self._prints and _entered[-1]._prints
+        if self._usr1_stops and self.save:
+            self.save, self.stop = False, signal.SIGUSR1
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._ended = threading.Event()
@@ -87,25 +100,26 @@ class Requests:
         os.close(self._writer)
 
     def _record(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGUSR1:
+        if number == signal.SIGUSR1 and not self._usr1_stops:
             self.save = True
-        elif self.stop or not self._deferred:
+        elif self._insistence.hear(number) or not self._deferred:
             raise Interrupted(number)
         else:
-            self.stop = number
+            self.stop = self.stop or number
 
     def _respond(self, reader: int) -> None:
-        heard = 0
+        # the main thread may see a signal much later, and then only once
+        insistence = _Insistence()
         while number := os.read(reader, 1)[0]:
             if number not in HEARD:
                 continue
             name = signal.Signals(number).name
-            if number == signal.SIGUSR1:
+            if number == signal.SIGUSR1 and not self._usr1_stops:
                 self._print(f"{name}: saving after the current step")
                 continue
-            heard += 1
-            if heard == 1 and self._deferred:
-                self._print(f"{name}: {self._message()}; send it again to stop now")
+            if not insistence.hear(number) and self._deferred:
+                again = "; send it again to stop now" if number in STOPPING else ""
+                self._print(f"{name}: {self._message()}{again}")
                 continue
             self._stopping = True
             self._print(f"{name}: stopping now" + ("" if self._deferred else f"; {self._message()}"))
@@ -118,6 +132,22 @@ class Requests:
             with suppress(OSError, ValueError):
                 sys.stderr.write(f"{text}\n")
                 sys.stderr.flush()
+
+
+class _Insistence:
+    """Recognises a signal that repeats a request to stop, and so asks to stop at once."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def hear(self, number: int) -> bool:
+        if number not in STOPPING:
+            return False
+        if self._first is None:
+            self._first = time.monotonic()
+            return False
+        is_echo = number == signal.SIGTERM and "SLURM_STEP_ID" in os.environ
+        return not is_echo or time.monotonic() - self._first > _ECHO_S
 
 
 _entered: list[Requests] = []

@@ -99,6 +99,25 @@ def test_only_the_second_signal_interrupts_a_phase_that_defers():
         assert not outer.stop
 
 
+def test_sigusr1_that_stops_may_be_repeated_and_followed_by_one_sigterm():
+    with Requests(usr1_stops=True) as requests:
+        requests.answer_with(lambda: "", deferred=True)
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert (requests.stop, requests.save) == (signal.SIGUSR1, False)
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_slurm_and_a_supervisor_may_both_send_sigterm(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    with Requests() as requests:
+        requests.answer_with(lambda: "", deferred=True)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert requests.stop == signal.SIGTERM
+
+
 def test_a_rank_that_does_not_lead_is_silent_inside_a_command_that_answers(capfd):
     with Requests(), Requests(prints=False), Requests() as requests:
         signal.raise_signal(signal.SIGUSR1)
@@ -160,7 +179,7 @@ def test_a_signal_before_the_first_step_is_done_stops_at_once(config):
     with pytest.raises(Interrupted):
         train(session)
     assert lines(session.run_dir / "events.jsonl")[-1] | {"time": 0} == {
-        "time": 0, "event": "signal", "step": 0, "signal": "SIGTERM",
+        "time": 0, "event": "signal", "step": 0, "signal": "SIGTERM", "saved": False,
     }  # fmt: skip
 
 
@@ -177,6 +196,72 @@ def test_a_signal_ends_the_export_and_the_same_command_exports(config):
     assert not (session.run_dir / "model").exists()
     again = run(exports)
     assert (again.has_trained, again.model) == (False, session.run_dir / "model")
+
+
+class SignalAt(Hook):
+    """Send a signal to the process of rank 1, or of a single rank, after a step."""
+
+    on_all_ranks = True
+
+    def __init__(self, step, number):
+        self._step, self._number = step, number
+
+    def on_step(self, session, step, tokens):
+        last = session.mesh.world.rank == session.mesh.world.size - 1
+        if step == self._step and last:
+            signal.raise_signal(self._number)
+
+
+@pytest.mark.parametrize(("number", "ranks"), [("SIGUSR1", 2), ("SIGTERM", 1)])
+def test_a_signal_before_the_time_limit_saves_and_ends_with_code_0_and_a_marker(config, number, ranks):
+    section = config.checkpoint.model_copy(update={"on_usr1": "stop"})
+    config = config.model_copy(update={"checkpoint": section})
+    with pytest.raises(Interrupted) as stop:
+        run(config, [SignalAt(3, signal.Signals[number])], nproc=ranks if ranks > 1 else None)
+    assert (stop.value.name, stop.value.saved, stop.value.exit_code) == (number, True, 0)
+    run_dir, step = Path(config.run.dir) / config.run.name, 3 if ranks == 1 else 4
+    marker = json.loads((run_dir / "stopped.json").read_text())
+    assert marker | {"time": 0} == {"time": 0, "step": step, "signal": number, "saved": True}
+    assert run(config, nproc=ranks if ranks > 1 else None).steps == 6
+    assert not (run_dir / "stopped.json").exists()
+    logs = sorted(path.name for path in run_dir.glob("logs/*"))
+    assert logs == (["rank-00000.log", "rank-00001.log"] if ranks == 2 else [])
+
+
+def test_sigusr1_continues_by_default(config):
+    assert run(config, [SignalAt(2, signal.SIGUSR1)]).steps == 6
+    saves = [e["step"] for e in lines(Path(config.run.dir) / "run" / "events.jsonl") if e["event"] == "save"]
+    assert saves == [2, 6]
+
+
+def test_a_killed_rank_is_named_with_the_last_lines_of_its_log(config):
+    class Die(Hook):
+        on_all_ranks = True
+
+        def on_step(self, session, step, tokens):
+            if step == 3 and session.mesh.world.rank == 1:
+                os.write(2, b"corrupted double-linked list\n")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(UserError, match=r"rank 1 was killed .*corrupted double-linked list"):
+        run(config, [Die()], nproc=2)
+    log = (Path(config.run.dir) / "run" / "logs" / "rank-00001.log").read_text()
+    assert "rank 1 of 2" in log
+    assert "step 2: loss" in log
+
+
+def test_sigusr2_writes_the_stacks_of_all_threads_into_the_log_of_a_rank(config):
+    class Dump(Hook):
+        on_all_ranks = True
+
+        def on_step(self, session, step, tokens):
+            if step == 2 and session.mesh.world.rank == 1:
+                signal.raise_signal(signal.SIGUSR2)
+
+    assert run(config, [Dump()], nproc=2).steps == 6
+    log = (Path(config.run.dir) / "run" / "logs" / "rank-00001.log").read_text()
+    assert "in on_step" in log
+    assert "Thread 0x" in log
 
 
 def test_a_launcher_locks_the_directory_survives_sigusr1_and_exits_with_its_signal(tmp_path):

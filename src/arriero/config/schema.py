@@ -202,6 +202,11 @@ class TrainSection(Section):
         description="Micro-batch size: sequences per rank and forward pass; 'auto' is derived from the "
         "device memory, and gradient accumulation follows. The last micro-batch of a step may be smaller.",
     )
+    gc_every: Positive | Literal[False] = Field(
+        100,
+        description="Steps between collections of Python's garbage, which all ranks make at the same step; "
+        "false leaves them to Python, at any time and on one rank after another.",
+    )
     z_loss: Annotated[float, Field(ge=0)] = Field(
         0.0,
         description="Weight of the z-loss, the squared log of the softmax's denominator, which keeps logits "
@@ -438,6 +443,11 @@ class CheckpointSection(Section):
         "1000 steps",
         validate_default=True,
         description="Interval between saves; also on SIGTERM, SIGUSR1 and `touch RUN/save-now`.",
+    )
+    on_usr1: Literal["continue", "stop"] = Field(
+        "continue",
+        description="What follows the save that SIGUSR1 asks for: 'continue' training, or 'stop' with exit "
+        "code 0, as after SIGTERM. Slurm sends it before the time limit with --signal=USR1@SECONDS.",
     )
     at_end: bool = Field(True, description="Save when training ends.")
     export: bool = Field(

@@ -20,7 +20,7 @@ from arriero.parallel.world import RENDEZVOUS
 
 Result = TypeVar("Result")
 
-_FAILED = 1
+_FAILED, _STOPPED = 1, 3
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 30.0
 # seconds after a second signal, for ranks that do not end
@@ -32,16 +32,21 @@ class RankFailed(Exception):
     """A rank crashed; the text is its traceback."""
 
 
-def run_ranks(work: Callable[[], Result], ranks: int, leader_prints: bool = True) -> Result:
+def run_ranks(
+    work: Callable[[], Result],
+    ranks: int,
+    leader_prints: bool = True,
+    log_of: Callable[[int], Path] | None = None,
+) -> Result:
     """Run `work` in `ranks` forked processes and return rank 0's result; if one fails, all end and its error
-    is raised.
+    is raised. `log_of` names the log files that ranks write themselves: the error of a killed rank quotes it.
 
     Forked processes share the import of torch. The caller must not have used torch's threads or a GPU.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="arriero-ranks-") as name:
-        folder = Path(name)
+        folder, began = Path(name), time.time()
         children: dict[int, int] = {}
         with _forward_signals(children) as passing:
             for rank in range(ranks):
@@ -52,7 +57,13 @@ def run_ranks(work: Callable[[], Result], ranks: int, leader_prints: bool = True
             killed, failed = _wait(children, passing.passed)
         stops = [number for number in passing.passed if number in STOPPING]
         if failed:
-            _raise_first_failure(folder, killed, stops[0] if stops else 0)
+
+            def output_of(rank: int) -> list[Path]:
+                log = [log_of(rank)] if log_of else []
+                found = [*(each for each in log if each.exists() and each.stat().st_mtime >= began)]
+                return [*found, folder / f"output-{rank}"]
+
+            _raise_first_failure(folder, killed, stops[0] if stops else 0, output_of)
         return pickle.loads((folder / "result").read_bytes())
 
 
@@ -77,6 +88,7 @@ def _be_rank(work: Callable[[], Any], rank: int, ranks: int, folder: Path, leade
         code = 0
     except BaseException as error:
         _write_error(folder, rank, error)
+        code = _STOPPED if isinstance(error, Interrupted) and error.saved else _FAILED
     finally:
         with suppress(Exception):
             sys.stdout.flush()
@@ -116,18 +128,21 @@ def _wait(children: dict[int, int], passed: list[int]) -> tuple[dict[int, tuple[
 
     Ranks that got a forwarded signal end by themselves; another one would stop them before they have saved.
     """
-    left, killed, sent, deadline, failed = dict(children), {}, {signal.SIGTERM, *passed}, None, False
+    left, killed, sent, deadline = dict(children), {}, {signal.SIGTERM, *passed}, None
+    failed = agreed = False
     try:
         while left:
             ended = [(pid, status) for pid, status in (os.waitpid(each, os.WNOHANG) for each in left) if pid]
             for pid, status in ended:
                 rank, failed = left.pop(pid), failed or status != 0
+                # all ranks stop after an agreed save; a signal would interrupt those that still write
+                agreed = agreed or (os.WIFEXITED(status) and os.WEXITSTATUS(status) == _STOPPED)
                 if os.WIFSIGNALED(status) and (deadline is None or os.WTERMSIG(status) not in sent):
                     killed[rank] = (time.time(), os.WTERMSIG(status))
             stops = sum(number in STOPPING for number in passed)
             if deadline is None and (failed or stops > 1):
                 deadline = time.monotonic() + (_GRACE_SECONDS if stops < 2 else _LAST_SECONDS)
-                if not stops:
+                if not stops and not agreed:
                     _send_signal(left, signal.SIGTERM)
             elif deadline is not None and time.monotonic() > deadline:
                 sent.add(signal.SIGKILL)
@@ -146,7 +161,12 @@ def _send_signal(children: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _raise_first_failure(folder: Path, killed: dict[int, tuple[float, int]], stop: int) -> None:
+def _raise_first_failure(
+    folder: Path,
+    killed: dict[int, tuple[float, int]],
+    stop: int,
+    output_of: Callable[[int], list[Path]],
+) -> None:
     """Raise the error of the rank that failed first.
 
     The peers of a killed rank fail within moments, often before its end is noticed here. After the signal
@@ -160,7 +180,7 @@ def _raise_first_failure(folder: Path, killed: dict[int, tuple[float, int]], sto
         todo = "the system does so when memory runs out" if number == signal.SIGKILL else ""
         name = signal.Signals(number).name
         raise UserError(
-            f"rank {rank} was killed ({name}){_last_line(folder, rank)}; the others were stopped", todo
+            f"rank {rank} was killed ({name}){_last_lines(output_of(rank))}; the others were stopped", todo
         )
     if not errors:
         raise Interrupted(stop) if stop else RankFailed("a rank ended without an error message")
@@ -175,12 +195,19 @@ def _raise_first_failure(folder: Path, killed: dict[int, tuple[float, int]], sto
     raise RankFailed(f"rank {rank} failed first:\n{trace}")
 
 
-def _last_line(folder: Path, rank: int) -> str:
-    """Return the last output line of a rank that crashed below Python."""
-    output = folder / f"output-{rank}"
-    lines = output.read_text(errors="replace").split("\n") if output.exists() else []
-    said = [line.strip() for line in lines if line.strip()]
-    return f", its last line: {said[-1][:300]}" if said else ""
+def last_lines(path: Path, count: int = 3) -> list[str]:
+    """Return the last lines of a log file that are not empty, each cut to 300 characters."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
+        lines = file.read().decode(errors="replace").splitlines()
+        return [line.strip()[:300] for line in lines if line.strip()][-count:]
+    return []
+
+
+def _last_lines(outputs: list[Path]) -> str:
+    """Quote what a rank that crashed below Python printed last."""
+    said = next((lines for path in outputs if (lines := last_lines(path))), [])
+    return f", its last line{'s' if len(said) > 1 else ''}: {' | '.join(said)}" if said else ""
 
 
 _IN_A_NEW_RANK = dict.fromkeys(STOPPING, signal.SIG_DFL) | {signal.SIGUSR1: signal.SIG_IGN}

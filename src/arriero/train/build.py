@@ -45,6 +45,7 @@ from arriero.train.hooks import Hook, Hooks
 from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoard
 from arriero.train.model_state import ModelState, parameter_decisions
 from arriero.train.optim.optimizer import Optimizer
+from arriero.train.rank_process import GarbageCollection, RankLog
 from arriero.train.resume import CheckpointLoader, StartingPoint, checkpoint_ranks, start_run
 from arriero.train.rundir import check_run_directory, open_run_directory, run_directory, starts_over
 from arriero.train.saving import Saver, merge_over_stages
@@ -352,15 +353,17 @@ def _record(
     section = plan.config.checkpoint
     ledger = LedgerFile(run_directory(plan.config), start.checkpoint)
     every = Cadence(section.every)
-    saver = Saver(checkpoints, every, section.at_end, ledger, tensors, start.outcome.steps)
+    stops = section.on_usr1 == "stop"
+    saver = Saver(checkpoints, every, section.at_end, ledger, tensors, start.outcome.steps, stops)
     hooks = _hooks(plan, ledger, extra_hooks)
     return RunRecord(hooks, saver, decisions, start.remarks, start.outcome)
 
 
 def _hooks(plan: Arrangement, ledger: LedgerFile, extra: Sequence[Hook]) -> Hooks:
     """All ranks keep the ledger, because each knows only what it read; rank 0 writes everything else."""
+    run_dir, gc_every = run_directory(plan.config), plan.config.train.gc_every
+    everywhere = [RankLog(run_dir, plan.world), *([GarbageCollection(gc_every)] if gc_every else []), ledger]
     if not plan.world.is_leader:
-        return Hooks([ledger, *(hook for hook in extra if hook.on_all_ranks)])
-    run_dir = run_directory(plan.config)
+        return Hooks([*everywhere, *(hook for hook in extra if hook.on_all_ranks)])
     boards = [TensorBoard(run_dir)] if plan.config.observe.tensorboard else []
-    return Hooks([MetricsFile(run_dir), ledger, EventsFile(run_dir), *boards, *extra])
+    return Hooks([*everywhere, MetricsFile(run_dir), EventsFile(run_dir), *boards, *extra])

@@ -52,7 +52,7 @@ def train(run_file: RunFile = None, sets: Sets = [], nproc: Nproc = None) -> Non
         with Requests(final=True):
             _train(run_file, sets, nproc)
     except Interrupted as stop:
-        raise typer.Exit(128 + stop.number) from None
+        raise typer.Exit(stop.exit_code) from None
     finally:
         Output(sys.stdout).finish()
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from arriero.data.order.loader import IGNORED, Batch, Loader
 from arriero.data.order.order import EvalStream
-from arriero.interrupt import STOPPING, Requests
+from arriero.interrupt import HEARD, Requests
 from arriero.model.language_model import LanguageModel
 from arriero.parallel.fsdp import reshard_weights, synchronize_gradients
 from arriero.parallel.mesh import Mesh
@@ -73,11 +73,11 @@ class ForwardBackward:
             reshard_weights(part)
         first_tp, first_pp = self._mesh.coordinate("tp") == 0, self._mesh.coordinate("pp") == 0
         labels = (batch.labels_BT != IGNORED).sum()
-        asked = [torch.tensor(float(stop == each), device=self._device) for each in STOPPING]
+        asked = [torch.tensor(float(stop == each), device=self._device) for each in HEARD]
         # tp ranks hold the same loss and labels, pp ranks the same labels
         mine = torch.stack([total.double() * first_tp, labels.double() * (first_tp and first_pp), *asked])
         summed, count, *stops = self._mesh.sum_over_all(mine).tolist()
-        return summed, int(count), next((each for each, n in zip(STOPPING, stops, strict=True) if n), 0)
+        return summed, int(count), next((each for each, n in zip(HEARD, stops, strict=True) if n), 0)
 
     def _prepare(self, batch: Batch) -> Batch:
         """Return this rank's part of the batch on the device."""

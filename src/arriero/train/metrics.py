@@ -1,12 +1,13 @@
 """Metrics of a logged step, the stopwatch that measures them, and the hooks that write files of a run."""
 
 import io
+import json
 import os
 import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from arriero.checkpoint.directory import find_checkpoints
 from arriero.checkpoint.manager import SaveReport
 from arriero.data.order.ledger import LEDGER, Stretch, begin_ledger, ledger_bytes
 from arriero.errors import UserError
-from arriero.events import EVENTS, AppendedFile, EventLog, LineFile, TolerantWriter, finite
+from arriero.events import EVENTS, STOPPED, AppendedFile, EventLog, LineFile, TolerantWriter, finite
 from arriero.files import publish_file
 from arriero.interrupt import Interrupted
 from arriero.parallel.mesh import Mesh
@@ -240,10 +241,13 @@ class EventsFile(Hook):
 
     def __init__(self, run_dir: Path) -> None:
         self._events = EventLog(run_dir / EVENTS)
+        self._marker = TolerantWriter(run_dir / STOPPED)
         self._skipped = 0
 
     def on_start(self, session: "Session") -> None:
         self._skipped = session.optimizer.skipped
+        with suppress(OSError):
+            self._marker.path.unlink(missing_ok=True)
         self._events.write("start", **session.describe())
         for remark in session.record.remarks:
             self._events.write("remark", text=remark)
@@ -267,7 +271,10 @@ class EventsFile(Hook):
 
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
         if isinstance(error, Interrupted):
-            self._events.write("signal", step=step, signal=error.name)
+            stop = {"step": step, "signal": error.name, "saved": error.saved}
+            self._events.write("signal", **stop)
+            content = json.dumps({"time": round(time.time(), 3)} | stop).encode() + b"\n"
+            self._marker.attempt(lambda: publish_file(self._marker.path, content), "and the run stops")
         else:
             self._events.write("fault", step=step, error=type(error).__name__, message=str(error))
         self._events.close()

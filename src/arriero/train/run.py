@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from arriero.errors import UserError
 from arriero.interrupt import Requests
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import World, process_group, world_from
+from arriero.train.rank_process import rank_log_path, report_failure
 from arriero.train.rundir import lock_run, run_directory
 
 if TYPE_CHECKING:
@@ -57,7 +59,9 @@ def run(config: RunConfig, hooks: "Sequence[Hook]" = (), nproc: int | None = Non
     with lock_run(config):
         # imported once here, so that the forked ranks need not import it
         import_module("arriero.train.build")
-        return run_ranks(lambda: _run_rank(config, hooks, is_child=True), nproc, leader_prints=bool(hooks))
+        log_of = partial(rank_log_path, run_directory(config))
+        work = partial(_run_rank, config, hooks, is_child=True)
+        return run_ranks(work, nproc, leader_prints=bool(hooks), log_of=log_of)
 
 
 def _run_rank(config: RunConfig, hooks: "Sequence[Hook]", is_child: bool) -> RunResult:
@@ -73,7 +77,11 @@ def _run_rank(config: RunConfig, hooks: "Sequence[Hook]", is_child: bool) -> Run
                 refusal = error
                 if world.size == 1:
                     raise
-        return _train(config, world, hooks, refusal)
+        try:
+            return _train(config, world, hooks, refusal)
+        except BaseException as error:
+            report_failure(run_directory(config), world, error)
+            raise
 
 
 def _train(config: RunConfig, world: World, hooks: "Sequence[Hook]", refusal: UserError | None) -> RunResult:

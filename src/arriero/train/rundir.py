@@ -9,6 +9,7 @@ from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
 from arriero.data.order.ledger import LEDGER, read_ledger
 from arriero.errors import UserError
+from arriero.events import EVENTS
 from arriero.files import locked, publish_file
 from arriero.train.schedule import LearningRates
 
@@ -33,6 +34,7 @@ _FREE = (
     "data.reader_threads",
     "data.phases",
     "train.micro_batch",
+    "train.gc_every",
     "train.horizon",
     "optim.max_skips",
     "precision.compile",
@@ -43,6 +45,8 @@ _FREE = (
 
 # a killed run may need a moment to disappear
 LOCK_WAIT_S = 3.0
+# an NFSv4 server keeps the lock of a node that died for the length of a lease, 90 s by default
+LOCK_LEASE_S = 95.0
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -58,6 +62,7 @@ def lock_run(config: RunConfig) -> AbstractContextManager[bool]:
         busy="wait for it or stop it, or choose another run with --set run.name=NAME",
         unwritable="set run.dir to a directory you may write",
         wait_s=LOCK_WAIT_S,
+        lease_s=LOCK_LEASE_S,
     )
 
 
@@ -66,8 +71,9 @@ def check_run_directory(config: RunConfig) -> None:
     directory = run_directory(config)
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is not a directory", "choose another run with --set run.name=NAME")
-    # a kill may have left the run file under its temporary name
-    if not directory.exists() or all(path.name == f"{_RUN_FILE}.tmp" for path in directory.iterdir()):
+    # a kill may have left the run file under its temporary name; a supervisor writes before the run starts
+    early = (f"{_RUN_FILE}.tmp", EVENTS, "preflight")
+    if not directory.exists() or all(path.name in early for path in directory.iterdir()):
         return
     if not (directory / _RUN_FILE).exists():
         raise UserError(f"{directory} holds files but no run", "choose another run with --set run.name=NAME")

@@ -102,8 +102,9 @@ class Saver:
         ledger: LedgerFile,
         tensors: TensorInfo,
         saved_step: int,
+        usr1_stops: bool = False,
     ) -> None:
-        self.requests = Requests()
+        self.requests = Requests(usr1_stops=usr1_stops)
         self._checkpoints, self._cadence, self._at_end = checkpoints, cadence, at_end
         self._ledger, self._tensors = ledger, tensors
         self._saved_step = saved_step
@@ -141,7 +142,8 @@ class Saver:
         """End the run if a rank was asked to stop; the checkpoint is on the disk by then."""
         if self._stop:
             self.wait(session)
-            raise Interrupted(self._stop)
+            lost = any(report.step == self._saved_step for report in self._failed)
+            raise Interrupted(self._stop, saved=not lost)
 
     def wait(self, session: "Session") -> None:
         """Wait until the last save is on the disk or has failed."""
