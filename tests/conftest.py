@@ -44,6 +44,7 @@ def pytest_terminal_summary(terminalreporter, config):
 @pytest.fixture(scope="session", autouse=True)
 def working_directory_of_fixtures(tmp_path_factory):
     before = Path.cwd()
+    os.environ["ARRIERO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.chdir(tmp_path_factory.mktemp("working-directory"))
     yield
     os.chdir(before)

@@ -10,6 +10,7 @@ from importlib.metadata import version
 import typer
 
 import arriero.bench.commands as bench_verbs
+import arriero.bench.hardware_commands as hardware_verbs
 import arriero.checkpoint.commands as checkpoint_verbs
 import arriero.data.commands.datasets as dataset_verbs
 import arriero.data.commands.prepare as prepare_verbs
@@ -51,6 +52,8 @@ bench.command(cls=WithRunFile)(bench_verbs.step)
 bench.command()(bench_verbs.matrix)
 bench.command()(bench_verbs.parity)
 bench.command()(bench_verbs.compare)
+bench.command(cls=WithRunFile)(hardware_verbs.ops)
+bench.command()(hardware_verbs.comm)
 app.add_typer(ckpt, name="ckpt")
 ckpt.command()(checkpoint_verbs.convert)
 ckpt.command(cls=checkpoint_verbs.SpreadWeights)(checkpoint_verbs.average)

@@ -102,6 +102,11 @@ def describe_device(used: Device, ranks: int, busy_mhz: int | None = None) -> De
     )
 
 
+def device_key(used: Device) -> str:
+    """Return the name under which measurements of a device are kept; of a CPU, its model and threads."""
+    return used.name if used.is_gpu else f"{_cpu_model()}, {used.name.removeprefix('CPU, ')}"
+
+
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():

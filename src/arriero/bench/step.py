@@ -106,6 +106,18 @@ class DocumentLengths:
     def draw(self, generator: np.random.Generator) -> int:
         return max(2, round(generator.lognormal(np.log(self.mean) - self.sigma**2 / 2, self.sigma)))
 
+    def pack(self, rows: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, float]:
+        """Return the document number of each token of packed rows, and a token's mean document length."""
+        generator = np.random.default_rng(seed)
+        numbers, squares = np.zeros((rows, tokens), dtype=np.int64), 0
+        for row in numbers:
+            start = 0
+            while start < tokens:
+                length = min(self.draw(generator), tokens - start)
+                row[start + length :] += 1
+                start, squares = start + length, squares + length**2
+        return numbers, squares / (rows * tokens)
+
 
 def with_documents(config: RunConfig, lengths: DocumentLengths, steps: int, folder: Path) -> RunConfig:
     """Return the run with document masks on random tokens, enough for steps without repetition."""

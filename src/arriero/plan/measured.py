@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, Validati
 
 from arriero.errors import UserError
 from arriero.files import publish_file
+from arriero.model.spec import ModelSpec
 
 Precision = Literal["fp32", "bf16", "float8"]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p"]
@@ -59,9 +60,21 @@ OPS: dict[str, _OpKind] = {
     "head_loss": _OpKind("tokens", ("width", "vocab"), ("tokens", "width", "vocab")),
     # one transformer block as the trainer runs it; the variant is the model's dimensions
     "block": _OpKind("tokens", ("seq_len",), ("tokens",)),
+    # the fp32 addition of one micro-batch's gradients to the sum of earlier ones
+    "accumulation": _OpKind("parameters", (), ("parameters",)),
     # gradient norm, clipping and update; the variant is "NAME MASTER STATE", such as "adamw fp32 fp32"
     "optimizer": _OpKind("parameters", (), ("parameters",)),
 }
+
+
+def block_variant(spec: ModelSpec) -> str:
+    """Return the dimensions of a model's block, which tell its measurements from those of other models."""
+    heads = f"{spec.heads}/{spec.kv_heads} heads of {spec.head_dim}"
+    return f"{spec.family} {spec.dim} x {spec.ffn}, {heads}"
+
+
+def optimizer_variant(name: str, master: str, state: str) -> str:
+    return f"{name} {master} {state}"
 
 
 class _Stored(BaseModel):
