@@ -7,7 +7,7 @@ OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/de
 PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check quick test docs gpu parity bench-small bench-costs bench-data reliability test-oldest test-peers clean
+.PHONY: demo check quick test docs gpu parity planner-accuracy bench-small bench-costs bench-data reliability test-oldest test-peers clean
 
 # Removes the run first: a finished run would only print its result.
 demo: $(VENV)/.installed
@@ -91,3 +91,7 @@ test-peers: $(VENV)/.installed-test .venv-peers/.installed
 # Kills, damages and starves training runs, and writes docs/reliability.md; about ten minutes.
 reliability: $(VENV)/.installed-test
 	$(VENV)/bin/python tests/checkpoint/kills.py --seeds 30 --write docs/reliability.md
+
+# The planner beside published and measured results. Writes docs/planner-accuracy.md.
+planner-accuracy: $(VENV)/.installed
+	$(VENV)/bin/python -m benchmarks.planner docs/planner-accuracy.md

@@ -85,6 +85,7 @@ class Device(_Data):
     power: float = Field(ge=1, le=5000, strict=False)
     memory: float | None = Field(None, ge=1, le=4096, strict=False)
     devices_per_node: Annotated[int, Field(ge=1, le=1024)] = 1
+    units: Annotated[int, Field(ge=1, le=4096)] = 1
     bf16: float | None = Field(None, ge=0.01, le=50_000, strict=False)
     fp8: float | None = Field(None, ge=0.01, le=100_000, strict=False)
     fp32: float | None = Field(None, ge=0.001, le=10_000, strict=False)
@@ -94,8 +95,8 @@ class Device(_Data):
 
     @property
     def clock(self) -> float:
-        """The share of the nominal clock under a lowered power limit; power grows with its square."""
-        return min(1.0, (self.power / (self.nominal_power or self.power)) ** 0.5)
+        """The share of the nominal clock under a lowered power limit: power grows with its cube."""
+        return min(1.0, (self.power / (self.nominal_power or self.power)) ** (1 / 3))
 
     def machine(self, ranks: int = 1) -> Machine:
         """Return the machine that `resolve` takes; a CPU's memory is divided between `ranks` processes."""
@@ -234,10 +235,11 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a TOML file: {error}") from None
-    return _read_cluster(table, path)
+    return read_cluster(table, path)
 
 
-def _read_cluster(table: dict[str, Any], path: Path) -> Cluster:
+def read_cluster(table: Mapping[str, Any], path: Path) -> Cluster:
+    """Return the cluster that a table describes; `path` names it, also in errors."""
     table = {"name": path.stem, **table}
     given = table.get("device")
     if isinstance(given, str):

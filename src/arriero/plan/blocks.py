@@ -1,0 +1,292 @@
+"""What one rank computes in a training step, and the seconds of its blocks, embedding and head.
+
+Imports no torch.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from arriero.config.fields import ActivationCheckpointing
+from arriero.config.timeline import Timeline
+from arriero.model.spec import ModelSpec
+from arriero.plan.layout import Layout
+from arriero.plan.rates import Group, Passes, Precision, Rates
+from arriero.plan.resolve import Resolved
+
+# share of the matmul FLOPs of a block that selective checkpointing recomputes: k, o and up of a Llama
+_SELECTIVE = 0.37
+# seconds that the host needs to start the kernels of a block: forward, backward
+_HOST_COMPILED, _HOST_EAGER = Passes(120e-6, 160e-6), Passes(420e-6, 520e-6)
+_HOST_FSDP, _HOST_TP = Passes(150e-6, 200e-6), Passes(300e-6, 500e-6)
+# share of tensor-parallel communication that asynchronous tensor parallelism hides
+_ASYNC_TP = 0.3
+_STATE = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "float8": 1.0}
+_MOMENTS = {"adamw": 2, "muon": 1, "sgd": 1}
+_NONE = ActivationCheckpointing("none")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One training step: the model, the layout and every setting that changes its time.
+
+    `stages` are the blocks of each pipeline stage, `state` the bytes of one optimizer moment per parameter.
+    `reshard` frees gathered weights after forward (ZeRO-3). `attended` is the mean document length where a
+    document mask is used.
+    """
+
+    spec: ModelSpec
+    layout: Layout
+    seq_len: int
+    micro_batch: float
+    micro_batches: int
+    checkpointing: ActivationCheckpointing = _NONE
+    compiled: bool = True
+    precision: Precision = "bf16"
+    float8_head: bool = False
+    float8_gather: bool = False
+    ulysses: int = 1
+    ring: int = 1
+    reduce_bytes: int = 4
+    master_bytes: int = 4
+    state: float = 4.0
+    moments: int = 2
+    reshard: bool = True
+    sync_each: bool = False
+    schedule: str = "1f1b"
+    stages: tuple[int, ...] = ()
+    async_tp: bool = False
+    attended: float | None = None
+    ffn_tile: bool = False
+    offload_activations: float = 0.0
+    offload_state: bool = False
+    fused_kernels: bool = True
+
+    @property
+    def compute_bytes(self) -> int:
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on one rank."""
+        return self.micro_batch * self.seq_len / self.layout.cp
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.micro_batch * self.seq_len * self.micro_batches * self.layout.batch
+
+    @property
+    def recompute(self) -> float:
+        """The share of the blocks' forward FLOPs that is recomputed."""
+        kind, layers = self.checkpointing.kind, self.spec.layers
+        if kind == "budget":
+            return (1 - float(self.checkpointing.amount)) ** 2
+        share = len(self.checkpointing.blocks(layers)) / layers
+        return share * (_SELECTIVE if kind == "selective" else 1.0)
+
+
+def work_of(resolved: Resolved, phase: int = 0) -> Work:
+    """Return the step of a resolved run in one of its phases."""
+    config, layout = resolved.config, resolved.layout
+    share, span = resolved.shares[phase], Timeline.of(config).phases[phase]
+    precision: Precision = "fp32" if resolved.compute == "fp32" else "bf16"
+    if config.precision.float8 != "off":
+        precision = "float8"
+    keeps = config.parallel.reshard == "never" or (config.parallel.reshard == "auto" and layout.pp > 1)
+    count = share.gradient_accumulation
+    return Work(
+        spec=resolved.spec,
+        layout=layout,
+        seq_len=span.seq_len,
+        micro_batch=share.sequences / count,
+        micro_batches=count,
+        checkpointing=resolved.activation_checkpointing,
+        compiled=resolved.compiled,
+        precision=precision,
+        float8_head=config.precision.float8_head,
+        float8_gather=config.precision.float8_all_gather,
+        ulysses=resolved.ulysses,
+        ring=resolved.ring,
+        reduce_bytes=2 if config.precision.reduce == "bf16" else 4,
+        master_bytes=2 if config.precision.master == "bf16" else 4,
+        state=_STATE[config.optim.state],
+        moments=_MOMENTS[config.optim.name],
+        reshard=not keeps,
+        sync_each=config.parallel.sync == "each",
+        schedule=config.parallel.schedule,
+        stages=tuple(len(cut) for cut in resolved.stages),
+        async_tp=config.parallel.async_tp,
+        ffn_tile=bool(config.memory.ffn_tile),
+        offload_activations=float(config.memory.offload_activations),
+        offload_state=config.memory.offload_state,
+    )
+
+
+class BlockTime(NamedTuple):
+    """Seconds of one transformer block on one rank, per micro-batch."""
+
+    matmul: Passes
+    attention: Passes
+    elementwise: Passes
+    recompute: float
+    tensor: Passes
+    context: Passes
+
+    @property
+    def compute(self) -> Passes:
+        passes = self.matmul + self.attention + self.elementwise
+        return Passes(passes.forward, passes.backward + self.recompute)
+
+
+def block_time(work: Work, rates: Rates) -> BlockTime:
+    """Return the time of one block of one rank for one micro-batch."""
+    spec, layout, tokens = work.spec, work.layout, work.tokens
+    tp, dim, precision = layout.tp, spec.dim, work.precision
+    query, kv = spec.attention_width / tp, spec.kv_heads * spec.head_dim / tp
+    matrices, ffn = ffn_matrices(spec), spec.ffn / tp
+    shapes = [(dim, query + 2 * kv), (query, dim), (dim, (matrices - 1) * ffn), (ffn, dim)]
+    matmul = Passes(0.0, 0.0)
+    for inputs, outputs in shapes:
+        matmul += rates.linear(tokens, inputs, outputs, precision)
+    heads, kv_heads = spec.heads / tp, spec.kv_heads / tp
+    # Ulysses gathers the tokens of its group for a share of the heads; a ring divides the causal work evenly
+    attention = rates.attention(
+        work.micro_batch,
+        work.seq_len,
+        heads / work.ulysses / work.ring,
+        max(1.0, kv_heads / work.ulysses),
+        spec.head_dim,
+        precision,
+        work.attended,
+    )
+    elementwise = _elementwise(work, rates)
+    recompute = _recomputed(work, matmul, attention, elementwise)
+    if work.ffn_tile:
+        recompute += (1 - work.recompute) * (
+            rates.linear(tokens, dim, (matrices - 1) * ffn, precision).forward
+            + rates.linear(tokens, ffn, dim, precision).forward
+        )
+    tensor, context = _tensor_parallel(work, rates), _context(work, rates, attention)
+    return BlockTime(matmul, attention, elementwise, recompute, tensor, context)
+
+
+def ffn_matrices(spec: ModelSpec) -> int:
+    """Return the number of matrices of the feed-forward layer: three where it is gated, else two."""
+    attention = 2 * spec.dim * (spec.heads + spec.kv_heads) * spec.head_dim
+    return max(2, round((spec.block_matmul_parameters - attention) / (spec.dim * spec.ffn)))
+
+
+def _elementwise(work: Work, rates: Rates) -> Passes:
+    """Norms, rotary embedding, activation function and residuals: bytes that their kernels move.
+
+    Compiled blocks read and write each tensor about once. Without compilation a Llama's norms and rotary
+    embedding pass through fp32 in several kernels; LayerNorm and GELU are one kernel each.
+    """
+    spec, tp = work.spec, work.layout.tp
+    dim, query, kv, ffn = spec.dim, spec.attention_width, spec.kv_heads * spec.head_dim, spec.ffn
+    if work.compiled:
+        forward = 16 * dim + 4 * (query + kv) + 6 * ffn
+        backward = 16 * dim + 4 * (query + kv) + 10 * ffn
+    elif ffn_matrices(spec) == 3:
+        forward = 84 * dim + 24 * query + 20 * kv + 10 * ffn
+        backward = 100 * dim + 33 * query + 25 * kv + 18 * ffn
+    else:
+        forward = 20 * dim + 6 * query + 4 * ffn
+        backward = 28 * dim + 6 * query + 6 * ffn
+    if work.precision == "float8":
+        # scales and casts of inputs and gradients; weights are cast once per micro-batch
+        inputs = 2 * dim + query + ffn
+        outputs = query + 2 * kv + 2 * dim + (ffn_matrices(spec) - 1) * ffn
+        forward += (5 if work.compiled else 9) * inputs
+        backward += (5 if work.compiled else 9) * outputs
+    scale = work.tokens / tp * work.compute_bytes / 2
+    weights = 3 * spec.block_matmul_parameters / tp if work.precision == "float8" else 0
+    return Passes(rates.bytes(scale * forward + weights), rates.bytes(scale * backward + weights))
+
+
+def _recomputed(work: Work, matmul: Passes, attention: Passes, elementwise: Passes) -> float:
+    """Return the seconds per block, on average over blocks, of the forward that backward repeats."""
+    kind, layers = work.checkpointing.kind, work.spec.layers
+    if kind == "budget":
+        return work.recompute * (matmul.forward + attention.forward) + elementwise.forward / 2
+    share = len(work.checkpointing.blocks(layers)) / layers
+    if kind == "selective":
+        return share * (_SELECTIVE * matmul.forward + elementwise.forward)
+    kept = attention.forward if kind == "attention" else 0.0
+    return share * (matmul.forward + attention.forward + elementwise.forward - kept)
+
+
+def _tensor_parallel(work: Work, rates: Rates) -> Passes:
+    """Two all-gathers and two reduce-scatters of the hidden states each way, of all tokens of the group."""
+    tp = work.layout.tp
+    if tp == 1:
+        return Passes(0.0, 0.0)
+    size, group = work.tokens * work.spec.dim * work.compute_bytes, Group(tp)
+    one = rates.collective("all_gather", size, group) + rates.collective("reduce_scatter", size, group)
+    shown = 2 * one * ((1 - _ASYNC_TP) if work.async_tp else 1.0)
+    repeats = len(work.checkpointing.blocks(work.spec.layers)) / work.spec.layers
+    repeats *= 0.5 if work.checkpointing.is_selective else 1.0
+    return Passes(shown, shown * (1 + repeats))
+
+
+def _context(work: Work, rates: Rates, attention: Passes) -> Passes:
+    """All-to-alls of queries, keys, values and outputs; transfers of a ring that attention does not hide."""
+    layout, spec = work.layout, work.spec
+    if layout.cp == 1:
+        return Passes(0.0, 0.0)
+    query = spec.attention_width / layout.tp
+    kv = spec.kv_heads * spec.head_dim / layout.tp
+    element = work.tokens * work.compute_bytes
+    kv_sent = max(kv, work.ulysses * spec.head_dim)
+    inner, outer = Group(work.ulysses, layout.tp), Group(work.ring, layout.tp * work.ulysses)
+    change = rates.collective("all_to_all", element * (query + 2 * kv_sent), inner)
+    change += rates.collective("all_to_all", element * query, inner)
+    waits = Passes(0.0, 0.0)
+    if work.ring > 1:
+        sent = rates.collective("p2p", 2 * element * kv, Group(2, outer.stride))
+        steps = work.ring - 1
+        # gradients of keys and values travel in fp32 beside them
+        waits = Passes(
+            steps * max(0.0, sent - attention.forward / work.ring),
+            steps * max(0.0, 3 * sent - attention.backward / work.ring),
+        )
+        # merging partial outputs in fp32
+        merge = rates.bytes(steps * work.tokens * query * 24)
+        waits += Passes(merge, merge)
+    repeats = work.recompute if work.checkpointing.kind != "attention" else 0.0
+    forward = change + waits.forward
+    return Passes(forward, change + waits.backward + repeats * forward)
+
+
+class EndTime(NamedTuple):
+    """Seconds of the embedding and of the head with its loss, per micro-batch."""
+
+    embedding: Passes
+    head: Passes
+
+
+def end_time(work: Work, rates: Rates) -> EndTime:
+    spec, tp, tokens = work.spec, work.layout.tp, work.tokens
+    vocab, dim = spec.vocab_size / tp, spec.dim
+    precision: Precision = "bf16" if work.precision == "float8" else work.precision
+    precision = "float8" if work.float8_head else precision
+    logits = rates.linear(tokens, dim, vocab, precision)
+    # fused: logits are read once and their gradient is written in place; else fp32 copies of them are made
+    loss = rates.bytes(tokens * vocab * (4 if work.fused_kernels else 26))
+    sums = rates.bytes(8 * vocab * dim)
+    lookup = rates.bytes(4 * tokens * dim / tp)
+    moved = 0.0
+    if tp > 1:
+        moved = rates.collective("all_gather", tokens * dim * work.compute_bytes, Group(tp))
+    head = Passes(logits.forward + loss / 2 + moved, logits.backward + loss / 2 + moved + sums / 2)
+    return EndTime(Passes(lookup + moved, lookup + sums + moved), head)
+
+
+def host_time(work: Work) -> Passes:
+    """Return the time in which the host can start the kernels of a block: no block is faster."""
+    host = _HOST_COMPILED if work.compiled else _HOST_EAGER
+    if work.layout.uses_fsdp:
+        host += _HOST_FSDP
+    if work.layout.tp > 1:
+        host += _HOST_TP
+    again = len(work.checkpointing.blocks(work.spec.layers)) / work.spec.layers
+    return Passes(host.forward, host.backward + again * host.forward)

@@ -1,0 +1,39 @@
+"""The planner's predictions against published and measured results."""
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner import compare, measured_rows, page, published
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return compare(published())
+
+
+def test_published_speeds_that_were_not_fitted_are_predicted_within_bounds(rows):
+    errors = {each.row.name: abs(each.error) for each in rows if not each.row.fitted}
+    assert len(errors) >= 40
+    assert statistics.median(errors.values()) <= 0.15
+    assert max(errors.values()) <= 0.35, max(errors, key=errors.__getitem__)
+
+
+def test_only_7b_and_8b_rows_are_fitted(rows):
+    sizes = [each.row.config.model.dim for each in rows if each.row.fitted]
+    assert sizes and set(sizes) == {4096}
+
+
+def test_steps_on_one_h200_are_predicted_without_measurements():
+    errors = {each.row.name: abs(each.error) for each in compare(measured_rows())}
+    assert len(errors) >= 24
+    assert statistics.median(errors.values()) <= 0.05
+    assert sum(error <= 0.10 for error in errors.values()) >= 0.9 * len(errors)
+
+
+def test_the_docs_state_the_current_errors():
+    stored = (Path(__file__).parents[2] / "docs" / "planner-accuracy.md").read_text(encoding="utf-8")
+    stated = [line for line in page().splitlines() if line.startswith("- ")]
+    assert len(stated) == 3
+    assert all(line in stored for line in stated), "run `make planner-accuracy`"
