@@ -16,6 +16,7 @@ import arriero.data.commands.datasets as dataset_verbs
 import arriero.data.commands.prepare as prepare_verbs
 import arriero.data.commands.runs as run_data_verbs
 import arriero.evaluate.commands as evaluate_verbs
+import arriero.launch.doctor.commands as doctor_verbs
 import arriero.plan.commands as config_verbs
 import arriero.train.commands as train_verbs
 from arriero import __version__
@@ -61,6 +62,7 @@ ckpt.command("list")(checkpoint_verbs.list_checkpoints)
 ckpt.command()(checkpoint_verbs.inspect)
 ckpt.command()(checkpoint_verbs.verify)
 ckpt.command()(checkpoint_verbs.prune)
+app.command()(doctor_verbs.doctor)
 app.add_typer(config, name="config")
 config.command(cls=WithRunFile)(config_verbs.show)
 config.command(cls=WithRunFile)(config_verbs.check)

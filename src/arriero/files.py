@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -206,6 +207,28 @@ def nearest_directory(path: Path) -> Path:
 def free_bytes(path: Path) -> int:
     """Return the free space of the file system that holds, or will hold, `path`."""
     return shutil.disk_usage(nearest_directory(path)).free
+
+
+def quota_left(path: Path) -> int | None:
+    """Return the bytes that the user's quota leaves at `path`; None without a quota or a tool that tells it.
+
+    Lustre is asked through `lfs quota`, other file systems through `quota`. Project quotas that statvfs
+    reports are part of `free_bytes`.
+    """
+    there, user = str(nearest_directory(path)), str(os.getuid())
+    for command in (["lfs", "quota", "-q", "-u", user, there], ["quota", "-w", "-p", "-f", there]):
+        if shutil.which(command[0]) is None:
+            continue
+        try:
+            said = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
+        except subprocess.TimeoutExpired:
+            continue
+        # name of the file system, KiB used (with * when over), soft limit, hard limit; 0 is no limit
+        for line in said.splitlines():
+            found = re.fullmatch(r"\s*(\S+\s+)?(\d+)\*?\s+(\d+)\s+(\d+)\s.*", line + " ")
+            if found and (limit := int(found[4]) or int(found[3])):
+                return max(0, limit - int(found[2])) * 1024
+    return None
 
 
 def check_free_space(path: Path, needed: int, what: str, todo: str) -> None:

@@ -1,0 +1,145 @@
+"""Run checks in a process of their own, each within its time bound, and collect what they found."""
+
+import json
+import multiprocessing
+import signal
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+Status = Literal["pass", "warn", "fail"]
+_ORDER: tuple[Status, ...] = ("pass", "warn", "fail")
+_COMMAND_S = 20.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check: what was found and, unless it passed, what to do. `facts` are its numbers."""
+
+    status: Status
+    found: str
+    todo: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A named function that returns what it found within `bound_s` seconds."""
+
+    name: str
+    function: Callable[[], Finding]
+    bound_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    status: Status
+    found: str
+    todo: str
+    seconds: float
+    facts: dict[str, Any]
+
+
+def worst(statuses: Sequence[Status]) -> Status:
+    return max(statuses, key=_ORDER.index, default="pass")
+
+
+def verdict(found: str, fails: Sequence[str], warns: Sequence[str], todo: str, **facts: Any) -> Finding:
+    """Return the finding of a check that looked for several problems; without one it passes with `found`."""
+    status: Status = "fail" if fails else "warn" if warns else "pass"
+    problems = "; ".join([*fails, *warns])
+    return Finding(status, problems or found, todo if problems else "", facts)
+
+
+def run_checks(checks: Sequence[Check], until: float | None = None) -> Iterator[Result]:
+    """Run the checks one after the other in a forked process and yield each result.
+
+    A check that exceeds its bound, or the monotonic time `until`, is killed and fails; the checks after it
+    run in a new process. The caller must not have used a GPU or torch's threads.
+    """
+    left = list(checks)
+    while left:
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        worker = multiprocessing.get_context("fork").Process(target=_work, args=(left, sender), daemon=True)
+        worker.start()
+        sender.close()
+        try:
+            while left:
+                result = _next_result(left[0], receiver, worker, until)
+                left.pop(0)
+                yield result
+                if not worker.is_alive() and not receiver.poll():
+                    break
+        finally:
+            # a process that waits for a device or a file system in the kernel cannot be killed at once
+            worker.kill()
+            worker.join(0.2)
+            receiver.close()
+
+
+def _work(checks: Sequence[Check], sender: Connection) -> None:
+    for check in checks:
+        start = time.monotonic()
+        try:
+            found = check.function()
+        except Exception as error:
+            trace = traceback.format_exc().strip().splitlines()
+            place = trace[-2].strip() if len(trace) > 1 else ""
+            found = Finding("fail", f"{type(error).__name__}: {error}"[:400], place)
+        sender.send(_named(check, found, time.monotonic() - start))
+
+
+def _next_result(
+    check: Check, receiver: Connection, worker: multiprocessing.process.BaseProcess, until: float | None
+) -> Result:
+    start = time.monotonic()
+    bound = check.bound_s if until is None else max(0.0, min(check.bound_s, until - start))
+    try:
+        if receiver.poll(bound):
+            return receiver.recv()
+    except EOFError:
+        worker.join(1)
+        code = worker.exitcode
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        found = Finding("fail", f"the process of the check ended with {how}", "look for it in `dmesg`")
+        return _named(check, found, time.monotonic() - start)
+    worker.kill()
+    todo = "a device, a file system or a driver does not answer: leave the node out and report it"
+    return _named(check, Finding("fail", f"did not finish within {bound:.0f} s", todo), bound)
+
+
+def _named(check: Check, found: Finding, seconds: float) -> Result:
+    return Result(check.name, found.status, found.found, found.todo, round(seconds, 3), found.facts)
+
+
+def user_check(command: str) -> Check:
+    """Return the check that runs a shell command of the site; an exit code other than 0 fails the node."""
+    return Check(f"command {command}"[:60], lambda: _run_command(command), _COMMAND_S + 5)
+
+
+def _run_command(command: str) -> Finding:
+    try:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_COMMAND_S,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("fail", f"did not finish within {_COMMAND_S:.0f} s", "see the command")
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    said = f": {lines[-1][:200]}" if lines else ""
+    if done.returncode:
+        return Finding("fail", f"exit code {done.returncode}{said}", "see the command")
+    return Finding("pass", f"exit code 0{said}")
+
+
+def as_json(results: Sequence[Result], **more: Any) -> str:
+    """Return results as the JSON that a node leaves for the node that collects them."""
+    return json.dumps(more | {"checks": [asdict(each) for each in results]})
