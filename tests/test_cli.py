@@ -20,7 +20,7 @@ def test_help_lists_only_verbs_that_exist(command):
     text = command("--help").stdout
     assert "train" in text
     assert "config" in text
-    for absent in ("plan", "launch", "doctor", "fed"):
+    for absent in ("plan", "launch", "fed"):
         assert f" {absent} " not in text
 
 

@@ -70,10 +70,10 @@ def run_checks(checks: Sequence[Check], until: float | None = None) -> Iterator[
         sender.close()
         try:
             while left:
-                result = _next_result(left[0], receiver, worker, until)
-                left.pop(0)
-                yield result
-                if not worker.is_alive() and not receiver.poll():
+                check = left.pop(0)
+                result = _received(check, receiver, until)
+                yield result or _lost(check, worker, until)
+                if result is None:
                     break
         finally:
             # a process that waits for a device or a file system in the kernel cannot be killed at once
@@ -94,23 +94,31 @@ def _work(checks: Sequence[Check], sender: Connection) -> None:
         sender.send(_named(check, found, time.monotonic() - start))
 
 
-def _next_result(
-    check: Check, receiver: Connection, worker: multiprocessing.process.BaseProcess, until: float | None
-) -> Result:
-    start = time.monotonic()
-    bound = check.bound_s if until is None else max(0.0, min(check.bound_s, until - start))
+def _received(check: Check, receiver: Connection, until: float | None) -> Result | None:
+    """Return the result of a check, or None if its process ends or exceeds the bound."""
     try:
-        if receiver.poll(bound):
-            return receiver.recv()
+        return receiver.recv() if receiver.poll(_bound(check, until)) else None
     except EOFError:
-        worker.join(1)
-        code = worker.exitcode
-        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        return None
+
+
+def _bound(check: Check, until: float | None) -> float:
+    return check.bound_s if until is None else max(0.0, min(check.bound_s, until - time.monotonic()))
+
+
+def _lost(check: Check, worker: multiprocessing.process.BaseProcess, until: float | None) -> Result:
+    """Return the failure of a check whose process has ended or does not answer."""
+    worker.join(0.5)
+    code = worker.exitcode
+    if code is not None:
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         found = Finding("fail", f"the process of the check ended with {how}", "look for it in `dmesg`")
-        return _named(check, found, time.monotonic() - start)
-    worker.kill()
-    todo = "a device, a file system or a driver does not answer: leave the node out and report it"
-    return _named(check, Finding("fail", f"did not finish within {bound:.0f} s", todo), bound)
+    else:
+        late = until is not None and time.monotonic() >= until
+        bound = "the time for all checks of the node" if late else f"{check.bound_s:.0f} s"
+        todo = "a device, a file system or a driver does not answer: leave the node out and report it"
+        found = Finding("fail", f"did not finish within {bound}", todo)
+    return _named(check, found, 0.0 if code is not None else check.bound_s)
 
 
 def _named(check: Check, found: Finding, seconds: float) -> Result:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from arriero.launch.doctor.check import Finding, verdict
-from arriero.plan.hardware import peak_of
+from arriero.plan.hardware import device_like
 from arriero.units import counted, human_bytes
 
 if TYPE_CHECKING:
@@ -178,20 +178,20 @@ def check_matmul() -> Finding:
     slow = [i for i, rate in enumerate(rates) if rate < SLOW * median(rates)]
     fails += [f"device {i}: {rates[i]:.0f} TFLOP/s, the others {median(rates):.0f}" for i in slow]
     name = torch.cuda.get_device_properties(0).name if is_gpu else "CPU"
-    peak, warns, share = peak_of(name), [], ""
-    if peak is not None:
-        share = f", {min(rates) * 1e12 / peak.bf16:.0%} of the peak"
-        if min(rates) * 1e12 < 0.45 * peak.bf16:
+    known, warns, share = device_like(name), [], ""
+    if known is not None and known.bf16:
+        expected = known.bf16 * known.rates.matmul
+        share = f", {min(rates) / expected:.0%} of what is usual for {name}"
+        if min(rates) < SLOW * expected:
             warns.append(f"{min(rates):.0f} TFLOP/s in bf16{share}")
-    shown = (
-        f"{min(rates):.3g} TFLOP/s{' in bf16 on every device' if is_gpu else ' in fp32'}{share}, bit-exact"
-    )
+    rate = f"{min(rates):.0f} TFLOP/s in bf16{share}" if is_gpu else f"{1e3 * rates[0]:.0f} GFLOP/s in fp32"
+    shown = f"{rate}, repeated with equal bits"
     facts = {"tflops": [round(rate, 3) for rate in rates], "bits": common, "device": name}
     return verdict(shown, fails, warns, f"look at clocks, power limit and temperature; {_LEAVE_OUT}", **facts)
 
 
 def check_bandwidth() -> Finding:
-    """Measure copies between host and device, and within the memory of the device."""
+    """Measure copies between host and device, and within device memory (bytes read and written)."""
     import torch
 
     devices = _torch_devices(torch)
@@ -200,7 +200,7 @@ def check_bandwidth() -> Finding:
     source = [torch.ones(size, dtype=torch.float32, device=device) for device in devices]
     target = [torch.empty_like(each) for each in source]
     copied = _timed(torch, devices, lambda i: target[i].copy_(source[i]), 5)
-    rates = {"memory": [2 * 4 * size * 5 / each / 1e9 for each in copied]}
+    rates = {"memory": [8 * size * 5 / each / 1e9 for each in copied]}
     if is_gpu:
         host = [torch.ones(size // 4, dtype=torch.float32, pin_memory=True) for _ in devices]
         part = [each[: size // 4] for each in target]
@@ -217,6 +217,10 @@ def check_bandwidth() -> Finding:
     for name, found in rates.items():
         slow = [i for i, rate in enumerate(found) if rate < SLOW * median(found)]
         warns += [f"device {i}: {name} {found[i]:.0f} GB/s, the others {median(found):.0f}" for i in slow]
+    known = device_like(torch.cuda.get_device_properties(0).name) if is_gpu else None
+    if known is not None and min(rates["memory"]) < SLOW * 1e3 * known.bandwidth * known.rates.memory:
+        usual = 1e3 * known.bandwidth * known.rates.memory
+        warns.append(f"memory copies at {min(rates['memory']):.0f} GB/s, {usual:.0f} are usual")
     if is_gpu and min(rates["to device"]) < 8:
         warns.append(f"only {min(rates['to device']):.1f} GB/s from host to device")
     shown = ", ".join(f"{name} {min(found):.0f} GB/s" for name, found in rates.items())
