@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arriero.kernels import kernels, usable
+from arriero.kernels import kernels, operator, usable
 
 # e4m3 has more digits, for values; e5m2 more range, for gradients
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -34,7 +34,7 @@ def padded_rows(rows: Tensor) -> Tensor:
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-@torch.library.custom_op("arriero::float8_linears", mutates_args=())
+@operator("arriero::float8_linears")
 def float8_linears(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the concatenated products, and for backward x and the weights transposed with their scales."""
     x8, x8_t, x_scale = both_layouts([x], VALUES)
@@ -42,16 +42,7 @@ def float8_linears(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor, Te
     return product(x8, w8, x_scale, w_scale, x.dtype, fast=True), x8_t, x_scale, w8_t, w_scale
 
 
-@float8_linears.register_fake
-def _(x, weights):
-    out = sum(weight.shape[0] for weight in weights)
-    scale = x.new_empty((), dtype=torch.float32)
-    x8_t = x.new_empty(x.shape[1], x.shape[0], dtype=VALUES)
-    w8_t = x.new_empty(x.shape[1], out, dtype=VALUES)
-    return x.new_empty(x.shape[0], out), x8_t, scale, w8_t, torch.empty_like(scale)
-
-
-@torch.library.custom_op("arriero::float8_gradients", mutates_args=())
+@operator("arriero::float8_gradients")
 def float8_gradients(
     gradient: Tensor, x8_t: Tensor, x_scale: Tensor, w8_t: Tensor, w_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -61,12 +52,6 @@ def float8_gradients(
         product(g8, w8_t, g_scale, w_scale, gradient.dtype, fast=False),
         product(g8_t, x8_t, g_scale, x_scale, gradient.dtype, fast=False),
     )
-
-
-@float8_gradients.register_fake
-def _(gradient, x8_t, x_scale, w8_t, w_scale):  # noqa: ARG001
-    rows, inner = gradient.shape[0], w8_t.shape[0]
-    return gradient.new_empty(rows, inner), gradient.new_empty(gradient.shape[1], inner)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -135,30 +120,20 @@ def swiglu(y: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@torch.library.custom_op("arriero::swiglu", mutates_args=())
+@operator("arriero::swiglu")
 def _swiglu(y: Tensor) -> Tensor:
     h = y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
-    launch = kernels("float8_triton").swiglu_forward[_swiglu_grid(h)]
+    launch = torch.library.wrap_triton(kernels("float8_triton").swiglu_forward)[_swiglu_grid(h)]
     launch(y, h, h.shape[-1], BLOCK=_SWIGLU_BLOCK, num_warps=8)
     return h
 
 
-@torch.library.custom_op("arriero::swiglu_backward", mutates_args=())
+@operator("arriero::swiglu_backward")
 def _swiglu_backward(gradient: Tensor, y: Tensor) -> Tensor:
     y_grad = torch.empty_like(y)
-    launch = kernels("float8_triton").swiglu_backward[_swiglu_grid(gradient)]
+    launch = torch.library.wrap_triton(kernels("float8_triton").swiglu_backward)[_swiglu_grid(gradient)]
     launch(gradient, y, y_grad, gradient.shape[-1], BLOCK=_SWIGLU_BLOCK, num_warps=8)
     return y_grad
-
-
-@_swiglu.register_fake
-def _(y):
-    return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
-
-
-@_swiglu_backward.register_fake
-def _(gradient, y):  # noqa: ARG001
-    return torch.empty_like(y)
 
 
 def _save_inputs(ctx, inputs, output) -> None:  # noqa: ARG001

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import wrap_triton
 
-_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 _BLOCK = 8192
 _TILE = (64, 128)
 
@@ -20,30 +20,31 @@ def both_layouts(parts: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, Te
     scale = torch.empty((), dtype=torch.float32, device=device)
     programs = 1 << max(0, min(1024, triton.cdiv(parts[0].numel(), _BLOCK)).bit_length() - 1)
     largest = torch.empty(len(parts), programs, dtype=torch.float32, device=device)
-    for part, found in zip(parts, largest, strict=True):
-        _largest[(programs,)](part, found, part.numel(), BLOCK=_BLOCK, num_warps=8)
+    for i, part in enumerate(parts):
+        wrap_triton(_largest)[(programs,)](part, largest, i, part.numel(), BLOCK=_BLOCK, num_warps=8)
     first = 0
     for part in parts:
-        last = first + part.shape[0]
         grid = (triton.cdiv(part.shape[0], _TILE[0]), triton.cdiv(width, _TILE[1]))
-        _cast_both[grid](
+        # whole outputs and a first row, not slices: the compiler would copy slices that a kernel writes to
+        wrap_triton(_cast_both)[grid](
             part,
-            cast[first:last],
-            transposed[:, first:last],
+            cast,
+            transposed,
             rows,
             largest,
             scale,
+            first,
             part.shape[0],
             width,
             FOUND=largest.numel(),
             HELD=triton.next_power_of_2(largest.numel()),
-            TYPE=_TYPES[kind],
+            WIDE_RANGE=kind == torch.float8_e5m2,
             MOST=torch.finfo(kind).max,
             ROWS=_TILE[0],
             COLUMNS=_TILE[1],
             num_warps=4,
         )
-        first = last
+        first += part.shape[0]
     return cast, transposed, scale
 
 
@@ -55,8 +56,8 @@ def _magnitude(values):
 
 
 @triton.jit
-def _largest(x, found, count, BLOCK: tl.constexpr):
-    """Store the largest magnitude that each program finds in every n-th block."""
+def _largest(x, found, row, count, BLOCK: tl.constexpr):
+    """Store in a row of `found` the largest magnitude that each program finds in every n-th block."""
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     at = tl.arange(0, BLOCK)
     most = tl.zeros((BLOCK,), tl.float32)
@@ -67,15 +68,16 @@ def _largest(x, found, count, BLOCK: tl.constexpr):
     rest = whole.to(tl.int64) * BLOCK + at
     inside = (rest < count) & (program == 0)
     most = tl.maximum(most, _magnitude(tl.load(x + rest, mask=inside, other=0.0)))
-    tl.store(found + program, tl.max(most, 0))
+    tl.store(found + row * programs + program, tl.max(most, 0))
 
 
 @triton.jit
 def _cast_both(
-    x, cast, transposed, transposed_stride, largest, scale, rows, columns,
-    FOUND: tl.constexpr, HELD: tl.constexpr, TYPE: tl.constexpr, MOST: tl.constexpr,
+    x, cast, transposed, transposed_stride, largest, scale, first, rows, columns,
+    FOUND: tl.constexpr, HELD: tl.constexpr, WIDE_RANGE: tl.constexpr, MOST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Cast the rows of x, which begin at row `first` of the outputs; WIDE_RANGE is e5m2, else e4m3."""
     at = tl.arange(0, HELD)
     most = tl.maximum(tl.max(tl.load(largest + at, mask=at < FOUND, other=0.0), 0), 1e-12)
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -84,9 +86,11 @@ def _cast_both(
     here = i[:, None] * columns + j[None, :]
     values = tl.load(x + here, mask=inside, other=0.0).to(tl.float32) * (MOST / most)
     # rounding may exceed the largest float8 number
-    values = tl.clamp(values, -MOST, MOST).to(TYPE)
-    tl.store(cast + here, values, mask=inside)
-    there = j[:, None] * transposed_stride + i[None, :]
+    values = tl.clamp(values, -MOST, MOST)
+    values = values.to(tl.float8e5) if WIDE_RANGE else values.to(tl.float8e4nv)
+    row = first + i
+    tl.store(cast + row[:, None] * columns + j[None, :], values, mask=inside)
+    there = j[:, None] * transposed_stride + row[None, :]
     tl.store(transposed + there, tl.trans(values), mask=tl.trans(inside))
     tl.store(scale, most / MOST, mask=(tl.program_id(0) == 0) & (tl.program_id(1) == 0))
 
