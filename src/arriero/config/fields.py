@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Annotated, Any, Literal, cast
 
 import tomlkit
@@ -74,6 +75,7 @@ class ActivationCheckpointing:
                 raise ValueError("'auto' must be resolved first")
 
 
+@cache
 def evenly(share: Fraction, layers: int) -> frozenset[int]:
     """Return a share of the blocks, evenly spread and centred.
 

@@ -3,10 +3,11 @@
 Imports no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from arriero.config.fields import ActivationCheckpointing
+from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
 from arriero.model.spec import ModelSpec
 from arriero.plan.layout import Layout
@@ -86,34 +87,45 @@ class Work:
 
 def work_of(resolved: Resolved, phase: int = 0) -> Work:
     """Return the step of a resolved run in one of its phases."""
-    config, layout = resolved.config, resolved.layout
-    share, span = resolved.shares[phase], Timeline.of(config).phases[phase]
-    precision: Precision = "fp32" if resolved.compute == "fp32" else "bf16"
-    if config.precision.float8 != "off":
-        precision = "float8"
-    keeps = config.parallel.reshard == "never" or (config.parallel.reshard == "auto" and layout.pp > 1)
-    count = share.gradient_accumulation
-    return Work(
-        spec=resolved.spec,
-        layout=layout,
-        seq_len=span.seq_len,
-        micro_batch=share.sequences / count,
-        micro_batches=count,
+    config, share = resolved.config, resolved.shares[phase]
+    return replace(
+        shared_work(config, resolved.spec, resolved.compute),
+        layout=resolved.layout,
+        seq_len=Timeline.of(config).phases[phase].seq_len,
+        micro_batch=share.sequences / share.gradient_accumulation,
+        micro_batches=share.gradient_accumulation,
         checkpointing=resolved.activation_checkpointing,
         compiled=resolved.compiled,
-        precision=precision,
-        float8_head=config.precision.float8_head,
-        float8_gather=config.precision.float8_all_gather,
         ulysses=resolved.ulysses,
         ring=resolved.ring,
+        reshard=reshards(config.parallel.reshard, resolved.layout),
+        sync_each=config.parallel.sync == "each",
+        schedule=config.parallel.schedule,
+        stages=tuple(len(cut) for cut in resolved.stages),
+    )
+
+
+def reshards(policy: object, layout: Layout) -> bool:
+    """Return whether gathered weights are freed after forward; 'auto' keeps them in a pipeline."""
+    return policy != "never" and not (policy == "auto" and layout.pp > 1)
+
+
+def shared_work(config: RunConfig, spec: ModelSpec, compute: str) -> Work:
+    """Return the step of a run in one process, with the settings that do not depend on the layout."""
+    precision: Precision = "fp32" if compute == "fp32" else "bf16"
+    return Work(
+        spec=spec,
+        layout=Layout(),
+        seq_len=config.data.seq_len,
+        micro_batch=1,
+        micro_batches=1,
+        precision="float8" if config.precision.float8 != "off" else precision,
+        float8_head=config.precision.float8_head,
+        float8_gather=config.precision.float8_all_gather,
         reduce_bytes=2 if config.precision.reduce == "bf16" else 4,
         master_bytes=2 if config.precision.master == "bf16" else 4,
         state=_STATE[config.optim.state],
         moments=_MOMENTS[config.optim.name],
-        reshard=not keeps,
-        sync_each=config.parallel.sync == "each",
-        schedule=config.parallel.schedule,
-        stages=tuple(len(cut) for cut in resolved.stages),
         async_tp=config.parallel.async_tp,
         ffn_tile=bool(config.memory.ffn_tile),
         offload_activations=float(config.memory.offload_activations),

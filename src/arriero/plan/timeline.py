@@ -3,6 +3,7 @@
 `pipeline_seconds` is a closed form for ranking many layouts, `simulate` plays the schedule for a picture.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arriero.plan.layout import SCHEDULES, stages_of
@@ -58,3 +59,95 @@ def pipeline_seconds(
     # sends run beside the computation, but a rank waits for the start of each
     steady = micro_batches * per_rank * max(stage.sent for stage in stages)
     return busy + ramp + hops + steady, ramp + hops
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One computation of a pipeline rank: `kind` is 'forward', 'backward' or 'weights'."""
+
+    rank: int
+    stage: int
+    micro_batch: int
+    kind: str
+    start: float
+    end: float
+
+
+def simulate(
+    schedule: str, stages: Sequence[StageTimes], ranks: int, per_rank: int, micro_batches: int
+) -> list[Slot]:
+    """Play a step of a pipeline and return what each rank computes when.
+
+    Each rank starts what its schedule prefers of what is ready: a backward pass, else a forward pass if fewer
+    micro-batches are in flight than allowed; separately computed weight gradients fill the waits.
+    """
+    held = [stages_of(schedule, rank, ranks, per_rank) for rank in range(ranks)]
+    rank_of = {stage: rank for rank, own in enumerate(held) for stage in own}
+    kind, last = SCHEDULES[schedule], len(stages) - 1
+    all_forward = schedule in ("gpipe", "looped-bfs")
+    limits = [_in_flight(schedule, rank, ranks, per_rank, micro_batches) for rank in range(ranks)]
+    ready: list[list[tuple[tuple[int, ...], float, str, int, int]]] = [[] for _ in range(ranks)]
+    free, flight, slots = [0.0] * ranks, [0] * ranks, []
+
+    def add(name: str, stage: int, micro: int, at: float) -> None:
+        turn = stage // ranks if not kind.v_shaped else int(stage >= ranks)
+        place = micro // ranks if kind.looped and not all_forward else 0
+        order = turn if name == "forward" else per_rank - turn
+        ready[rank_of[stage]].append(((place, order, micro), at, name, stage, micro))
+
+    for micro in range(micro_batches):
+        add("forward", 0, micro, 0.0)
+    share = 0.5 if kind.splits_backward else 1.0
+    while any(ready):
+        # the rank that can start something first
+        choices = [_next(ready[r], free[r], flight[r], limits[r], ranks) for r in range(ranks)]
+        rank = min((r for r in range(ranks) if choices[r]), key=lambda r: choices[r][0])  # type: ignore[index]
+        start, item = choices[rank]  # type: ignore[misc]
+        ready[rank].remove(item)
+        _, _, name, stage, micro = item
+        times = stages[stage]
+        seconds = {
+            "forward": times.first_forward if micro == 0 else times.forward,
+            "backward": share * (times.last_backward if micro == micro_batches - 1 else times.backward),
+            "weights": share * times.backward,
+        }[name]
+        end = free[rank] = start + seconds
+        slots.append(Slot(rank, stage, micro, name, start, end))
+        if name == "forward":
+            flight[rank] += 1
+            if stage < last:
+                add("forward", stage + 1, micro, end + (times.sent if rank_of[stage + 1] != rank else 0.0))
+            else:
+                add("backward", stage, micro, end)
+        elif name == "backward":
+            flight[rank] -= 1
+            if stage > 0:
+                add("backward", stage - 1, micro, end + (times.sent if rank_of[stage - 1] != rank else 0.0))
+            if kind.splits_backward:
+                add("weights", stage, micro, end)
+    return slots
+
+
+def _in_flight(schedule: str, rank: int, ranks: int, per_rank: int, micro_batches: int) -> int:
+    """Return how many forward passes of a rank may wait for their backward pass."""
+    if schedule in ("gpipe", "looped-bfs"):
+        return per_rank * micro_batches
+    if SCHEDULES[schedule].looped:
+        return min(per_rank * micro_batches, 2 * (ranks - rank - 1) + (per_rank - 1) * ranks + 1)
+    return 2 * ranks if SCHEDULES[schedule].v_shaped else ranks - rank
+
+
+def _next(waiting: list, free: float, flight: int, limit: int, ranks: int):
+    """Return when a rank can start which of its waiting computations; None if it must wait for others."""
+    best = None
+    for item in waiting:
+        order, at, name, stage, _ = item
+        # only entering the pipeline is limited: what is in it must be able to leave
+        if name == "forward" and flight >= limit and stage < ranks:
+            continue
+        start = max(at, free)
+        rank = {"backward": 0, "forward": 1, "weights": 2}[name]
+        key = (start, rank, order)
+        if best is None or key < best[0]:
+            best = key, item
+    return None if best is None else (best[0][0], best[1])

@@ -116,10 +116,12 @@ def _compose(work: Work, rates: Rates, block: BlockTime, ends: EndTime, host: Pa
     in_table = _traffic(work, rates, spec.embedding_parameters)
     serial = block.tensor + block.context
     compute = block.compute + serial
-    times = [
-        _stage(work, rates, i, count, len(stages), compute, ends, host, in_block, in_table)
-        for i, count in enumerate(stages)
-    ]
+    last, made = len(stages) - 1, {}
+    for i, count in enumerate(stages):
+        kind = (count, i == 0, i == last)
+        if kind not in made:
+            made[kind] = _stage(work, rates, i, count, len(stages), compute, ends, host, in_block, in_table)
+    times = [made[count, i == 0, i == last] for i, count in enumerate(stages)]
     per_rank = len(stages) // layout.pp
     seconds, bubble = pipeline_seconds(work.schedule, times, layout.pp, per_rank, work.micro_batches)
     # the rank whose work lasts longest

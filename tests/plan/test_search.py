@@ -1,0 +1,104 @@
+"""The search for layouts: what it keeps, what it rejects and why."""
+
+import pytest
+
+from arriero.config.load import load_run
+from arriero.errors import UserError
+from arriero.model.presets import expand
+from arriero.plan.hardware import load_cluster
+from arriero.plan.search import plan_run
+
+H100 = load_cluster("8xh100")
+LARGE = ("model.preset=llama3-70b", "data.seq_len=8192", "train.batch=4194304 tok")
+SMALL = ("model.preset=llama3.2-1b", "data.seq_len=8192", "train.batch=524288 tok")
+
+
+def config(*sets):
+    return load_run(None, list(sets), expand).config
+
+
+def test_ten_thousand_candidates_are_considered_for_70b_on_1024_devices():
+    plan = plan_run(config(*LARGE, "train.batch=8388608 tok"), H100, 1024, keep=5)
+    assert plan.considered >= 10_000
+    assert len(plan.candidates) == 5
+    speeds = [each.time.tokens_per_s for each in plan.candidates]
+    assert speeds[0] >= 0.97 * max(speeds)
+
+
+def test_every_candidate_is_accepted_by_resolve_and_fits():
+    plan = plan_run(config(*LARGE), H100, 64, keep=30)
+    for candidate in plan.candidates:
+        resolved = plan.resolved(candidate)
+        assert resolved.layout == candidate.choice.layout
+        assert resolved.micro_batch == candidate.choice.micro_batch
+        assert resolved.predicted_bytes <= candidate.free
+
+
+def test_keys_that_the_run_file_sets_are_kept():
+    given = ("parallel.tp=4", "train.micro_batch=2", "memory.activation_checkpointing=full")
+    plan = plan_run(config(*LARGE, *given), H100, 64, keep=20)
+    for candidate in plan.candidates:
+        choice = candidate.choice
+        assert (choice.layout.tp, choice.micro_batch, str(choice.checkpointing)) == (4, 2, "full")
+
+
+def test_constraints_limit_the_candidates():
+    plan = plan_run(config(*LARGE), H100, 64, fix={"tp": 8}, most={"pp": 2}, exclude=("cp", "selective"))
+    assert plan.candidates
+    for candidate in plan.candidates:
+        layout = candidate.choice.layout
+        assert (layout.tp, layout.cp) == (8, 1)
+        assert layout.pp <= 2
+        assert candidate.choice.checkpointing.kind != "selective"
+
+
+@pytest.mark.parametrize(
+    ("sets", "fix", "most", "message"),
+    [
+        ((), {"tp": 8}, {"tp": 4}, "--fix tp=8 and --max tp=4"),
+        (("parallel.tp=4",), {"tp": 8}, {}, "parallel.tp = 4 and --fix tp=8"),
+        ((), {"pp": 16, "tp": 8}, {}, "--fix pp=16 and --fix tp=8"),
+        ((), {"tp": 3}, {}, "--fix tp=3 is not possible with 64 devices"),
+    ],
+)
+def test_contradicting_constraints_are_named(sets, fix, most, message):
+    with pytest.raises(UserError, match=message):
+        plan_run(config(*LARGE, *sets), H100, 64, fix=fix, most=most)
+
+
+def test_rejections_have_reasons_and_examples():
+    plan = plan_run(config(*LARGE), H100, 64, keep=1)
+    reasons = " | ".join(each.reason for each in plan.rejections)
+    assert "free memory" in reasons
+    assert "tp over more than the 8 devices of a node" in reasons
+    assert plan.considered == sum(each.count for each in plan.rejections) + _accepted(plan)
+    assert all(each.count > 0 and each.example for each in plan.rejections)
+
+
+def _accepted(plan):
+    everything = plan_run(plan.config, plan.cluster, plan.devices)
+    return len(everything.candidates)
+
+
+def test_a_small_model_stays_data_parallel():
+    best = plan_run(config(*SMALL), H100, 64, keep=1).best.choice
+    assert (best.layout.tp, best.layout.cp, best.layout.pp) == (1, 1, 1)
+    assert best.checkpointing.kind == "none"
+
+
+def test_nothing_fits_leaves_no_candidates():
+    plan = plan_run(config(*LARGE), H100, 1)
+    assert not plan.candidates
+    assert plan.rejections
+
+
+def test_a_memory_limit_is_respected():
+    limit = 30 * 2**30
+    plan = plan_run(config(*LARGE), H100, 256, memory_limit=limit, keep=3)
+    assert plan.candidates
+    assert all(each.memory <= limit for each in plan.candidates)
+
+
+def test_two_processes_come_to_the_same_plan():
+    first, second = (plan_run(config(*LARGE), H100, 128, keep=3) for _ in range(2))
+    assert [each.choice for each in first.candidates] == [each.choice for each in second.candidates]
