@@ -220,11 +220,17 @@ def test_document_lengths_that_are_no_distribution_are_refused(lengths):
         DocumentLengths.parse(lengths)
 
 
-def test_what_tiles_compute_again_is_not_guessed(bench):
-    _, _, path = bench("--no-profile", "--no-gate", **{"memory.ffn_tile": 24})
+@pytest.mark.parametrize(
+    "key",
+    [{"memory.ffn_tile": 24}, {"memory.activation_checkpointing": "selective"}],
+    ids=["tiles", "selective"],
+)
+def test_hfu_counts_what_is_recomputed(bench, key):
+    _, _, path = bench("--no-profile", "--no-gate", **key)
     result = StepResult.read(path)
-    assert result.rate("hfu").flops_per_token is None
-    assert result.rate("causal").flops_per_token is not None
+    spec = ModelSpec.from_dict(result.work.model)
+    more = result.rate("hfu").flops_per_token - flops_per_token(spec, 64, "hfu")
+    assert 0.1 < more / (2 * spec.layers * spec.block_matmul_parameters) < 0.8
 
 
 def test_the_driver_describes_a_gpu(monkeypatch):

@@ -19,6 +19,7 @@ from arriero.bench.machine import Meter, describe_code, describe_device
 from arriero.bench.result import CATEGORIES, Breakdown, CodeVersion, DeviceInfo, Losses
 from arriero.config.schema import MemorySection, RunConfig
 from arriero.events import finite
+from arriero.model.spec import Recompute
 from arriero.parallel.loss import LOSS
 from arriero.train.device import Device, uuid_of
 from arriero.train.hooks import Hook
@@ -64,6 +65,7 @@ class Measured:
     step_ms: list[float]
     real_tokens: int
     flops_per_token: float
+    recompute: Recompute
     start_up_s: float
     losses: Losses
     joules: float | None
@@ -92,6 +94,7 @@ def measure(config: RunConfig, counts: StepCounts) -> Measured | None:
         step_ms=clock.step_ms(),
         real_tokens=clock.real_tokens(),
         flops_per_token=clock.flops_per_token(),
+        recompute=session.recompute,
         start_up_s=clock.start_up_s,
         losses=clock.losses(),
         joules=clock.joules,

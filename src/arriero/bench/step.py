@@ -418,35 +418,22 @@ def _work(config: RunConfig, found: Measured, documents: DocumentLengths | None)
 def _rates(config: RunConfig, found: Measured, timing: Timing) -> list[Rate]:
     """Return the speed by every FLOP formula: MFU of the bf16 peak, for float8 also of its own peak."""
     spec = _spec(config)
+    # what the run counted itself, per document if documents are masked
+    attended = attended_by(spec, found.flops_per_token) if config.data.document_mask else None
     peak = peak_of(found.device.name) if found.compute == "bfloat16" else None
     float8_peak = peak.fp8 if peak and config.precision.float8 != "off" else None
     rates = []
     for name, convention in FLOP_FORMULAS.items():
-        count = _count(config, spec, name, found.flops_per_token)
-        speed = count and count * timing.tokens_per_s / found.ranks
+        count = flops_per_token(spec, config.data.seq_len, name, found.recompute, attended)
+        speed = count * timing.tokens_per_s / found.ranks
         rates.append(
             Rate(
                 convention=name,
                 formula=convention.formula,
                 flops_per_token=count,
-                tflops_per_device=speed and speed / 1e12,
-                mfu=speed / peak.bf16 if speed and peak else None,
-                mfu_of_float8_peak=speed / float8_peak if speed and float8_peak else None,
+                tflops_per_device=speed / 1e12,
+                mfu=speed / peak.bf16 if peak else None,
+                mfu_of_float8_peak=speed / float8_peak if float8_peak else None,
             )
         )
     return rates
-
-
-def _count(config: RunConfig, spec: ModelSpec, convention: str, counted: float) -> float | None:
-    """Return FLOPs per token by a formula; None if it needs the recomputed part of a block, which is unknown.
-
-    `counted` is what the run counted itself, per document if documents are masked.
-    """
-    checkpointing = config.memory.activation_checkpointing
-    if convention == "hfu" and (
-        checkpointing.is_selective or checkpointing.kind == "budget" or config.memory.ffn_tile
-    ):
-        return None
-    again = len(checkpointing.blocks(spec.layers)) / spec.layers
-    attended = attended_by(spec, counted) if config.data.document_mask else None
-    return flops_per_token(spec, config.data.seq_len, convention, recompute=again, attended=attended)

@@ -98,19 +98,24 @@ def register_operator_cost(name: str, rule: CostRule) -> None:
     CUSTOM[name] = rule
 
 
-def block_costs(spec: ModelSpec, compiled: bool, element: int = 2, fused_qkv: bool = False) -> BlockCosts:
+def block_costs(
+    spec: ModelSpec, compiled: bool, element: int = 2, fused_qkv: bool = False, budget: float = 1.0
+) -> BlockCosts:
     """Return the costs of one block with activations and weights of `element` bytes; traced once per shape.
 
     `fused_qkv` computes q, k and v by one matmul of concatenated weights, as a GPU with whole weights does.
+    `budget` is the share of a compiled block's activations that may be kept; backward recomputes the rest.
     """
     # equal blocks of another depth or vocabulary are the same block
     shape = replace(spec, layers=1, vocab_size=1, tied=False, nominal_params=None)
-    return _traced(shape, tuple(sorted(spec.extra.items())), compiled, element, fused_qkv)
+    return _traced(shape, tuple(sorted(spec.extra.items())), compiled, element, fused_qkv, budget)
 
 
 @cache
-def _traced(spec: ModelSpec, _extra: Any, compiled: bool, element: int, fused_qkv: bool) -> BlockCosts:
+def _traced(
+    spec: ModelSpec, _extra: Any, compiled: bool, element: int, fused_qkv: bool, budget: float
+) -> BlockCosts:
     # torch is imported only when a block is traced
     from arriero.model.trace import trace_block
 
-    return trace_block(spec, compiled, element, fused_qkv)
+    return trace_block(spec, compiled, element, fused_qkv, budget)

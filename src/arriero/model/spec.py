@@ -212,12 +212,24 @@ def _shape_problems(known: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
+class Recompute:
+    """The shares of a block's forward pass that backward repeats, as a mean over the blocks.
+
+    `matmul` is a share of the FLOPs of its matmuls, `attention` of attention. A feed-forward layer in tiles
+    that is recomputed inside a recomputed block is computed three times: then `matmul` may exceed 1.
+    """
+
+    matmul: float = 0.0
+    attention: float = 0.0
+
+
+@dataclass(frozen=True)
 class Workload:
     """What attention and recomputation depend on; `attended` is the mean length of a token's document."""
 
     seq_len: int
     attended: float
-    recompute: float
+    recompute: Recompute
 
 
 @dataclass(frozen=True)
@@ -259,9 +271,9 @@ def _nnscaler(spec: ModelSpec, work: Workload) -> float:
 
 
 def _hfu(spec: ModelSpec, work: Workload) -> float:
-    attention = _causal_attention(spec, work)
-    blocks = 2 * spec.layers * spec.block_matmul_parameters + attention
-    return _causal(spec, work) + 0.5 * attention + work.recompute * blocks
+    attention, matmuls = _causal_attention(spec, work), 2 * spec.layers * spec.block_matmul_parameters
+    again = work.recompute.matmul * matmuls + work.recompute.attention * attention
+    return _causal(spec, work) + 0.5 * attention + again
 
 
 FLOP_FORMULAS: dict[str, FlopFormula] = {
@@ -271,7 +283,7 @@ FLOP_FORMULAS: dict[str, FlopFormula] = {
     "frontier-torchtitan": FlopFormula("6 (N_all - input embedding) + 12 L H hd T", _frontier_torchtitan),
     "nnscaler": FlopFormula("6 P + 12 L d T, P the nominal size", _nnscaler),
     "hfu": FlopFormula(
-        "causal + half an attention forward + the forward of the blocks times the recomputed fraction", _hfu
+        "causal + half an attention forward + what the backward pass recomputes of the blocks", _hfu
     ),
 }
 # Names of formulas in results that older versions stored.
@@ -291,16 +303,18 @@ def flops_per_token(
     spec: ModelSpec,
     seq_len: int,
     formula: str = "causal",
-    recompute: float = 0.0,
+    recompute: float | Recompute = 0.0,
     attended: float | None = None,
 ) -> float:
     """Return the FLOPs of forward and backward per token.
 
-    Only `causal` and `hfu` depend on `attended`, and only `hfu` on the recomputed fraction.
+    Only `causal` and `hfu` depend on `attended`, and only `hfu` on what is recomputed: a fraction of the
+    blocks, or shares of their matmuls and attention.
     """
     if formula not in FLOP_FORMULAS:
         raise ValueError(f"no FLOP formula '{formula}'; there are {', '.join(FLOP_FORMULAS)}")
-    if seq_len < 1 or not 0 <= recompute <= 1:
+    again = recompute if isinstance(recompute, Recompute) else Recompute(recompute, recompute)
+    if seq_len < 1 or not (0 <= again.matmul <= 2 and 0 <= again.attention <= 1):
         raise ValueError(f"seq_len {seq_len} must be positive and recompute {recompute} between 0 and 1")
-    work = Workload(seq_len, seq_len if attended is None else attended, recompute)
+    work = Workload(seq_len, seq_len if attended is None else attended, again)
     return float(FLOP_FORMULAS[formula].count(spec, work))

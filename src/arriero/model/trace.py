@@ -14,6 +14,7 @@ from math import prod
 from typing import Any, TypeVar
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
@@ -22,6 +23,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import register_flop_formula
 
 from arriero.model.costs import CUSTOM, Affine, BlockCosts, Operation, OperatorCost, Split
 from arriero.model.family import build_model, family_of
@@ -87,17 +89,26 @@ class _OneAttentionOperator(TorchFunctionMode):
         return torch.ops.arriero.traced_attention(q, k, v)[0]
 
 
-def trace_block(spec: ModelSpec, compiled: bool, element: int = 2, fused_qkv: bool = False) -> BlockCosts:
+# the partitioner weighs recomputation by FLOPs, which torch's own attention counts without the causal mask
+@register_flop_formula([torch.ops.arriero.traced_attention])
+def _attention_flops(q, k, *_, **__) -> int:
+    return 4 * prod(q) * k[2]
+
+
+def trace_block(
+    spec: ModelSpec, compiled: bool, element: int = 2, fused_qkv: bool = False, budget: float = 1.0
+) -> BlockCosts:
     """Return the costs of a block of this model; see `arriero.model.costs.block_costs`, which caches them."""
     with torch.device("meta"):
         model = build_model(spec).to(_TYPES[element])
         block = next(iter(model.blocks.values()))
         if fused_qkv and isinstance(block, Block) and type(block.attention) is Attention:
             block.attention = converted(block.attention, FusedQKVAttention)
-        small, large = (
-            (_trace_compiled if compiled else _trace_eager)(block, *_arguments(model, tokens, element))
-            for tokens in _LENGTHS
-        )
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            small, large = (
+                (_trace_compiled if compiled else _trace_eager)(block, *_arguments(model, tokens, element))
+                for tokens in _LENGTHS
+            )
     shapes = {name: tuple(p.shape) for name, p in block.named_parameters()}
     return _difference(small, large, family_of(spec.family).placements, shapes)
 

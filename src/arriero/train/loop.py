@@ -50,7 +50,7 @@ def _train(session: Session, outcome: Outcome) -> None:
         grad_norm = optimizer.step(lr, loss)
         outcome.steps += 1
         outcome.tokens = session.timeline.tokens_after(outcome.steps)
-        watch.count(batch.real_tokens, session.flops(batch))
+        watch.count(batch.real_tokens, session.flops(batch), session.hardware_flops(batch))
         hooks.on_step(session, outcome.steps, outcome.tokens)
         saver.requests.answer_with(partial(_stop_message, session, outcome), deferred=True)
 

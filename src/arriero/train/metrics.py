@@ -49,13 +49,17 @@ class StepMetrics:
     peak_mem_gib: float
     mfu: float | None
     flops_per_token: float = 0.0
+    hfu: float | None = None
+    reserved_mem_gib: float | None = None
+    alloc_retries: int | None = None
+    ooms: int | None = None
     skipped: int = 0
     eval_loss: float | None = None
     save_s: float | None = None
 
     def line(self) -> dict[str, Any]:
         """Return the metrics without keys of what did not happen at this step."""
-        optional = ("eval_loss", "save_s")
+        optional = ("eval_loss", "save_s", "hfu", "reserved_mem_gib", "alloc_retries", "ooms")
         return {k: value for k, value in asdict(self).items() if value is not None or k not in optional}
 
 
@@ -79,6 +83,7 @@ class Stopwatch:
         self._steps = 0
         self._tokens = 0
         self._flops = 0.0
+        self._hardware_flops = 0.0
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -93,11 +98,12 @@ class Stopwatch:
         yield
         self._paused += time.perf_counter() - start
 
-    def count(self, tokens: int, flops: float) -> None:
-        """Add a step with its number of tokens without padding and its FLOPs."""
+    def count(self, tokens: int, flops: float, hardware_flops: float = 0.0) -> None:
+        """Add a step with its number of tokens without padding, its FLOPs, and those with recomputation."""
         self._steps += 1
         self._tokens += tokens
         self._flops += flops
+        self._hardware_flops += hardware_flops
 
     def lap(self, global_values: Sequence[torch.Tensor] = ()) -> tuple[dict[str, Any], list[float]]:
         """Return the rates since the last lap, and `global_values` as numbers; called by all ranks.
@@ -105,23 +111,41 @@ class Stopwatch:
         `global_values` are scalars on the device that are equal on all ranks. A lap costs one collective on
         the device and one copy to the host.
         """
-        counts = (self._tokens, self._flops) if self._mesh.is_batch_leader else (0, 0)
-        device = self._device.torch_device
-        own = torch.tensor([*counts, self._device.peak_memory()], dtype=torch.float64, device=device)
+        counts = (self._tokens, self._flops, self._hardware_flops)
+        counts = counts if self._mesh.is_batch_leader else (0, 0, 0)
+        device, allocator = self._device.torch_device, _allocator_counts(self._device)
+        own = torch.tensor(
+            [*counts, self._device.peak_memory(), *allocator], dtype=torch.float64, device=device
+        )
         given = [value.detach().to(device, torch.float64).reshape(1) for value in global_values]
         ranks = self._mesh.all_gather(torch.cat([own, *given])).cpu()
-        tokens, flops = ranks[:, :2].sum(dim=0).tolist()
+        tokens, flops, hardware_flops = ranks[:, :3].sum(dim=0).tolist()
         seconds = time.perf_counter() - self._start - self._paused
         lap = {
             "tokens_per_s": tokens / seconds,
             "step_s": seconds / self._steps,
             "data_wait": self._waited / seconds,
-            "peak_mem_gib": ranks[:, 2].max().item() / 2**30,
+            "peak_mem_gib": ranks[:, 3].max().item() / 2**30,
             "mfu": flops / seconds / self._peak_flops if self._peak_flops else None,
             "flops_per_token": flops / tokens,
         }
+        if self._peak_flops and hardware_flops:
+            lap["hfu"] = hardware_flops / seconds / self._peak_flops
+        if allocator:
+            reserved, retries, ooms = ranks[:, 4 : 4 + len(allocator)].max(dim=0).values.tolist()
+            lap |= {"reserved_mem_gib": reserved / 2**30, "alloc_retries": int(retries), "ooms": int(ooms)}
         self._reset()
-        return lap, ranks[0, 3:].tolist()
+        return lap, ranks[0, 4 + len(allocator) :].tolist()
+
+
+def _allocator_counts(device: Device) -> list[float]:
+    """Return what torch's allocator of a GPU has counted: peak of reserved bytes, retries after it freed its
+    cache, and failed allocations; nothing on a CPU."""
+    if not device.is_gpu:
+        return []
+    counted = torch.cuda.memory_stats(device.torch_device)
+    names = ("reserved_bytes.all.peak", "num_alloc_retries", "num_ooms")
+    return [float(counted.get(name, 0)) for name in names]
 
 
 def measure_step(

@@ -17,8 +17,11 @@ from arriero.data.order.loader import Batch, Loader
 from arriero.data.order.order import Stream
 from arriero.data.order.streams import SourceForecast
 from arriero.data.tokens.tokenizer import Separators, Tokenizer
-from arriero.model.spec import ModelSpec, flops_per_token
+from arriero.model.layers import FusedQKVAttention
+from arriero.model.spec import ModelSpec, Recompute, flops_per_token
 from arriero.parallel.mesh import Mesh
+from arriero.parallel.precision import Float8Linear
+from arriero.plan.recompute import recomputed
 from arriero.plan.resolve import Decision, Resolved
 from arriero.train.device import Device
 from arriero.train.forward_backward import Evaluator, ForwardBackward
@@ -132,13 +135,32 @@ class Session:
         peak = self.device.bf16_peak_flops if self.compute == torch.bfloat16 else None
         return peak * self.mesh.world.size if peak is not None else None
 
-    def flops(self, batch: Batch) -> float:
-        """Return the causal FLOPs of a batch; with a document mask tokens attend inside their document."""
+    def flops(self, batch: Batch, formula: str = "causal") -> float:
+        """Return the FLOPs of a batch; with a document mask tokens attend inside their document."""
         attended = None
         if batch.positions_BT is not None:
             attended = float((2 * batch.positions_BT + 1).double().mean())
+        again = self.recompute if formula == "hfu" else 0.0
         width = batch.tokens_BT.shape[1]
-        return batch.real_tokens * flops_per_token(self.spec, width, attended=attended)
+        return batch.real_tokens * flops_per_token(self.spec, width, formula, again, attended)
+
+    def hardware_flops(self, batch: Batch) -> float:
+        """Return the FLOPs of a batch with what is recomputed; 0 where HFU is not reported."""
+        return self.flops(batch, "hfu") if self.peak_flops is not None else 0.0
+
+    @cached_property
+    def recompute(self) -> Recompute:
+        """Return the share of the forward pass that backward repeats."""
+        modules = [module for part in self.model.parts for module in part.modules()]
+        memory, seq_len = self.resolved.memory, self.config.data.seq_len // self.mesh.layout.cp
+        return recomputed(
+            self.spec,
+            self.resolved.activation_checkpointing,
+            self.resolved.compiled,
+            fused_qkv=any(isinstance(module, FusedQKVAttention) for module in modules),
+            float8=any(isinstance(module, Float8Linear) for module in modules),
+            tiled=bool(memory.ffn_tile) and seq_len > memory.ffn_tile,
+        )
 
     def describe(self) -> dict[str, Any]:
         return {

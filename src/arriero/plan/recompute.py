@@ -1,0 +1,71 @@
+"""What the backward pass recomputes of a block, for HFU and for the time of a step. Imports no torch itself:
+`block_costs` does where a block must be traced."""
+
+from itertools import groupby
+
+from arriero.config.fields import ActivationCheckpointing
+from arriero.model.costs import Operation, block_costs
+from arriero.model.spec import ModelSpec, Recompute
+
+# layers that share their input, and that one matmul computes where it may
+_JOINED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate-up", "up": "gate-up"}
+
+
+def recomputed(
+    spec: ModelSpec,
+    checkpointing: ActivationCheckpointing,
+    compiled: bool,
+    *,
+    fused_qkv: bool = False,
+    float8: bool = False,
+    tiled: bool = False,
+) -> Recompute:
+    """Return the shares of the blocks' forward pass that backward repeats.
+
+    `fused_qkv` says that q, k and v are one matmul, `float8` that Arriero's float8 kernels compute all
+    layers, gate and up as one, and `tiled` that each tile of the feed-forward layer is recomputed.
+    """
+    kind, share = checkpointing.kind, len(checkpointing.blocks(spec.layers)) / spec.layers
+    if kind == "none" and not tiled:
+        return Recompute()
+    if kind == "budget":
+        return _within_budget(spec, float(checkpointing.amount), fused_qkv)
+    if compiled and not checkpointing.is_selective and not tiled:
+        return Recompute(share, share)
+    matmuls = [each for each in block_costs(spec, compiled=False).forward if each.kind == "matmul"]
+    total = sum(each.flops for each in matmuls)
+    if tiled:
+        feed_forward = sum(each.flops for each in matmuls if each.module.startswith("ffn."))
+        return Recompute(share + feed_forward / total, share)
+    flops = _flops_of_calls(matmuls, fused_qkv or float8, float8)
+    if compiled or not float8:
+        # the last result is only added to the residual; a float8 operator runs before it is known to be last
+        flops[-1] = 0.0
+    again = flops[1::2] if kind == "selective" else flops
+    return Recompute(share * sum(again) / total, 0.0 if checkpointing.is_selective else share)
+
+
+def _flops_of_calls(matmuls: list[Operation], joins_qkv: bool, joins_ffn: bool) -> list[float]:
+    """Return the FLOPs per token of each matmul in order, with joined layers as one."""
+    names = {"qkv": joins_qkv, "gate-up": joins_ffn}
+
+    def call(numbered: tuple[int, Operation]) -> object:
+        number, each = numbered
+        parent, _, name = each.module.rpartition(".")
+        joint = _JOINED.get(name, "")
+        return (parent, joint) if names.get(joint) else number
+
+    groups = groupby(enumerate(matmuls), call)
+    return [sum(each.flops for _, each in group) for _, group in groups]
+
+
+def _within_budget(spec: ModelSpec, budget: float, fused_qkv: bool) -> Recompute:
+    """Return what the compiler recomputes to keep a share of the activations: it decides by tracing."""
+    costs = block_costs(spec, compiled=True, fused_qkv=fused_qkv, budget=budget)
+    forward, backward = (
+        sum(each.flops for each in passes if each.kind == "matmul")
+        for passes in (costs.forward, costs.backward)
+    )
+    kinds = [sum(each.kind == "attention" for each in passes) for passes in (costs.forward, costs.backward)]
+    # backward has two matmuls for each of forward, and one attention kernel
+    return Recompute((backward - 2 * forward) / forward, float(kinds[1] > kinds[0]))
