@@ -27,4 +27,4 @@ def trained(corpus_cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     own = {"run.dir": str(folder / "runs"), "data.cache": str(corpus_cache)}
     result = arriero.run(arriero.load_config(None, TINY | own), nproc=1)
-    return SimpleNamespace(run=result.run_dir, folder=folder, eval_loss=result.last_eval_loss)
+    return SimpleNamespace(run=result.run_dir, settings=TINY, eval_loss=result.last_eval_loss)

@@ -2,6 +2,7 @@
 
 import time
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,7 +25,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="Compare file sizes only.")
 
 
 def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) -> None:
-    """List the checkpoints of a run: step, tokens, size, age, and whether they are valid.
+    """List the checkpoints of a run: step, tokens, size, age, evaluations, and whether they are valid.
 
     Every file is read and its checksum compared, unless --quick. Damaged checkpoints that a run has renamed
     aside are listed too.
@@ -32,8 +33,9 @@ def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) ->
     Example: arriero ckpt list runs/demo
     """
     from arriero.checkpoint.directory import find_checkpoints, find_renamed
+    from arriero.checkpoint.scores import read_evaluations
 
-    console, directory = make_console(as_json), _run_directory(run)
+    console, directory = make_console(as_json), run_directory_at(run)
     found, aside = find_checkpoints(directory, report_unreadable=True), find_renamed(directory)
     verdicts = _judged(console, found, quick)
     if as_json:
@@ -42,7 +44,9 @@ def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) ->
         renamed = [str(path) for _, path in aside]
         print_json({"run": str(directory), "checked": checked, "checkpoints": rows, "renamed_aside": renamed})
         return
-    table = Table(">step", ">tokens", ">size", ">age", "complete" if quick else "valid")
+    scores = {saved.step: "; ".join(map(str, read_evaluations(saved.directory))) for saved in found}
+    shown = ["evaluations"] if any(scores.values()) else []
+    table = Table(">step", ">tokens", ">size", ">age", "complete" if quick else "valid", *shown)
     for saved, problem in zip(found, verdicts, strict=True):
         verdict = styled("yes", "green") if problem is None else styled(f"no: {problem}", "red")
         made = saved.manifest
@@ -50,13 +54,17 @@ def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) ->
             table.row(saved.step, "", "", "", verdict)
             continue
         size, age = human_bytes(made.size), human_time(time.time() - made.time)
-        table.row(saved.step, human_count(made.tokens), size, age, verdict)
+        table.row(
+            saved.step, human_count(made.tokens), size, age, verdict, *[scores[saved.step] for _ in shown]
+        )
     for step, path in aside:
         table.row(step, "", "", "", styled(f"no: renamed aside as {path.name}", "red"))
     console.print(table if found or aside else f"{run} has no checkpoints")
 
 
 def _listed(saved: "SavedCheckpoint", problem: str | None) -> dict[str, Any]:
+    from arriero.checkpoint.scores import read_evaluations
+
     made = saved.manifest
     held = {"tokens": made.tokens, "bytes": made.size, "saved_at": made.time} if made else {}
     return {
@@ -64,6 +72,7 @@ def _listed(saved: "SavedCheckpoint", problem: str | None) -> dict[str, Any]:
         "directory": str(saved.directory),
         "valid": problem is None,
         "problem": problem,
+        "evaluations": [asdict(each) for each in read_evaluations(saved.directory)],
         **held,
     }
 
@@ -168,7 +177,7 @@ def prune(
     from arriero.config.load import config_from_toml
     from arriero.config.timeline import Timeline
 
-    console, directory = make_console(), _run_directory(run)
+    console, directory = make_console(), run_directory_at(run)
     config = config_from_toml(directory / "run.toml")
     given = keep_every is not None
     span = read_progress("--keep-every", keep_every) if given else config.checkpoint.keep_every
@@ -194,7 +203,8 @@ def prune(
     console.print(f"kept: {stay}")
 
 
-def _run_directory(run: Path) -> Path:
+def run_directory_at(run: Path) -> Path:
+    """Return a run directory given by its path or by its name under runs/."""
     if not run.is_dir() and not run.is_absolute() and (Path("runs") / run).is_dir():
         run = Path("runs") / run
     if not (run / "run.toml").exists():

@@ -1,5 +1,6 @@
 """`arriero generate` and `arriero eval perplexity | tasks | watch`."""
 
+import json
 import sys
 import time
 from dataclasses import asdict
@@ -8,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from arriero.config.options import AsJson
+from arriero.checkpoint.commands import run_directory_at
+from arriero.config.options import AsJson, Sets
 from arriero.errors import UserError
-from arriero.ui import Text, byte_progress, make_console, print_json
+from arriero.ui import StageProgress, Table, Text, byte_progress, make_console, print_json
 from arriero.units import counted
 
 if TYPE_CHECKING:
@@ -35,6 +37,30 @@ TokenizerFile = Annotated[
     Path | None,
     typer.Option(help="A tokenizer.json or tokenizer.model; the model's own if not given."),
 ]
+
+Nproc = Annotated[
+    int | None, typer.Option("--nproc", min=1, max=1024, help="Number of ranks to start on this machine.")
+]
+Attach = Annotated[
+    bool,
+    typer.Option("--attach/--no-attach", help="Store the result beside the checkpoint, for `ckpt list`."),
+]
+
+
+Data = Annotated[
+    list[str],
+    typer.Option(
+        help="A prepared dataset, or text: JSONL, Parquet, files. Repeatable. Without it, the held-out data "
+        "of the checkpoint's run."
+    ),
+]
+SeqLen = Annotated[
+    int | None, typer.Option(min=2, help="Longest context; the run's, else the model's up to 4,096.")
+]
+Include = Annotated[
+    Path | None, typer.Option(help="A folder of your own task files (YAML of lm-evaluation-harness).")
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Examples per task, for a trial; all if not given.")]
 
 
 def generate(
@@ -149,3 +175,159 @@ def _report(
         _write("\n")
     ended = f"; ended by: {results[0].ended_by}" if len(results) == 1 else ""
     make_console(as_json=True).plain(f"{counted(count, 'token')}, {speed:,.1f} tok/s{ended}", "dim")
+
+
+def perplexity(
+    model: Model,
+    data: Data = [],
+    seq_len: SeqLen = None,
+    packing: Annotated[
+        Literal["bestfit", "concat", "none"] | None,
+        typer.Option(help="bestfit: documents alone, the default. concat: windows over all documents."),
+    ] = None,
+    column: Annotated[str | None, typer.Option(help="Column of the text in JSONL and Parquet.")] = None,
+    tokenizer: TokenizerFile = None,
+    cache: Annotated[str, typer.Option(help="Directory of prepared text.")] = "data",
+    sets: Sets = [],
+    nproc: Nproc = None,
+    attach: Attach = True,
+    as_json: AsJson = False,
+) -> None:
+    """Compute the loss and perplexity of a model of any format, for each source and overall.
+
+    Every token is predicted once, from the tokens before it in its document. --nproc, torchrun or srun start
+    several ranks; --set parallel.tp=2 and the like lay the model out. The result is the same on every layout.
+
+    Example: arriero eval perplexity runs/demo --data builtin:stdlib --seq-len 256
+    """
+    from arriero.data.workers import no_progress
+    from arriero.evaluate.perplexity import PerplexityRequest, measure_perplexity
+    from arriero.parallel.world import world_from
+
+    request = PerplexityRequest(model, data, seq_len, packing, column, tokenizer, cache, sets)
+    console = make_console(as_json=True)
+    with StageProgress(console) as bars:
+        result = measure_perplexity(request, nproc, bars if world_from().is_leader else no_progress)
+    if not world_from().is_leader:
+        return
+    facts = result.to_dict()
+    if attach:
+        _attach(Path(facts["model"]), "perplexity", result.main(), request.settings(), facts)
+    if as_json:
+        print_json(facts)
+        return
+    table = Table("source", ">tokens", ">loss", ">perplexity")
+    for row in [*facts["sources"], *([{"source": "all", **facts}] if len(facts["sources"]) > 1 else [])]:
+        exact = row["perplexity"]
+        shown = "overflow" if exact is None else f"{exact:,.3f}"
+        table.row(row["source"], f"{row['tokens']:,}", f"{row['loss']:.5f}", shown)
+    make_console().print(table)
+
+
+def tasks(
+    model: Model,
+    tasks: Annotated[
+        str, typer.Option("--tasks", help="Names of tasks, separated by commas: hellaswag,arc_easy.")
+    ],
+    include: Include = None,
+    fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples in the prompt; the task's own number if not given.")
+    ] = None,
+    limit: Limit = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
+    device: DeviceName = "auto",
+    dtype: Precision = None,
+    workdir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the temporary Hugging Face copy of other formats; the system's if not given."
+        ),
+    ] = None,
+    attach: Attach = True,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a model of any format on tasks of lm-evaluation-harness (pip install 'arriero\\[eval]').
+
+    Needs no network if the data of the tasks are on this machine. Models in other formats than Hugging Face's
+    are converted to a temporary directory.
+
+    Example: arriero eval tasks runs/demo --tasks hellaswag,arc_easy --limit 100
+    """
+    from arriero.evaluate.tasks import TasksRequest, evaluate_tasks
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    request = TasksRequest(model, names, include, fewshot, limit, batch, device, dtype, workdir)
+    found = evaluate_tasks(request)
+    facts = found.to_dict()
+    if attach:
+        _attach(Path(found.model), "tasks", found.main(), request.settings(), facts)
+    if as_json:
+        print_json(facts)
+        return
+    table = Table("task", ">examples", "metric", ">value", ">standard error")
+    for row in facts["tasks"]:
+        for name, value in row["metrics"].items():
+            error = row["stderr"].get(name)
+            shown = "" if error is None else f"{error:.4f}"
+            table.row(row["task"], row["examples"] or "", name, f"{value:.4f}", shown)
+    make_console().print(table)
+
+
+def watch(
+    run: Annotated[
+        Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)
+    ],
+    data: Data = [],
+    seq_len: SeqLen = None,
+    tasks: Annotated[str, typer.Option("--tasks", help="Names of tasks, separated by commas.")] = "",
+    include: Include = None,
+    limit: Limit = None,
+    poll: Annotated[float, typer.Option(min=0.1, help="Seconds between looks for a new checkpoint.")] = 30.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Evaluate the checkpoints there are, then exit.")
+    ] = False,
+    device: DeviceName = "auto",
+    sets: Sets = [],
+    nproc: Nproc = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate each checkpoint of a run as it appears, until the run ends: beside a running job.
+
+    Computes the perplexity on --data, else on the held-out data of the run, unless only --tasks are given.
+    Results are stored beside the checkpoints; those that have them already are not evaluated again. --json
+    prints one line per result. Exits with code 1 if a checkpoint could not be evaluated.
+
+    Example: arriero eval watch runs/demo --data builtin:stdlib --once
+    """
+    from arriero.evaluate.perplexity import PerplexityRequest
+    from arriero.evaluate.tasks import TasksRequest
+    from arriero.evaluate.watch import Result, watch_run
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    requests: list[PerplexityRequest | TasksRequest] = []
+    if data or not names:
+        requests.append(PerplexityRequest("", data, seq_len, sets=[f"run.device={device}", *sets]))
+    if names:
+        requests.append(TasksRequest("", names, include, limit=limit, device=device))
+    console = make_console(as_json=as_json)
+
+    def show(result: Result) -> None:
+        if as_json:
+            sys.stdout.write(f"{json.dumps(asdict(result))}\n")
+            sys.stdout.flush()
+            return
+        what = ", ".join(f"{name} {value:.4g}" for name, value in result.scores.items())
+        console.plain(f"step {result.step}  {result.problem or what}", "red" if result.problem else None)
+
+    if watch_run(run_directory_at(run), requests, nproc or 1, poll, once, show):
+        raise typer.Exit(1)
+
+
+def _attach(directory: Path, kind: str, scores: Any, settings: Any, details: Any) -> None:
+    from arriero.checkpoint.scores import attach_evaluation
+
+    try:
+        attach_evaluation(directory, kind, scores, settings, details)
+    except OSError as error:
+        text = f"the result is not stored beside {directory}: {error.strerror or error}"
+        make_console(as_json=True).plain(text, "yellow")

@@ -197,7 +197,7 @@ def open_data(plan: Arrangement, progress: ProgressCallback) -> Streams:
     config = plan.config
     with leader_first(plan.world):
         streams = build_streams(config, progress, _order_version(config))
-    _check_vocabulary(plan.resolved.spec, streams.stores)
+    check_vocabulary(plan.resolved.spec, streams.stores)
     check_max_epochs(streams, total_steps(config))
     check_data_unchanged(run_directory(config), streams.train)
     return streams
@@ -212,7 +212,7 @@ def _order_version(config: RunConfig) -> int:
     return order_version(*known)
 
 
-def _check_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> None:
+def check_vocabulary(spec: ModelSpec, stores: Sequence[TokenStore]) -> None:
     for store in stores:
         if store.vocab_size > spec.vocab_size:
             raise UserError(
@@ -235,7 +235,7 @@ def _loader(plan: Arrangement, mesh: Mesh, streams: Streams, start_sample: int) 
 
 
 def build_evaluator(plan: Arrangement, mesh: Mesh, streams: Streams) -> Evaluator | None:
-    if streams.heldout is None:
+    if not streams.heldout:
         return None
     return Evaluator(streams.heldout, plan.resolved.micro_batch, mesh, plan.config.data.document_mask)
 

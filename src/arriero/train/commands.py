@@ -127,9 +127,10 @@ class ConsoleProgress(Hook):
             self._console.print(f"step {_step_of_total(session, metrics.step)}  {numbers}")
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
-        perplexity = math.exp(min(loss, 700))
-        text = f"validation loss {loss:.3f}  perplexity {perplexity:.1f}"
-        self._console.print(f"step {_step_of_total(session, step)}  {text}")
+        several = session.evaluator.metrics().get("eval_losses", {}) if session.evaluator else {}
+        for name, mean in (("", loss), *several.items()):
+            text = f"validation loss {mean:.3f}  perplexity {math.exp(min(mean, 700)):.1f}"
+            self._console.plain(f"step {_step_of_total(session, step)}  {text}{name and f'  {name}'}")
 
     def on_save(self, session: "Session", report: "SaveReport") -> None:
         if report.error is not None:

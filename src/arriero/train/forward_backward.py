@@ -1,6 +1,7 @@
 """Run batches forward and backward in any layout: gradient accumulation, validation (held-out) loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,28 +105,69 @@ def _stage_inputs(batch: Batch) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in extra.items() if tensor is not None}
 
 
-class Evaluator:
-    """Computes the mean loss over all held-out tokens, each counted once.
+class SourceLoss(NamedTuple):
+    """The loss of a source, summed over `labels` tokens."""
 
-    `sequences` is the batch of each rank that reads different sequences.
+    total: float
+    labels: int
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.labels, 1)
+
+
+def overall(losses: Iterable[SourceLoss]) -> SourceLoss:
+    """Return the loss of several sources together: each token counts the same."""
+    each = list(losses)
+    return SourceLoss(sum(loss.total for loss in each), sum(loss.labels for loss in each))
+
+
+class Evaluator:
+    """Computes the mean loss over all held-out tokens of some sources, each token counted once.
+
+    `sequences` is the batch of each rank that reads different sequences. `by_source` has the losses of the
+    last evaluation; `advance` is called with the number of sequences of each batch.
     """
 
-    def __init__(self, stream: EvalStream, sequences: int, mesh: Mesh, documents: bool) -> None:
-        self._stream = stream
-        ranks = mesh.layout.batch
-        self._sequences = ranks * min(sequences, -(-stream.samples // ranks))
-        self._rank, self._ranks = mesh.batch_rank, ranks
-        self._documents = documents
+    def __init__(
+        self,
+        streams: Mapping[str, EvalStream],
+        sequences: int,
+        mesh: Mesh,
+        documents: bool,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._streams, self._sequences = streams, sequences
+        self._rank, self._ranks = mesh.batch_rank, mesh.layout.batch
+        self._documents, self._advance = documents, advance
+        self.by_source: dict[str, SourceLoss] = {}
 
     def loss(self, passes: ForwardBackward, requests: Requests) -> float | None:
         """Return None if any rank was asked to stop; `requests.agreed` is then set on all of them."""
+        found = {}
+        for name, stream in self._streams.items():
+            loss = self._source_loss(stream, passes, requests)
+            if loss is None:
+                return None
+            found[name] = loss
+        self.by_source = found
+        return overall(found.values()).mean
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the losses of the sources for metrics.jsonl, where there are several."""
+        several = {name: loss.mean for name, loss in self.by_source.items()}
+        return {"eval_losses": several} if len(several) > 1 else {}
+
+    def _source_loss(
+        self, stream: EvalStream, passes: ForwardBackward, requests: Requests
+    ) -> SourceLoss | None:
         total, count = 0.0, 0
-        with Loader(
-            self._stream, self._sequences, rank=self._rank, ranks=self._ranks, documents=self._documents
-        ) as batches:
+        rows = self._ranks * min(self._sequences, -(-stream.samples // self._ranks))
+        with Loader(stream, rows, rank=self._rank, ranks=self._ranks, documents=self._documents) as batches:
             for batch in batches:
                 summed, labels, requests.agreed = passes.summed_loss(batch, requests.stop)
                 if requests.agreed:
                     return None
                 total, count = total + summed, count + labels
-        return total / max(count, 1)
+                self._advance(rows)
+        return SourceLoss(total, count)

@@ -3,6 +3,7 @@
 import signal
 import time
 from functools import partial
+from typing import Any
 
 from arriero.interrupt import Interrupted
 from arriero.train.finish import finished_model
@@ -60,7 +61,7 @@ def _train(session: Session, outcome: Outcome) -> None:
         if is_done or session.is_due(session.evaluation, outcome, now):
             line = measure()
             with watch.paused():
-                line["eval_loss"] = _evaluate(session, outcome, start)
+                line |= _evaluate(session, outcome, start)
         saves = saver.is_due(session, outcome, now, is_done)
         logs = outcome.steps == 1 or outcome.steps % session.config.observe.log_every == 0
         if line or saves or logs:
@@ -89,17 +90,18 @@ def _evaluate_initial_model(session: Session, outcome: Outcome, start: float) ->
     session.record.saver.begin(now)
 
 
-def _evaluate(session: Session, outcome: Outcome, start: float) -> float | None:
-    """Return the validation loss; None without validation data, or if a signal ended the evaluation."""
+def _evaluate(session: Session, outcome: Outcome, start: float) -> dict[str, Any]:
+    """Return the metrics of an evaluation; none without validation data, or if a signal ended it."""
     if session.evaluator is None:
-        return None
+        return {}
     loss = session.evaluator.loss(session.passes, session.record.saver.requests)
     session.evaluation.restart(session.seconds_since(start))
     if loss is not None:
         outcome.first_eval_loss = loss if outcome.first_eval_loss is None else outcome.first_eval_loss
         outcome.last_eval_loss = loss
         session.record.hooks.on_evaluation(session, outcome.steps, outcome.tokens, loss)
-    return loss
+        return {"eval_loss": loss, **session.evaluator.metrics()}
+    return {}
 
 
 def _export(session: Session, outcome: Outcome) -> None:

@@ -55,11 +55,12 @@ class StepMetrics:
     ooms: int | None = None
     skipped: int = 0
     eval_loss: float | None = None
+    eval_losses: dict[str, float] | None = None
     save_s: float | None = None
 
     def line(self) -> dict[str, Any]:
         """Return the metrics without keys of what did not happen at this step."""
-        optional = ("eval_loss", "save_s", "hfu", "reserved_mem_gib", "alloc_retries", "ooms")
+        optional = ("eval_loss", "eval_losses", "save_s", "hfu", "reserved_mem_gib", "alloc_retries", "ooms")
         return {k: value for k, value in asdict(self).items() if value is not None or k not in optional}
 
 
@@ -283,7 +284,8 @@ class EventsFile(Hook):
         self._skipped = metrics.skipped
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
-        self._events.write("evaluation", step=step, tokens=tokens, eval_loss=loss)
+        several = session.evaluator.metrics() if session.evaluator else {}
+        self._events.write("evaluation", step=step, tokens=tokens, eval_loss=loss, **several)
 
     def on_save(self, session: "Session", report: SaveReport) -> None:
         fields = {name: value for name, value in asdict(report).items() if name != "error" or value}
@@ -316,10 +318,12 @@ class TensorBoard(Hook):
         line = metrics.line()
         step = line.pop("step")
         line.pop("eval_loss", None)
+        line.pop("eval_losses", None)
         self._add(step, {name: value for name, value in line.items() if finite(value) is not None})
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
-        self._add(step, {"eval_loss": loss})
+        several = session.evaluator.metrics().get("eval_losses", {}) if session.evaluator else {}
+        self._add(step, {"eval_loss": loss} | {f"eval_loss/{name}": mean for name, mean in several.items()})
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
         self._file.close()

@@ -227,11 +227,13 @@ def _warm_start(
     start = section.start_from
     assert start is not None
     allowed = section.load.allow_other_tokenizer
-    compared = loader.ranks.on_leader(lambda: _compare_tokenizers(local_model(start), tokenizer, allowed))
+    compared = loader.ranks.on_leader(lambda: compare_tokenizers(local_model(start), tokenizer, allowed))
     return str(loader.load_weights(start)), compared
 
 
-def _compare_tokenizers(source: Path, tokenizer: Tokenizer, allowed: bool) -> str:
+def compare_tokenizers(
+    source: Path, tokenizer: Tokenizer, allowed: bool, key: str = "checkpoint.start_from"
+) -> str:
     """Reject weights trained with another tokenizer than the data's; return a remark."""
     if allowed:
         return ""
@@ -247,8 +249,7 @@ def _compare_tokenizers(source: Path, tokenizer: Tokenizer, allowed: bool) -> st
         raise UserError(error.what, f"{error.todo}; or {allow}") from None
     if not same:
         raise UserError(
-            f"checkpoint.start_from: {source} was trained with another tokenizer ({file}) than the data "
-            f"({tokenizer.path})",
+            f"{key}: {source} was trained with another tokenizer ({file}) than the data ({tokenizer.path})",
             f"prepare the data with {file}, or {allow}",
         )
     return ""

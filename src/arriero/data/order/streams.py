@@ -1,6 +1,6 @@
 """Build the sample streams of a run file and forecast how often each source will be read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +25,7 @@ _MOST_UNUSED = 2
 @dataclass(frozen=True)
 class Streams:
     train: Stream
-    heldout: EvalStream | None
+    heldout: Mapping[str, EvalStream]
     stores: Sequence[TokenStore]
     timeline: Timeline
 
@@ -65,8 +65,9 @@ def build_streams(config: RunConfig, progress: ProgressCallback, version: int = 
     train = [source(section, 0) for section in data.sources]
     stream = Stream(train, data.seq_len, config.run.seed, packing, changes, version)
     held = {section.path: source(section, 1) for section in reversed(sections)}
-    ordered = [held[path] for path in opened]
-    evaluation = EvalStream(ordered, data.seq_len, packing) if heldout else None
+    evaluation = {
+        path: EvalStream([held[path]], data.seq_len, packing) for path in (opened if heldout else ())
+    }
     return Streams(stream, evaluation, list(opened.values()), timeline)
 
 

@@ -1,0 +1,72 @@
+"""Evaluations of a checkpoint, stored beside its manifest: one file each, published atomically.
+
+The manifest does not list these files, so that a checkpoint stays as it was saved.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from arriero.checkpoint.directory import MANIFEST
+from arriero.files import publish_file, sha256_of_json
+
+_NAME = "evaluation-{}.json"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`scores` are the main numbers by name; `settings` identify the evaluation, `details` has the rest."""
+
+    kind: str
+    scores: Mapping[str, float]
+    settings: Mapping[str, Any]
+    details: Mapping[str, Any]
+    time: float
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {_rounded(value)}" for name, value in self.scores.items())
+
+
+def _rounded(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+def attach_evaluation(
+    directory: Path,
+    kind: str,
+    scores: Mapping[str, float],
+    settings: Mapping[str, Any],
+    details: Mapping[str, Any],
+) -> Path | None:
+    """Store an evaluation beside the manifest of a checkpoint; an earlier one of the same settings is
+    replaced. Return None for a directory without a manifest: other formats are left as they are."""
+    if not (directory / MANIFEST).is_file():
+        return None
+    made = Evaluation(kind, scores, settings, details, time.time())
+    path = directory / _NAME.format(_key(kind, settings))
+    publish_file(path, (json.dumps(asdict(made), indent=1) + "\n").encode())
+    return path
+
+
+def has_evaluation(directory: Path, kind: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint has an evaluation with these settings."""
+    return (directory / _NAME.format(_key(kind, settings))).is_file()
+
+
+def read_evaluations(directory: Path) -> list[Evaluation]:
+    """Return the evaluations of a checkpoint, oldest first; a file that is not one is ignored."""
+    found = []
+    for path in directory.glob(_NAME.format("*")):
+        try:
+            found.append(Evaluation(**json.loads(path.read_bytes())))
+        except (OSError, ValueError, TypeError, RecursionError):
+            continue
+    return sorted(found, key=lambda each: each.time)
+
+
+def _key(kind: str, settings: Mapping[str, Any]) -> str:
+    return f"{kind}-{sha256_of_json(dict(settings))[:12]}"
