@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from arriero.bench.machine import Meter, describe_code, describe_device
+from arriero.bench.measure import read_trace
 from arriero.bench.result import StepResult, Timing
 from arriero.bench.step import DocumentLengths
 from arriero.errors import UserError
@@ -282,3 +283,18 @@ def test_a_result_states_the_activation_checkpointing_that_auto_became(bench):
     code, _, file = bench("--no-gate", "--no-profile", **{"memory.activation_checkpointing": "auto"})
     assert code == 0
     assert StepResult.read(file).config["memory"]["activation_checkpointing"] == "none"
+
+
+def test_the_trace_of_the_profiled_steps_is_kept(bench, tmp_path):
+    code, out, path = bench("--no-gate", "--trace", "trace.json.gz")
+    assert code == 0
+    assert "trace written to trace.json.gz" in out
+    events = read_trace(tmp_path / "trace.json.gz")["traceEvents"]
+    steps = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")}
+    assert len(steps) == StepResult.read(path).breakdown.steps
+    assert [file.name for file in tmp_path.glob("*trace*")] == ["trace.json.gz"]
+
+
+def test_a_trace_needs_profiled_steps(bench):
+    with pytest.raises(UserError, match="--trace needs profiled steps"):
+        bench("--no-gate", "--no-profile", "--trace", "trace.json")

@@ -46,6 +46,14 @@ Documents = Annotated[
         show_default=False,
     ),
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Keep the profiler's trace of rank 0, for chrome://tracing or Perfetto; FILE.gz is compressed.",
+        show_default=False,
+    ),
+]
 Name = Annotated[str | None, typer.Option(help="Name of the result; default: the run's.", show_default=False)]
 
 
@@ -60,6 +68,7 @@ def step(
     no_gate: NoGate = False,
     gate_from: GateFrom = None,
     documents: Documents = None,
+    trace: Trace = None,
     name: Name = None,
 ) -> None:
     """Measure the training step of a run: speed, memory, energy, and where the time goes.
@@ -82,6 +91,9 @@ def step(
             "with data.packing 'none' every step is different work", "set it to 'concat' or 'bestfit'"
         )
     check_writable("--json", json)
+    check_writable("--trace", trace)
+    if trace is not None and not profile:
+        raise UserError("--trace needs profiled steps", "omit --no-profile")
     earlier = StepResult.read(gate_from) if gate_from else None
     # torch reads it when it is loaded: otherwise its profiler prints to standard error
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -97,7 +109,8 @@ def step(
     title = name or (config.run.name if run_file else str(config.model.preset or config.model.family))
     try:
         with console.status("") as status:
-            found = benchmark(config, title, counts, nproc or 1, not no_gate, earlier, status.update, lengths)
+            given = (nproc or 1, not no_gate, earlier, status.update, lengths, trace)
+            found = benchmark(config, title, counts, *given)
     except Interrupted as stop:
         raise typer.Exit(128 + stop.number) from None
     if found is None:
@@ -109,6 +122,8 @@ def step(
     if json is not None:
         found.write(json)
         console.plain(f"written to {json}")
+    if trace is not None:
+        console.plain(f"trace written to {trace}")
 
 
 def _show_failed_gate(console: Console, gate: "Gate") -> None:

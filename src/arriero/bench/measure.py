@@ -1,5 +1,6 @@
 """Measure steps of an ordinary run with hooks: time and energy first, then a profile of some more steps."""
 
+import gzip
 import json
 import re
 import statistics
@@ -8,12 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
 
 from arriero.bench.machine import Meter, describe_code, describe_device
 from arriero.bench.result import CATEGORIES, Breakdown, CodeVersion, DeviceInfo, Losses
@@ -25,11 +24,9 @@ from arriero.train.device import Device, uuid_of
 from arriero.train.hooks import Hook
 from arriero.train.metrics import StepMetrics
 from arriero.train.optim.optimizer import OPTIMIZER
+from arriero.train.profiler import WARMUP, StepProfiler
 from arriero.train.run import run
 from arriero.train.session import Session
-
-# the first profiled step includes the start of the profiler
-_PROFILER_WARMUP = 1
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class StepCounts:
 
     @property
     def steps(self) -> int:
-        return self.warmup + self.timed + (_PROFILER_WARMUP + self.profiled if self.profiled else 0)
+        return self.warmup + self.timed + (WARMUP + self.profiled if self.profiled else 0)
 
 
 @dataclass(frozen=True)
@@ -74,9 +71,9 @@ class Measured:
     breakdown: Breakdown | None
 
 
-def measure(config: RunConfig, counts: StepCounts) -> Measured | None:
-    """Train as one rank and return what was measured on rank 0, None on others."""
-    clock, profiler, end = StepClock(counts), ProfiledSteps(counts), EndOfRun()
+def measure(config: RunConfig, counts: StepCounts, trace: Path | None = None) -> Measured | None:
+    """Train as one rank and return what was measured on rank 0, which writes the trace; None on others."""
+    clock, profiler, end = StepClock(counts), ProfiledSteps(counts, trace), EndOfRun()
     run(config, [clock, end, *([profiler] if counts.profiled else [])])
     if end.session is None:
         return None
@@ -210,39 +207,28 @@ def _meter(session: Session) -> Meter:
 
 
 class ProfiledSteps(Hook):
-    """Profile the last steps of the run, which are not timed."""
+    """Profile the last steps of the run, which are not timed; a trace with a path is kept."""
 
-    def __init__(self, counts: StepCounts) -> None:
+    def __init__(self, counts: StepCounts, trace: Path | None = None) -> None:
         self._begin = counts.warmup + counts.timed
         self._profiled = counts.profiled
+        self._trace = trace
         self.breakdown: Breakdown | None = None
 
     def on_step(self, session: Session, step: int, tokens: int) -> None:
-        done = step - self._begin
-        if done == 0:
-            self._start(session)
-        elif done > 0:
-            if done in (_PROFILER_WARMUP, _PROFILER_WARMUP + self._profiled):
-                # otherwise work of neighbouring steps would be counted
-                session.device.synchronize()
-            self._profile.step()
-        if done == _PROFILER_WARMUP + self._profiled:
-            self._profile.stop()
+        if step == self._begin:
+            self._folder = tempfile.TemporaryDirectory(prefix="arriero-trace-")
+            self._path = self._trace or Path(self._folder.name) / "trace.json"
+            self._profiler = StepProfiler(session.device, self._profiled, self._path)
+        elif step > self._begin and self._profiler.step():
+            self.breakdown = break_down(read_trace(self._path), session.device.is_gpu)
+            self._folder.cleanup()
 
-    def _start(self, session: Session) -> None:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if session.device.is_gpu else [])]
-        self._profile = profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=_PROFILER_WARMUP, active=self._profiled, repeat=1),
-            on_trace_ready=partial(self._read, session.device.is_gpu),
-        )
-        self._profile.start()
 
-    def _read(self, on_gpu: bool, finished: profile) -> None:
-        with tempfile.TemporaryDirectory(prefix="arriero-trace-") as folder:
-            path = Path(folder) / "trace.json"
-            finished.export_chrome_trace(str(path))
-            self.breakdown = break_down(json.loads(path.read_text(errors="replace")), on_gpu)
+def read_trace(path: Path) -> dict[str, Any]:
+    """Read a trace in Chrome's format, compressed or not."""
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return json.loads(content.decode(errors="replace"))
 
 
 _ATTENTION = r"flash|fmha|sdpa|attention|attn|scaled_?dot_?product"

@@ -317,11 +317,13 @@ def benchmark(
     earlier: StepResult | None,
     report: Callable[[str], None],
     documents: DocumentLengths | None = None,
+    trace: Path | None = None,
 ) -> StepResult | Gate | None:
     """Check the loss, then measure; return the failed check instead of a result, and None on ranks above 0.
 
     `earlier` is a result whose check is reused if mode, device and code are the same. With `documents` the
-    steps train on random tokens in packed documents of these lengths.
+    steps train on random tokens in packed documents of these lengths. `trace` is a file for the trace of
+    the profiled steps.
     """
     launched = world_from().size > 1
     if launched and gated:
@@ -343,7 +345,9 @@ def benchmark(
                     return gate
         counts = replace(counts, started=counts.started + time.time() - begun)
         report(f"{counts.warmup} + {counts.timed} steps")
-        found = measure(run, counts) if launched else run_ranks(lambda: measure(run, counts), ranks)
+        found = (
+            measure(run, counts, trace) if launched else run_ranks(lambda: measure(run, counts, trace), ranks)
+        )
     if found is None:
         return None
     # stored without the temporary directories, and with what "auto" became
