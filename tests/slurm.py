@@ -241,6 +241,8 @@ def _write_configuration(folder: Path, names: tuple[str, ...], cpus: int, gpus: 
         # a requeued job waits this long
         "AuthInfo": "cred_expire=5",
         "SlurmctldPort": first,
+        # jobs of several clusters on one host must not have the same id, from which ports are derived
+        "FirstJobId": 1 + 97 * (first - 10_000),
         "SlurmctldPidFile": folder / "slurmctld.pid",
         "SlurmdPidFile": folder / "%n.pid",
         "SlurmctldLogFile": folder / "slurmctld.log",

@@ -138,6 +138,7 @@ AnySpan, AnySpanOrOff = _span_type(*_ANY), _span_type(*_ANY, zero="off")
 Progress, ProgressOrOff = _span_type(*_PROGRESS), _span_type(*_PROGRESS, zero="off")
 ProgressOrZero = _span_type(*_PROGRESS, zero="allowed")
 Tokens, TokensOrOff = _span_type(*_TOKENS), _span_type(*_TOKENS, zero="off")
+WallTime = _span_type(("s",), "'10min' or '2h'", "wall time")
 
 
 def _read_checkpointing(value: Any) -> ActivationCheckpointing:

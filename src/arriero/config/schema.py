@@ -13,6 +13,7 @@ from arriero.config.fields import (
     ProgressOrZero,
     Tokens,
     TokensOrOff,
+    WallTime,
 )
 
 
@@ -339,6 +340,17 @@ class ParallelSection(Section):
         "last",
         description="With gradient accumulation, reduce gradients after the 'last' micro-batch, or after "
         "'each': more communication, but only a shard of the gradients is kept.",
+    )
+    init_timeout: WallTime = Field(
+        "30min",
+        validate_default=True,
+        description="How long ranks wait for each other until the first step has been taken, which may "
+        "compile or load for minutes; the error names the ranks that did not start.",
+    )
+    train_timeout: WallTime = Field(
+        "10min",
+        validate_default=True,
+        description="How long a collective waits for a rank after the first step; then the run fails.",
     )
     async_tp: bool = Field(
         False, description="Overlap tensor-parallel communication with matmuls; needs GPUs and compilation."

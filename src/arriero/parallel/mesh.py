@@ -6,9 +6,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from arriero.parallel.shared_gpu import BACKEND as SHARED_GPU
 from arriero.parallel.world import World
 from arriero.plan.layout import Layout
+from arriero.units import Span
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,15 @@ class Mesh:
         """Return the largest value of all ranks."""
         return self.all_gather(torch.tensor([value], dtype=torch.float64)).max().item()
 
+    def set_timeout(self, timeout: Span) -> None:
+        """Set how long a collective of training waits for a rank; checkpoints keep their own timeout."""
+        if self.root is None:
+            return
+        views = [group for view, group in self.groups.items() if view != "checkpoint"]
+        for group in {dist.group.WORLD, *self.root.get_all_groups(), *views}:
+            if dist.get_backend(group) != SHARED_GPU:
+                _set_pg_timeout(timedelta(seconds=timeout.amount), group)
+
     def from_rank_0(self, value: float) -> float:
         """Return the value of rank 0, because clocks differ and all ranks must take the same decision."""
         if self.world.size == 1:
@@ -110,12 +122,14 @@ def make_mesh(layout: Layout, world: World, ulysses: int, device: torch.device) 
     ranks = torch.arange(layout.ranks).view(layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
     root = DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
     views = {
-        "loss": layout.groups("dp_replicate", "dp_shard", "cp"),
         "ulysses": [g[i : i + ulysses] for g in layout.groups("cp") for i in range(0, layout.cp, ulysses)],
         "ring": [g[i::ulysses] for g in layout.groups("cp") for i in range(ulysses)],
         "ends": [[g[0], g[-1]] if len(g) > 1 else g for g in layout.groups("pp")],
     }
-    groups = {view: _own_group(lists) for view, lists in views.items() if len(lists[0]) > 1}
+    groups = {view: _own_group(lists, world.rank) for view, lists in views.items() if len(lists[0]) > 1}
+    if (loss := layout.groups("dp_replicate", "dp_shard", "cp")) and len(loss[0]) > 1:
+        # a group of all ranks costs each rank a connection to every other
+        groups["loss"] = dist.group.WORLD if len(loss) == 1 else _own_group(loss, world.rank)
     # checkpoints are saved by a thread while other groups are used for training
     own = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
     groups["checkpoint"] = own if isinstance(own, dist.ProcessGroup) else None
@@ -124,7 +138,16 @@ def make_mesh(layout: Layout, world: World, ulysses: int, device: torch.device) 
     return Mesh(layout, world, ulysses, root, {k: g for k, g in groups.items() if g is not None})
 
 
-def _own_group(lists: list[list[int]]) -> dist.ProcessGroup | None:
+def _own_group(lists: list[list[int]], rank: int) -> dist.ProcessGroup | None:
     """Return this rank's group of `lists`, or None if it is in none."""
-    group = dist.new_subgroups_by_enumeration(lists)[0]
+    world = dist.group.WORLD
+    assert world is not None
+    if world.bound_device_id is not None:
+        # one call splits NCCL's communicator for all lists; DeviceMesh does the same for its axes
+        return dist.split_group(world, lists)
+    own = next((ranks for ranks in lists if rank in ranks), None)
+    if own is None:
+        return None
+    # only the members take part: the number of groups does not matter
+    group = dist.new_group(own, use_local_synchronization=True)
     return group if isinstance(group, dist.ProcessGroup) else None

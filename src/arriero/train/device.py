@@ -10,6 +10,7 @@ import torch
 
 from arriero.errors import UserError
 from arriero.kernels.float8 import computes_float8
+from arriero.parallel.world import RENDEZVOUS, world_from
 from arriero.plan.hardware import Machine, available_ram, peak_of, proc_bytes
 from arriero.units import counted
 
@@ -66,12 +67,14 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1, share_g
     """Return the device of a local rank and make it torch's current one."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device is 'cuda' but torch sees no GPU here", "set run.device = 'auto' or 'cpu'")
+    if wanted == "auto" and not torch.cuda.is_available():
+        _check_no_gpu_was_allocated()
     if wanted == "cpu" or not torch.cuda.is_available():
         name = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
         return Device(torch.device("cpu"), name, available_ram() // local_size, None)
     visible = torch.cuda.device_count()
-    # Slurm may show each process only its own GPU
-    bound = visible == 1 and "SLURM_STEP_ID" in os.environ
+    # a launcher may show each process only its own GPU; that no other has it is checked when the ranks meet
+    bound = visible == 1 and RENDEZVOUS not in os.environ and world_from().size > 1
     if local_rank >= visible and not bound and not share_gpu:
         raise UserError(
             f"process {local_rank} of this node has no GPU of its own: there are {visible}",
@@ -84,6 +87,19 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1, share_g
     free, _ = torch.cuda.mem_get_info(device)
     sharing = -(-local_size // visible) if share_gpu else 1
     return Device(device, properties.name, free // sharing, peak.bf16 if peak else None)
+
+
+def _check_no_gpu_was_allocated() -> None:
+    """Raise instead of training on the CPU for a day on a node whose GPUs were allocated to the job."""
+    gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if not gpus.isdigit() or gpus == "0":
+        return
+    hidden = [v for v in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if os.environ.get(v) == ""]
+    why = f"{hidden[0]} is empty" if hidden else "torch sees none; is it a build for this GPU?"
+    raise UserError(
+        f"Slurm allocated {counted(int(gpus), 'GPU')} on this node, but {why}",
+        "request GPUs with --gpus-per-node and without --gpu-bind=none, or set run.device = 'cpu'",
+    )
 
 
 def make_deterministic() -> None:

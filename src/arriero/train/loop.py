@@ -42,7 +42,7 @@ def _train(session: Session, outcome: Outcome) -> None:
     start = time.monotonic() - outcome.seconds
     _evaluate_initial_model(session, outcome, start)
     watch = Stopwatch(session.device, session.peak_flops, session.mesh)
-    is_done = False
+    is_done, is_first = False, True
     while not is_done:
         with watch.waiting_for_data():
             batch = next(session.data.loader)
@@ -53,6 +53,9 @@ def _train(session: Session, outcome: Outcome) -> None:
         outcome.tokens = session.timeline.tokens_after(outcome.steps)
         watch.count(batch.real_tokens, session.flops(batch), session.hardware_flops(batch))
         hooks.on_step(session, outcome.steps, outcome.tokens)
+        if is_first:
+            is_first = False
+            session.mesh.set_timeout(session.config.parallel.train_timeout)
         saver.requests.answer_with(partial(_stop_message, session, outcome), deferred=True)
 
         now = session.seconds_since(start)
@@ -107,6 +110,7 @@ def _evaluate(session: Session, outcome: Outcome, start: float) -> dict[str, Any
 def _export(session: Session, outcome: Outcome) -> None:
     """Export the model if the run file asks for it; a signal to any rank ends the export on all ranks."""
     requests = session.record.saver.requests
+    session.mesh.set_timeout(session.config.parallel.init_timeout)
     requests.answer_with(
         lambda: "ending the export, which the same command repeats, then exiting", deferred=True
     )

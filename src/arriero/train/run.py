@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -120,9 +121,12 @@ def _session(
     from arriero.train.build import build
     from arriero.train.hooks import Hooks
 
-    share_gpu = plan.config.run.share_gpu
+    share_gpu, timeout = (
+        plan.config.run.share_gpu,
+        timedelta(seconds=plan.config.parallel.init_timeout.amount),
+    )
     try:
-        with process_group(plan.world, plan.device.torch_device, refusal=refusal, share_gpu=share_gpu):
+        with process_group(plan.world, plan.device.torch_device, timeout, refusal, share_gpu):
             yield build(plan, Hooks(hooks).on_prepare, hooks)
     finally:
         Hooks(hooks).on_close()
