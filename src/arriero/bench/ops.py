@@ -35,6 +35,7 @@ from arriero.units import Span
 # a sample of a short operation repeats it for this long, because clocks are coarse
 _SAMPLE_S = 1e-3
 _FEWEST, _MOST, _LONG_S = 3, 30, 0.3
+_HEAT_S = 0.08
 
 
 @dataclass(frozen=True)
@@ -158,20 +159,21 @@ def _gpu_samples(run: Callable[[], Any], repeats: int, samples: int, host_s: flo
     """Time runs by events in the stream.
 
     A training step queues its kernels ahead of the GPU. So the GPU is kept busy until a sample is queued;
-    otherwise a short kernel would be timed with the Python code that launches it.
+    otherwise a short kernel would be timed with the Python code that launches it. It also computes for a
+    while before the first sample, because the power limit lowers its clock only after some time.
     """
-    busy = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    busy = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     marks[0].record()
     for _ in range(10):
         busy @ busy
     marks[1].record()
     torch.cuda.synchronize()
-    fillers = math.ceil(1.5 * host_s / (marks[0].elapsed_time(marks[1]) / 1e4))
+    filler_s = marks[0].elapsed_time(marks[1]) / 1e4
     found = []
-    for _ in range(samples):
+    for number in range(samples):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(min(fillers, 500)):
+        for _ in range(math.ceil(max(1.5 * host_s, 0 if number else _HEAT_S) / filler_s)):
             busy @ busy
         first.record()
         for _ in range(repeats):

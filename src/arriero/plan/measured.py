@@ -3,13 +3,14 @@
 Imports no torch: a login node plans with files that were measured on the target.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
@@ -165,8 +166,23 @@ class MeasuredFile(_Stored):
         return found
 
     def write(self, path: Path) -> None:
+        """Write the file with one time per line; times are rounded to four digits."""
+        head = self.model_dump(mode="json", exclude={"ops", "collectives"}, exclude_defaults=True)
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+        for name in ("ops", "collectives"):
+            rows = [
+                json.dumps(_rounded(row.model_dump(exclude_defaults=True))) for row in getattr(self, name)
+            ]
+            if rows:
+                lines.append(f"{json.dumps(name)}: [\n  " + ",\n  ".join(rows) + "\n]")
         path.parent.mkdir(parents=True, exist_ok=True)
-        publish_file(path, (self.model_dump_json(indent=1, exclude_defaults=True) + "\n").encode())
+        publish_file(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 class OpEstimate(NamedTuple):
