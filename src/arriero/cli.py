@@ -18,6 +18,7 @@ import arriero.data.commands.runs as run_data_verbs
 import arriero.evaluate.commands as evaluate_verbs
 import arriero.launch.doctor.commands as doctor_verbs
 import arriero.plan.commands as config_verbs
+import arriero.report.commands as plan_verbs
 import arriero.train.commands as train_verbs
 from arriero import __version__
 from arriero.config.options import WithRunFile
@@ -38,6 +39,7 @@ evaluation = typer.Typer(help="Evaluate models: perplexity, tasks.", no_args_is_
 bench = typer.Typer(help="Benchmark training steps and verify parallel layouts.", no_args_is_help=True)
 
 app.command(cls=WithRunFile)(train_verbs.train)
+app.command(cls=WithRunFile)(plan_verbs.plan)
 app.command()(evaluate_verbs.generate)
 app.add_typer(evaluation, name="eval")
 evaluation.command()(evaluate_verbs.perplexity)

@@ -119,6 +119,13 @@ class Plan:
     def best(self) -> Candidate:
         return self.candidates[0]
 
+    def best_per_layout(self) -> list[Candidate]:
+        """Return the best candidate of each layout, the fastest first."""
+        found: dict[Layout, Candidate] = {}
+        for candidate in self.candidates:
+            found.setdefault(candidate.choice.layout, candidate)
+        return list(found.values())
+
     def resolved(self, candidate: Candidate | None = None) -> Resolved:
         """Return the resolved run of a candidate, the best one unless given."""
         chosen = (candidate or self.best).choice

@@ -5,11 +5,11 @@ of a run comes to the same plan.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, product
-from math import prod
+from math import inf, prod
 from typing import Any, Literal
 
 from arriero.config.fields import ActivationCheckpointing
@@ -64,6 +64,7 @@ class _Search:
     rates: Rates
     rejected: dict[str, list[Any]] = field(default_factory=dict)
     considered: int = 0
+    least: float = inf
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -79,15 +80,16 @@ class _Search:
         found = self.rejected.setdefault(re.sub(r"\d+", "#", reason), [reason, 0, str(what)])
         found[1] += count
 
-    def too_large(self, draft: Draft, size: int, checkpointing: object, estimates: Sequence[Any]) -> None:
-        """Count a candidate that does not fit; the text is written for the first one only."""
-        if _TOO_LARGE not in self.rejected:
-            needed = max(each.bytes(min(size, each.sequences)) for each in estimates)
-            what = f"{draft.layout}, micro-batch {size}, checkpointing {checkpointing}: {human_bytes(needed)}"
-            free = human_bytes(self.machine.memory_free)
-            self.rejected[_TOO_LARGE] = [f"{_TOO_LARGE}, which is {free}", 0, what]
-        self.rejected[_TOO_LARGE][1] += 1
+    def too_large(self, what: Callable[[], str], size: int, estimates: Sequence[MemoryEstimate]) -> None:
+        """Count a candidate that does not fit; the example is the one that needs least."""
         self.considered += 1
+        free = human_bytes(self.machine.memory_free)
+        found = self.rejected.setdefault(_TOO_LARGE, [f"{_TOO_LARGE}, which is {free}", 0, ""])
+        found[1] += 1
+        needed = max(each.bytes(min(size, each.sequences)) for each in estimates)
+        if needed < self.least:
+            self.least = needed
+            found[2] = f"{what()}: {human_bytes(needed)}"
 
     def sets(self, section: str, key: str) -> bool:
         """Return whether the run file sets a key, so that it is kept."""
@@ -343,7 +345,8 @@ def _fitting(
                 choice = Choice(layout, schedule, per_rank, reshard, sync, checkpointing, size)
                 yield _candidate(search, draft, choice, context, estimates, rows)
             else:
-                search.too_large(draft, size, checkpointing, estimates)
+                choice = Choice(layout, schedule, per_rank, reshard, sync, checkpointing, size)
+                search.too_large(choice.__str__, size, estimates)
         # a size that fits is not tried with more recomputation, which would be slower
         left = [size for size in left if size not in fitting]
 

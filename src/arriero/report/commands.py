@@ -1,0 +1,210 @@
+"""`arriero plan`: rank layouts of a run on a cluster, explain them, and write the best into the run file."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from arriero.config.load import load_run
+from arriero.config.options import AsJson, RunFile, Sets, check_writable, read_size
+from arriero.errors import UserError
+from arriero.model.presets import expand
+from arriero.plan.advice import Question, advice, write_run_file
+from arriero.plan.candidates import Candidate, Plan
+from arriero.plan.explain import candidate_facts, compared, plan_facts, whole_run
+from arriero.plan.hardware import Cluster, cluster_names, cluster_of_device, load_cluster
+from arriero.plan.measured import Measured, cached_measurements, read_measured
+from arriero.report.plan_text import show_comparison, show_nothing, show_plan, show_scaling
+from arriero.ui import Console, make_console, print_json
+from arriero.units import counted
+
+_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+_KINDS = ("none", "selective", "fraction", "full")
+_SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "zero-bubble")
+# candidates that are checked by `resolve`, far more than anybody reads
+_KEPT = 200
+_EXCLUDABLE = (*_DEGREES, *_KINDS, "sync each", *_SCHEDULES)
+
+
+def plan(
+    run_file: RunFile = None,
+    sets: Sets = [],
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help=f"Cluster: a TOML file, or {', '.join(cluster_names())}."),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Number of nodes; without it, all of the cluster.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of devices, instead of --nodes.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Device type, like h100-80g, instead of --cluster; needs --gpus."),
+    ] = None,
+    fix: Annotated[
+        list[str], typer.Option(metavar="AXIS=N", help="Keep a degree, like tp=8 or tp=8,pp=2. Repeatable.")
+    ] = [],
+    most: Annotated[
+        list[str], typer.Option("--max", metavar="AXIS=N", help="Largest degree, like pp=4. Repeatable.")
+    ] = [],
+    exclude: Annotated[
+        list[str],
+        typer.Option(metavar="WHAT", help=f"Leave out: {', '.join(_EXCLUDABLE)}. Repeatable."),
+    ] = [],
+    memory_limit: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory per device that may be used, like 70GiB.")
+    ] = None,
+    measured: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", help="Times measured by `bench ops` or `bench comm`. Repeatable."),
+    ] = [],
+    top: Annotated[int, typer.Option(min=1, help="Number of candidates to show.")] = 10,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="AXIS=N,...", help="Compare another layout with the best: tp=4,pp=2."),
+    ] = None,
+    what_if: Annotated[
+        str | None, typer.Option(metavar="nodes=N,N,...", help="Compare numbers of nodes, or of gpus.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the run file with the best layout.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rank parallel layouts of a run on a cluster by predicted speed, without a GPU.
+
+    Keys that the run file sets are kept. Degrees, micro-batch, activation checkpointing, resharding and
+    gradient reduction that it does not set are planned. Times come from the data sheets in the cluster file,
+    or from measurements: --measured, or what `arriero bench` has stored for the device. Exit code 1 if
+    nothing fits.
+
+    Example: arriero plan run.toml --cluster frontier --nodes 64
+    """
+    check_writable("--write", write)
+    config = load_run(run_file, sets, expand).config
+    where, devices = _target(cluster, nodes, gpus, device)
+    question = Question(
+        config,
+        where,
+        fix=_degrees("--fix", fix),
+        most=_degrees("--max", most),
+        exclude=_excluded(exclude),
+        memory_limit=read_size("--memory-limit", memory_limit) if memory_limit else None,
+        measured=_measurements(measured, where),
+    )
+    console = make_console(as_json, wide=True)
+    if what_if is not None:
+        _what_if(console, question, what_if, as_json)
+        return
+    found, rates = question.plan(devices, keep=_KEPT)
+    if not found.candidates:
+        todo = advice(question, devices)
+        if as_json:
+            print_json({**plan_facts(found, rates), "advice": todo})
+        else:
+            show_nothing(console, found, todo)
+        raise typer.Exit(1)
+    output = plan_facts(found, rates, top)
+    other = None if explain is None else _explained(question, found, explain)
+    if other is not None:
+        output["compared"] = {"with": candidate_facts(other), "seconds": compared(found.best, other)}
+    if write is not None:
+        write_run_file(write, run_file, sets, found)
+        output["written"] = str(write)
+    if as_json:
+        print_json(output)
+        return
+    show_plan(console, found, rates, top)
+    if other is not None:
+        show_comparison(console, found.best, other)
+    if write is not None:
+        console.plain(f"written: {write}")
+
+
+def _target(
+    cluster: str | None, nodes: int | None, gpus: int | None, device: str | None
+) -> tuple[Cluster, int]:
+    """Return the cluster and the number of devices that the options name."""
+    example = "for example --cluster frontier --nodes 64, or --device h100-80g --gpus 16"
+    if cluster is None and device is None:
+        raise UserError("a plan needs a cluster: give --cluster or --device", example)
+    if cluster is not None and device is not None:
+        raise UserError("--cluster and --device exclude each other", example)
+    if nodes is not None and gpus is not None:
+        raise UserError("--nodes and --gpus exclude each other", "give one of them")
+    if device is not None and nodes is None and gpus is None:
+        raise UserError("--device needs the number of devices", "add --gpus 16")
+    found = load_cluster(cluster) if cluster is not None else cluster_of_device(device or "", gpus or 1)
+    per_node = found.devices_per_node
+    count = gpus or (nodes or found.nodes) * per_node
+    if cluster is not None and count > found.size:
+        size = counted(found.size, "device")
+        raise UserError(f"{found.name} has {size}, not {count:,}", "use fewer, or another cluster file")
+    if count > per_node and count % per_node:
+        raise UserError(f"{count} devices do not fill nodes of {per_node}", f"use a multiple of {per_node}")
+    return found, count
+
+
+def _measurements(files: Sequence[Path], cluster: Cluster) -> Measured | None:
+    return read_measured(files) if files else cached_measurements(cluster.device.name)
+
+
+def _degrees(option: str, texts: Sequence[str]) -> dict[str, int]:
+    """Read degrees like tp=8,pp=2."""
+    found: dict[str, int] = {}
+    for part in (part for text in texts for part in text.split(",")):
+        axis, equals, value = (piece.strip() for piece in part.partition("="))
+        if axis not in _DEGREES or not equals or not value.isdecimal() or int(value) < 1:
+            axes = ", ".join(_DEGREES)
+            raise UserError(f"{option} {part} is not a degree", f"write it like {option} tp=8; axes: {axes}")
+        if found.get(axis, int(value)) != int(value):
+            what = f"{option} {axis}={found[axis]} and {option} {part} contradict each other"
+            raise UserError(what, "give one of them")
+        found[axis] = int(value)
+    return found
+
+
+def _excluded(texts: Sequence[str]) -> tuple[str, ...]:
+    names = [name.strip() for text in texts for name in text.split(",")]
+    for name in names:
+        if name not in _EXCLUDABLE:
+            raise UserError(f"--exclude {name} is unknown", f"use {', '.join(_EXCLUDABLE)}")
+    return tuple(names)
+
+
+def _explained(question: Question, found: Plan, text: str) -> Candidate:
+    """Return the best candidate of the degrees that --explain names, or raise with why there is none."""
+    fix = {**question.fix, **_degrees("--explain", [text])}
+    other, _ = replace(question, fix=fix).plan(found.devices, keep=1)
+    if other.candidates:
+        return other.best
+    reasons = "; ".join(f"{each.reason} (for example {each.example})" for each in other.rejections[:3])
+    raise UserError(f"no candidate has {text}: {reasons}", f"the best is {found.best.choice}")
+
+
+def _what_if(console: Console, question: Question, text: str, as_json: bool) -> None:
+    """Show how the best candidate changes with the number of devices."""
+    unit, _, listed = text.partition("=")
+    values = [value.strip() for value in listed.split(",")]
+    if unit not in ("nodes", "gpus") or not all(value.isdecimal() and int(value) for value in values):
+        raise UserError(f"--what-if {text} is not a list", "write it like --what-if nodes=64,128,256")
+    rows: list[tuple[int, Plan, dict[str, Any] | None]] = []
+    for value in map(int, values):
+        each = question.cluster.devices_per_node if unit == "nodes" else 1
+        found, rates = question.plan(value * each, keep=1)
+        rows.append((value, found, whole_run(found, found.best, rates) if found.candidates else None))
+    if not as_json:
+        show_scaling(console, unit, rows)
+        return
+    facts = [
+        {
+            unit: value,
+            "devices": found.devices,
+            "best": candidate_facts(found.best) if found.candidates else None,
+            "whole_run": run,
+        }
+        for value, found, run in rows
+    ]
+    print_json({"what_if": facts})
