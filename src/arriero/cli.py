@@ -16,6 +16,7 @@ import arriero.data.commands.datasets as dataset_verbs
 import arriero.data.commands.prepare as prepare_verbs
 import arriero.data.commands.runs as run_data_verbs
 import arriero.evaluate.commands as evaluate_verbs
+import arriero.federate.commands as federation_verbs
 import arriero.launch.doctor.commands as doctor_verbs
 import arriero.plan.commands as config_verbs
 import arriero.report.commands as plan_verbs
@@ -36,6 +37,7 @@ ckpt = typer.Typer(help="Inspect, verify, convert and prune models and checkpoin
 config = typer.Typer(help="Show run files, keys and model presets.", no_args_is_help=True)
 data = typer.Typer(help="Turn text into tokens; inspect and verify datasets.", no_args_is_help=True)
 evaluation = typer.Typer(help="Evaluate models: perplexity, tasks.", no_args_is_help=True)
+fed = typer.Typer(help="Train one model at several sites, which keep their data.", no_args_is_help=True)
 bench = typer.Typer(help="Benchmark training steps and verify parallel layouts.", no_args_is_help=True)
 
 app.command(cls=WithRunFile)(train_verbs.train)
@@ -70,6 +72,11 @@ ckpt.command()(checkpoint_verbs.inspect)
 ckpt.command()(checkpoint_verbs.verify)
 ckpt.command()(checkpoint_verbs.prune)
 app.command()(doctor_verbs.doctor)
+app.add_typer(fed, name="fed")
+fed.command()(federation_verbs.init)
+fed.command()(federation_verbs.run)
+fed.command()(federation_verbs.status)
+fed.command(cls=checkpoint_verbs.SpreadWeights)(federation_verbs.aggregate)
 app.add_typer(config, name="config")
 config.command(cls=WithRunFile)(config_verbs.show)
 config.command(cls=WithRunFile)(config_verbs.check)

@@ -448,6 +448,11 @@ class LoadSection(Section):
         False,
         description="Start from weights that were trained with another tokenizer than the data's.",
     )
+    reset_optimizer: bool = Field(
+        False,
+        description="Where start_from replaces the weights of the checkpoint of resume_from, reset the "
+        "optimizer state too; step and data position continue.",
+    )
 
 
 class CheckpointSection(Section):

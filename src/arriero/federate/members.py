@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -49,6 +49,10 @@ class Refused(Exception):
     """A member or global model that must not be used; the text is a sentence for the user."""
 
 
+class Damaged(Refused):
+    """The files are not what was written: the same content may be sent again."""
+
+
 @dataclass(frozen=True)
 class GlobalManifest:
     """The global model before round `round`. `model` identifies its weights, `tokens` counts all rounds."""
@@ -61,6 +65,7 @@ class GlobalManifest:
     files: Mapping[str, str]
     parent: str | None = None
     members: tuple[Mapping[str, Any], ...] = ()
+    cosines: tuple[tuple[float, ...], ...] = ()
     format: int = FORMAT
 
 
@@ -83,6 +88,7 @@ class MemberManifest:
     bytes: int = 0
     seconds: float = 0.0
     waited: float = 0.0
+    tokenizer: str | None = None
     train_loss: float | None = None
     eval_before: float | None = None
     eval_after: float | None = None
@@ -109,13 +115,13 @@ def read_manifest(directory: Path, kind: type[Manifest]) -> Manifest:
                 f"{directory} was written by a newer version of Arriero (format {content['format']})"
             )
         if content.pop("sha256") != sha256_of_json(content):
-            raise Refused(f"{directory / name} is damaged: its checksum differs")
+            raise Damaged(f"{directory / name} is damaged: its checksum differs")
         lists = {key: tuple(value) for key, value in content.items() if isinstance(value, list)}
         return kind(**content | lists)
     except FileNotFoundError:
-        raise Refused(f"{directory} has no {name}: it was not completely written") from None
+        raise Damaged(f"{directory} has no {name}: it was not completely written") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Refused(f"{directory / name} is damaged ({type(error).__name__})") from None
+        raise Damaged(f"{directory / name} is damaged ({type(error).__name__})") from None
 
 
 def verify_files(directory: Path, files: Mapping[str, str], advance: Advance = no_progress) -> None:
@@ -127,9 +133,9 @@ def verify_files(directory: Path, files: Mapping[str, str], advance: Advance = n
         try:
             found = sha256_of_file(directory / name, advance)
         except OSError as error:
-            raise Refused(f"{directory / name} cannot be read ({error.strerror})") from None
+            raise Damaged(f"{directory / name} cannot be read ({error.strerror})") from None
         if found != expected:
-            raise Refused(f"{directory / name} has other bytes than were written")
+            raise Damaged(f"{directory / name} has other bytes than were written")
 
 
 def open_global(directory: Path, verify: bool = True) -> GlobalManifest:
@@ -275,13 +281,6 @@ class Contribution:
     base: Path
 
 
-@dataclass(frozen=True)
-class Aggregated:
-    manifest: GlobalManifest
-    norms: Sequence[float] = field(default_factory=list)
-    cosines: Sequence[Sequence[float]] = field(default_factory=list)
-
-
 def aggregate(
     base: Path,
     contributions: Sequence[Contribution],
@@ -289,7 +288,7 @@ def aggregate(
     target: Path,
     total: float | None = None,
     advance: Advance = no_progress,
-) -> Aggregated:
+) -> GlobalManifest:
     """Publish the next global model, read and written in parts of one million elements.
 
     Members are summed in the order of site and round, so the result does not depend on the order in which
@@ -316,12 +315,13 @@ def aggregate(
             files=files,
             parent=known.model,
             members=tuple(
-                {"site": each.site, "round": each.round, "weight": each.weight, "tokens": each.tokens}
-                for each in ordered
+                {"site": each.site, "round": each.round, "weight": each.weight, "norm": norm}
+                for each, norm in zip(ordered, geometry.norms, strict=True)
             ),
+            cosines=tuple(map(tuple, geometry.cosines)),
         )
         write_manifest(making, manifest)
-    return Aggregated(manifest, geometry.norms, geometry.cosines)
+    return manifest
 
 
 def _state_files(known: GlobalManifest, optimizer: OuterOptimizer) -> set[str]:

@@ -213,5 +213,6 @@ class Geometry:
 
     @property
     def cosines(self) -> list[list[float]]:
-        norms = self.products.diagonal().sqrt().clamp(min=1e-300)
-        return (self.products / norms.outer(norms)).tolist()
+        norms = self.products.diagonal().sqrt()
+        # the cosine with a delta of zero is 0
+        return (self.products / norms.outer(norms).clamp(min=1e-300)).tolist()

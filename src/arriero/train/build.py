@@ -356,7 +356,7 @@ def _record(
     stops = section.on_usr1 == "stop"
     saver = Saver(checkpoints, every, section.at_end, ledger, tensors, start.outcome.steps, stops)
     hooks = _hooks(plan, ledger, extra_hooks)
-    return RunRecord(hooks, saver, decisions, start.remarks, start.outcome)
+    return RunRecord(hooks, saver, decisions, start.remarks, start.outcome, start.new_weights)
 
 
 def _hooks(plan: Arrangement, ledger: LedgerFile, extra: Sequence[Hook]) -> Hooks:

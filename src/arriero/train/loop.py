@@ -78,9 +78,9 @@ def _train(session: Session, outcome: Outcome) -> None:
 
 
 def _evaluate_initial_model(session: Session, outcome: Outcome, start: float) -> None:
-    """Evaluate before the first step of a run, and start the intervals of evaluations and checkpoints."""
+    """Evaluate before the first step with new weights; start the intervals of evaluations and checkpoints."""
     requests = session.record.saver.requests
-    if outcome.steps == 0 and session.evaluator is not None:
+    if (outcome.steps == 0 or session.record.new_weights) and session.evaluator is not None:
         requests.answer_with(lambda: "ending the evaluation, then exiting", deferred=True)
         _evaluate(session, outcome, start)
         if requests.agreed:

@@ -131,13 +131,17 @@ def checkpoint_ranks(mesh: Mesh) -> Ranks:
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """`checkpoint` is what the run resumes from; `remarks` are sentences to print."""
+    """`checkpoint` is what the run resumes from; `remarks` are sentences to print.
+
+    `new_weights`: the weights are not those of the checkpoint, so their validation loss is not known yet.
+    """
 
     outcome: Outcome
     sample: int
     checkpoint: Path | None
     decision: Decision
     remarks: Sequence[str] = ()
+    new_weights: bool = False
 
 
 def start_run(
@@ -209,15 +213,18 @@ def _resume(
     check_same_tokenizer(directory, saved.manifest, tokenizer)
     check_same_order(state["data"], stream, str(directory))
     if new_weights:
-        loader.load_optimizer(saved)
+        if not section.load.reset_optimizer:
+            loader.load_optimizer(saved)
         source, compared = _warm_start(section, loader, tokenizer)
         reason += f"; weights of {source}{compared}"
     else:
         loader.load_checkpoint(saved)
     outcome = Outcome.from_state(state)
-    why = f"{reason}; optimizer, step and data position continue"
+    reset = new_weights and section.load.reset_optimizer
+    kept = "step and data position continue; the optimizer is reset" if reset else ""
+    why = f"{reason}; {kept or 'optimizer, step and data position continue'}"
     decision = Decision("resume", f"step {outcome.steps} of {directory}", why)
-    return StartingPoint(outcome, int(state["data"]["sample"]), directory, decision, remarks)
+    return StartingPoint(outcome, int(state["data"]["sample"]), directory, decision, remarks, new_weights)
 
 
 def _warm_start(

@@ -47,13 +47,17 @@ class SessionData:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run writes and reports. `outcome` starts with what earlier processes of the run reached."""
+    """What a run writes and reports. `outcome` starts with what earlier processes of the run reached.
+
+    `new_weights`: the weights were replaced at the start, so they are evaluated before the first step.
+    """
 
     hooks: Hooks
     saver: Saver
     decisions: Sequence[Decision]
     remarks: Sequence[str]
     outcome: Outcome
+    new_weights: bool = False
 
 
 @dataclass(frozen=True)

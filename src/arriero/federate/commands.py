@@ -1,0 +1,277 @@
+"""`arriero fed init | plan | run | status | aggregate`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from arriero.config.options import AsJson
+from arriero.errors import UserError
+from arriero.federate.schema import EXAMPLE, LOCAL_SITE, REMOTE_SITE
+from arriero.files import publish_file
+from arriero.ui import Console, Table, byte_progress, escape, make_console, print_json, styled
+from arriero.units import counted, human_bytes, human_count, human_time
+
+if TYPE_CHECKING:
+    from arriero.federate.coordinator import Coordinator
+    from arriero.federate.members import GlobalManifest
+
+FederationFile = Annotated[Path, typer.Argument(help="A federation file, such as fed.toml.")]
+_DEMO = Path("federations/demo")
+
+
+def init(
+    path: Annotated[Path, typer.Argument(help="The federation file to write.")] = Path("fed.toml"),
+    sites: Annotated[
+        list[str] | None,
+        typer.Option("--site", metavar="NAME=RUN.toml", help="A site and its run file. Repeatable."),
+    ] = None,
+) -> None:
+    """Write a commented federation file.
+
+    Example: arriero fed init fed.toml --site here=run.toml --site there=other.toml
+    """
+    if path.exists():
+        raise UserError(f"{path} exists already", "choose another name, or remove it first")
+    named = [site.partition("=") for site in sites or ["site-a=site-a.toml", "site-b=site-b.toml"]]
+    text = EXAMPLE + "".join(
+        LOCAL_SITE.format(name=name, run_file=file or f"{name}.toml") for name, _, file in named
+    )
+    publish_file(path, (text + REMOTE_SITE).encode())
+    console = make_console()
+    console.print(f"wrote {escape(str(path))}; `arriero fed run {escape(str(path))}` trains it")
+
+
+def run(
+    path: Annotated[
+        Path | None, typer.Argument(help="A federation file; without one, a demo with two local sites.")
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Play all sites as processes of this machine.")
+    ] = False,
+) -> None:
+    """Train one model at several sites, which keep their data. A federation that was stopped continues.
+
+    Without a file two local sites train on disjoint halves of the source of Python's standard library, and
+    the result is compared with one run that has all data. That needs no download, account, server or GPU.
+
+    Example: arriero fed run fed.toml --local
+    """
+    from arriero.interrupt import Interrupted, Requests
+
+    try:
+        with Requests(final=True):
+            _run(path, local)
+    except Interrupted as stop:
+        raise typer.Exit(128 + stop.number) from None
+
+
+def _run(path: Path | None, local: bool) -> None:
+    from arriero.federate.coordinator import Coordinator
+
+    console = make_console(wide=True)
+    if path is None:
+        _run_demo(console)
+        return
+    coordinator = Coordinator.of(path)
+    remote = [site.name for site in coordinator.config.sites if site.host]
+    if remote and not local:
+        raise UserError(f"{', '.join(remote)} are not on this machine", "use --local to play them here")
+    _run_local(coordinator, console)
+
+
+def _run_local(coordinator: "Coordinator", console: Console) -> None:
+    from arriero.federate.local import run_local
+
+    section = coordinator.config.federation
+    with coordinator.lock():
+        coordinator.prepare()
+        done = coordinator.rounds.number
+        console.print(
+            f"{escape(str(coordinator.folder))}: {counted(len(coordinator.names), 'site')}, "
+            f"{section.mode}, {done} of {counted(coordinator.last_round, 'round')} done"
+        )
+        if coordinator.is_finished:
+            console.print("the federation is finished; raise federation.rounds to continue it")
+        run_local(coordinator, lambda made: _show_round(coordinator, console, made))
+    final = coordinator.rounds.model(coordinator.rounds.number)
+    console.print(_loss_table(coordinator))
+    console.print(f"[bold]model[/]  {escape(str(final))}")
+
+
+def _show_round(coordinator: "Coordinator", console: Console, made: "GlobalManifest") -> None:
+    closed = coordinator.rounds.closed(made.round - 1)
+    assert closed is not None
+    sites = ", ".join(
+        each.site + (f" (round {each.round})" if each.round < closed.round else "")
+        for each in closed.accepted
+    )
+    tokens = human_count(sum(each.tokens for each in closed.accepted))
+    missing = f"; absent: {', '.join(closed.absent)}" if closed.absent else ""
+    console.plain(
+        f"round {closed.round + 1}/{coordinator.last_round}  {tokens} tokens of {sites}{missing}; "
+        f"{human_count(made.tokens)} in all"
+    )
+    for each in coordinator.rounds.refusals(closed.round):
+        console.plain(f"  refused: {each['reason']}", "yellow")
+
+
+def _run_demo(console: Console) -> None:
+    from arriero.federate.coordinator import Coordinator
+    from arriero.federate.demo import make_demo, train_centralised
+    from arriero.federate.status import mean_final_loss
+    from arriero.ui import StageProgress
+
+    with StageProgress(console, "preparing the dataset (once)") as progress:
+        demo = make_demo(_DEMO, progress=progress)
+    console.print("two sites train on disjoint halves of the embedded corpus")
+    coordinator = Coordinator(None, demo.config)
+    _run_local(coordinator, console)
+    console.print("one run trains on both halves, with as many tokens, for comparison")
+    centralised = train_centralised(demo, _DEMO)
+    federated = mean_final_loss(coordinator)
+    table = Table("held-out loss", ">nats", ">against centralised")
+    table.row("centralised", f"{centralised:.4f}", "")
+    if federated is not None and centralised:
+        table.row("federated", f"{federated:.4f}", f"{federated / centralised - 1:+.2%}")
+    console.print(table)
+
+
+def _loss_table(coordinator: "Coordinator") -> Table:
+    """Return the losses per round and site: training, held-out of the site's model and of the aggregate."""
+    from arriero.federate.status import final_losses
+
+    table = Table(">round", "site", ">tokens", ">train loss", ">held-out, global", ">held-out, site")
+    for number in range(coordinator.rounds.number):
+        for site, member in coordinator.rounds.members(number).items():
+            about = member.manifest
+            losses = (about.train_loss, about.eval_before, about.eval_after)
+            table.row(number + 1, site, human_count(about.tokens), *map(_loss, losses))
+    for site, loss in final_losses(coordinator).items():
+        table.row("final", site, "", "", _loss(loss), "")
+    return table
+
+
+def _loss(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4f}"
+
+
+def status(
+    path: FederationFile,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Recompute every global model from its members and compare.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show every round and site: state, tokens, losses, bytes, weight, norm and cosine with the other sites.
+
+    Exits with code 1 if --replay finds a global model that differs.
+
+    Example: arriero fed status fed.toml
+    """
+    from arriero.federate.coordinator import Coordinator
+    from arriero.federate.status import accounts, round_rows
+
+    coordinator = Coordinator.of(path)
+    if not coordinator.rounds.model(0).is_dir():
+        raise UserError(f"{coordinator.folder} has not started", f"`arriero fed run {path}` starts it")
+    rows = [row for number in range(coordinator.rounds.number + 1) for row in round_rows(coordinator, number)]
+    replayed = _replay(coordinator) if replay else []
+    if as_json:
+        facts = {"federation": str(coordinator.folder), "round": coordinator.rounds.number, "rows": rows}
+        print_json(facts | {"accounts": accounts(coordinator), "replay": dict(replayed)})
+    else:
+        _print_status(coordinator, rows, replayed)
+    raise typer.Exit(0 if all(same for _, same in replayed) else 1)
+
+
+def _print_status(
+    coordinator: "Coordinator", rows: list[dict[str, Any]], replayed: list[tuple[int, bool]]
+) -> None:
+    from arriero.federate.status import accounts
+
+    console = make_console(wide=True)
+    headings = (">round", "site", "state", ">tokens", ">train loss", ">held-out, global", ">held-out, site")
+    table = Table(*headings, ">shipped", ">time", ">weight", ">norm", ">cosine")
+    colours = {"accepted": "green", "refused": "red", "absent": "yellow", "discarded": "yellow"}
+    for row in rows:
+        table.row(
+            row["round"] + 1,
+            row["site"],
+            styled(row["state"], colours.get(row["state"], "")),
+            "" if row["tokens"] is None else human_count(row["tokens"]),
+            *(_loss(row[name]) for name in ("train_loss", "eval_global", "eval_site")),
+            "" if row["bytes"] is None else human_bytes(row["bytes"]),
+            "" if row["seconds"] is None else human_time(row["seconds"]),
+            "" if row["weight"] is None else f"{row['weight']:.1%}",
+            "" if row["norm"] is None else f"{row['norm']:.3g}",
+            "" if row["cosine"] is None else f"{row['cosine']:.2f}",
+        )
+    console.print(table)
+    for row in rows:
+        if row["reason"]:
+            console.plain(f"round {row['round'] + 1}: {row['reason']}", "yellow")
+    held = ", ".join(f"{human_count(value)} {name}" for name, value in accounts(coordinator).items())
+    console.print(f"tokens: {held}")
+    for number, same in replayed:
+        text = f"global model {number}: " + ("the same bits" if same else "DIFFERENT from its members")
+        console.print(styled(text, "green" if same else "red"))
+
+
+def _replay(coordinator: "Coordinator") -> list[tuple[int, bool]]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="replay-", dir=coordinator.folder) as scratch:
+        return coordinator.replay(Path(scratch))
+
+
+def aggregate(
+    models: Annotated[
+        list[Path],
+        typer.Argument(metavar="A B ...", help="Members, or models in any format."),
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The directory to create.")],
+    base: Annotated[
+        Path | None,
+        typer.Option(help="The global model they started from, of an earlier `fed aggregate` or any model."),
+    ] = None,
+    weights: Annotated[
+        list[float] | None, typer.Option(help="One weight per model; tokens of members, else equal.")
+    ] = None,
+    optimizer: Annotated[
+        Literal["fedavg", "nesterov", "fedadam"], typer.Option(help="The outer optimizer.")
+    ] = "fedavg",
+    lr: Annotated[
+        float | None, typer.Option(help="Outer learning rate; that of the optimizer if not given.")
+    ] = None,
+    momentum: Annotated[float, typer.Option(help="Outer momentum.")] = 0.9,
+    as_json: AsJson = False,
+) -> None:
+    """Aggregate models or members into the next global model, with the outer optimizer's state beside it.
+
+    Models are read and written in parts, so memory does not grow with them. OUT is a Hugging Face directory
+    in fp32 and may be the --base of the next aggregation.
+
+    Example: arriero fed aggregate site-a site-b -o merged --weights 3 1
+    """
+    from arriero.federate.aggregation import aggregate_models
+    from arriero.federate.schema import OuterSection, optimizer_values
+    from arriero.federate.status import mean_cosine
+
+    values = optimizer_values(OuterSection(optimizer=optimizer, lr=lr, momentum=momentum))
+    console = make_console(as_json)
+    with byte_progress(console, "aggregating", 0) as advance:
+        made = aggregate_models(models, out, base, weights, values, advance)
+    if as_json:
+        print_json(
+            {"model": str(out), "sha256": made.model, "members": list(made.members), "cosines": made.cosines}
+        )
+        return
+    table = Table("member", ">weight", ">norm", ">mean cosine")
+    total = sum(each["weight"] for each in made.members)
+    for each in made.members:
+        cosine = mean_cosine(made, each["site"], each["round"])
+        shown = "" if cosine is None else f"{cosine:.3f}"
+        table.row(each["site"], f"{each['weight'] / total:.1%}", f"{each['norm']:.3g}", shown)
+    console.print(table)
+    console.print(f"[bold]model[/]  {escape(str(out))} ({made.model[:12]})")

@@ -1,0 +1,246 @@
+"""The coordinator: prepare a federation, ask idle sites to train, close rounds, publish global models."""
+
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from arriero.checkpoint.convert import open_model
+from arriero.checkpoint.directory import resolve_checkpoint
+from arriero.checkpoint.formats.model_reader import ModelReader
+from arriero.config.fields import to_toml, toml_value
+from arriero.config.load import config_from_toml, load_run
+from arriero.config.schema import RunConfig
+from arriero.data.text.hub import local_model
+from arriero.errors import UserError
+from arriero.federate.members import open_global, publish_first_model
+from arriero.federate.outer import OuterOptimizer
+from arriero.federate.rounds import Assignment, Rounds, balanced_tokens
+from arriero.federate.schema import FederationConfig, SiteSection, load_federation, optimizer_values
+from arriero.federate.site import SitePaths
+from arriero.files import locked, publish_file
+from arriero.model.family import build_model
+from arriero.model.name_maps import own_tensors
+from arriero.model.presets import expand
+from arriero.model.spec import ModelSpec
+
+_STORED = "federation.toml"
+# addresses and keys stay in the user's file
+_PRIVATE = {"host", "port", "user", "key", "known_hosts"}
+
+
+@dataclass
+class Coordinator:
+    """`source` is the federation file, read again at each round, so that sites may join and leave."""
+
+    source: Path | None
+    config: FederationConfig
+
+    @staticmethod
+    def of(path: Path) -> "Coordinator":
+        return Coordinator(path, load_federation(path))
+
+    @cached_property
+    def folder(self) -> Path:
+        return Path(self.config.federation.dir) / self.config.federation.name
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        weights = {site.name: site.weight for site in self.config.sites}
+        return Rounds(self.folder, self.config.federation, self.optimizer, weights)
+
+    @property
+    def optimizer(self) -> OuterOptimizer:
+        return OuterOptimizer(**optimizer_values(self.config.outer))
+
+    @property
+    def names(self) -> list[str]:
+        return [site.name for site in self.config.sites]
+
+    @property
+    def last_round(self) -> int:
+        """Return the number of the final global model."""
+        rounds = self.config.federation.rounds
+        return rounds * len(self.names) if self.config.federation.mode == "asynchronous" else rounds
+
+    @property
+    def is_finished(self) -> bool:
+        return self.rounds.number >= self.last_round
+
+    def lock(self):
+        return locked(
+            self.folder.with_name(f".{self.folder.name}.lock"),
+            self.folder,
+            busy="wait for it or stop it, or choose another federation.name",
+            unwritable="set federation.dir to a directory you may write",
+        )
+
+    def run_file(self, site: str) -> Path:
+        """Return the resolved run file that a site receives."""
+        return self.folder / "sites" / f"{site}.toml"
+
+    def work(self, site: SiteSection) -> Path:
+        return Path(site.work) if site.work else self.folder / "sites" / site.name
+
+    def paths(self, site: SiteSection, number: int) -> SitePaths:
+        """Return the paths of a site on this machine."""
+        return SitePaths(
+            self.rounds.model(number),
+            self.run_file(site.name),
+            self.work(site),
+            self.rounds.inbox(site.name, number),
+        )
+
+    def prepare(self) -> None:
+        """Check the run files of all sites and publish the first global model."""
+        configs = self._resolve_sites()
+        self._check_unchanged()
+        publish_file(self.folder / _STORED, _public(self.config).encode())
+        if self.rounds.model(0).is_dir():
+            return
+        publish_first_model(self._first_model(configs), self.rounds.model(0), self.optimizer)
+        tokenizer = self.config.federation.tokenizer
+        self.rounds.events.write("start", sites=self.names, tokenizer=bool(tokenizer))
+
+    def _resolve_sites(self) -> dict[str, RunConfig]:
+        """Write each site's run file with every value resolved; all must describe the same model."""
+        (self.folder / "sites").mkdir(parents=True, exist_ok=True)
+        configs: dict[str, RunConfig] = {}
+        for site in self.config.sites:
+            config = load_run(Path(site.run_file), self._sets(site), expand).config
+            configs[site.name] = config
+            path, content = self.run_file(site.name), to_toml(config).encode()
+            if not path.is_file() or path.read_bytes() != content:
+                publish_file(path, content)
+        first = self.config.sites[0].name
+        for name, config in configs.items():
+            if (ours := _spec(configs[first]).to_dict()) != (theirs := _spec(config).to_dict()):
+                odd = next(key for key in ours if ours[key] != theirs.get(key))
+                raise UserError(
+                    f"{first} and {name} train different models: {odd} is {ours[odd]} and {theirs.get(odd)}",
+                    "give the run files of all sites the same [model]",
+                )
+        return configs
+
+    def _sets(self, site: SiteSection) -> list[str]:
+        sets = list(site.set)
+        if site.data:
+            prompt = {} if site.prompt is None else {"prompt": site.prompt}
+            sets.append(f"data.sources={toml_value([{'path': path, **prompt} for path in site.data])}")
+        model = self.rounds.model(0)
+        start = str(model) if model.is_dir() else self.config.federation.model
+        return [*sets, f"checkpoint.start_from='{start}'"] if start else sets
+
+    def _check_unchanged(self) -> None:
+        """Reject changes that would make the rounds of one federation inconsistent."""
+        path = self.folder / _STORED
+        if not path.is_file():
+            if self.folder.is_dir() and (self.folder / "rounds").exists():
+                raise UserError(f"{self.folder} has rounds but no {_STORED}", "choose another name")
+            return
+        there = load_federation(path).outer.model_dump(mode="json")
+        here = self.config.outer.model_dump(mode="json")
+        for key in ("optimizer", "lr", "momentum", "beta2", "eps"):
+            if there[key] != here[key]:
+                raise UserError(
+                    f"outer.{key} of {self.folder} is {there[key]}, and the file now says {here[key]}",
+                    "keep it, so that rounds can be replayed; or choose another federation.name",
+                )
+
+    def _first_model(self, configs: Mapping[str, RunConfig]) -> ModelReader:
+        given, tokenizer = self.config.federation.model, self.config.federation.tokenizer
+        files = {} if tokenizer is None else {"tokenizer.json": Path(tokenizer)}
+        if tokenizer is not None and not Path(tokenizer).is_file():
+            raise UserError(f"federation.tokenizer: there is no {tokenizer}", "give a tokenizer.json")
+        if given is not None:
+            source = open_model(resolve_checkpoint(local_model(given)))
+            return replace(source, extra_files={**source.extra_files, **files})
+        config = configs[self.config.sites[0].name]
+        spec = _spec(config)
+        model = build_model(spec)
+        model.init_weights(config.run.seed)
+        state = model.state_dict()
+        return ModelReader("memory", "initial weights", spec, own_tensors(spec), state.__getitem__, files)
+
+    def reload(self) -> None:
+        """Read the federation file again: sites may have joined or left."""
+        if self.source is None:
+            return
+        new = load_federation(self.source)
+        if new.sites != self.config.sites:
+            joined = {site.name for site in new.sites} - set(self.names)
+            left = set(self.names) - {site.name for site in new.sites}
+            self.config = self.config.model_copy(update={"sites": new.sites})
+            self._resolve_sites()
+            self.rounds.events.write("sites", joined=sorted(joined), left=sorted(left))
+
+    def assign_idle(self) -> dict[str, Assignment]:
+        """Ask every idle site to train from the newest model; return what each site works on."""
+        found = {}
+        for site in self.names:
+            pending = self.rounds.pending(site)
+            if pending is None and site not in self.rounds.assignments(self.rounds.number):
+                pending = self._assign(site)
+            if pending is not None:
+                found[site] = pending
+        return found
+
+    def _assign(self, site: str) -> Assignment:
+        nominal = {name: self._nominal(name) for name in self.names}
+        tokens = nominal[site]
+        if self.config.federation.balance:
+            tokens = balanced_tokens(nominal, *self._measured())[site]
+        batch = config_from_toml(self.run_file(site)).train.batch.amount
+        steps, rounds = max(1, round(tokens / batch)), self.config.federation.rounds
+        horizon = rounds * max(1, math.ceil(nominal[site] / batch))
+        outer = self.config.outer
+        return self.rounds.assign(site, steps, steps * batch, horizon, outer.codec, outer.inner)
+
+    def _nominal(self, site: str) -> int:
+        span, batch = self.config.federation.tokens, config_from_toml(self.run_file(site)).train.batch.amount
+        return span.in_tokens(batch)
+
+    def _measured(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return tokens per second and seconds in the queue of each site, from its last member."""
+        speeds, waits = {}, {}
+        newest = self.rounds.number
+        for number in range(max(0, newest - 10), newest + 1):
+            for site, member in self.rounds.members(number).items():
+                if member.manifest.seconds > 0:
+                    speeds[site] = member.manifest.tokens / member.manifest.seconds
+                    waits[site] = member.manifest.waited
+        return speeds, waits
+
+    def replay(self, scratch: Path) -> list[tuple[int, bool]]:
+        """Recompute every global model from the first one and the accepted members; compare the bits."""
+        results = []
+        base = self.rounds.model(0)
+        for closed in self.rounds.history():
+            target = scratch / f"{closed.round + 1:04d}"
+            made = self.rounds.replayed(closed, target, base)
+            stored = self.rounds.model(closed.round + 1)
+            if not stored.is_dir():
+                break
+            results.append((closed.round + 1, made.model == open_global(stored).model))
+            if base.parent == scratch:
+                shutil.rmtree(base)
+            base = target
+        return results
+
+
+def _spec(config: RunConfig) -> ModelSpec:
+    return ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
+
+
+def _public(config: FederationConfig) -> str:
+    """Return the federation file without addresses and keys."""
+    sites = tuple(site.model_copy(update=dict.fromkeys(_PRIVATE)) for site in config.sites)
+    content: dict[str, Any] = config.model_copy(update={"sites": sites}).model_dump(
+        mode="json", exclude_none=True
+    )
+    return tomlkit.dumps(content)

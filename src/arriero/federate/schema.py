@@ -1,0 +1,303 @@
+"""The federation file: sites, rounds, the outer optimizer and the rules by which a round closes."""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from arriero.config.fields import AnySpan, Progress
+from arriero.config.keys import ConfigError, Problem, section_of
+from arriero.config.schema import Positive, Section
+from arriero.errors import UserError, nearest
+
+Codec = Literal["bf16", "int8", "fp32"]
+OuterName = Literal["fedavg", "nesterov", "fedadam"]
+Name = Annotated[str, Field(pattern=r"^[a-z][a-zA-Z0-9-]*$", max_length=40)]
+
+
+class FederationSection(Section):
+    name: Name = Field("federation", description="Name of the federation; its directory is DIR/NAME.")
+    dir: str = Field("federations", description="Where the coordinator keeps the state of federations.")
+    rounds: Positive = Field(
+        10,
+        description="Number of rounds. In asynchronous mode a round is as many updates as there are sites.",
+    )
+    tokens: Progress = Field(
+        "500 steps",
+        validate_default=True,
+        description="What each site trains in a round, on average: tokens, or steps of its own batch.",
+    )
+    model: str | None = Field(
+        None,
+        description="The first global model: a checkpoint, run or model in any format. Without it, the "
+        "initial weights of the first site's run file.",
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="A tokenizer.json that is copied beside the global model; sites whose data has another "
+        "tokenizer are rejected.",
+    )
+    mode: Literal["synchronous", "quorum", "asynchronous"] = Field(
+        "quorum",
+        description="'synchronous' waits for all sites. 'quorum' closes a round when enough sites have "
+        "answered and the grace window has passed. 'asynchronous' updates the global model with each member.",
+    )
+    quorum: Annotated[float, Field(gt=0, le=1)] | Positive = Field(
+        0.5, description="Sites whose members suffice in mode 'quorum': a share below 1.0, or a number."
+    )
+    grace: Annotated[float, Field(ge=0)] = Field(
+        0.25,
+        description="Grace window of mode 'quorum', as a fraction of the time that the quorum took.",
+    )
+    deadline: AnySpan = Field(
+        "1d",
+        validate_default=True,
+        description="Wall time after which a round that lacks members stops the federation with an error.",
+    )
+    late: Literal["merge", "discard"] = Field(
+        "merge", description="What happens to a member that arrives after its round has closed."
+    )
+    staleness: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5, description="Factor on the weight of a member per round that it is late."
+    )
+    max_staleness: Positive = Field(3, description="A member that is more rounds late is discarded.")
+    balance: bool = Field(
+        True, description="Divide the tokens of a round by the measured speed and queue time of the sites."
+    )
+    weighting: Literal["tokens", "uniform", "given"] = Field(
+        "tokens", description="Weight of a member: its trained tokens, one, or `weight` of its site."
+    )
+    outlier: Annotated[float, Field(gt=1)] | Literal[False] = Field(
+        10.0,
+        description="Refuse a delta whose norm per square root of its tokens exceeds the median of the "
+        "others by this factor; false accepts any finite delta.",
+    )
+    retries: Annotated[int, Field(ge=0)] = Field(
+        3, description="How often the round of a site that failed is started again."
+    )
+
+
+class OuterSection(Section):
+    optimizer: OuterName = Field(
+        "nesterov", description="'nesterov' (DiLoCo), 'fedavg' (the plain mean with lr 1) or 'fedadam'."
+    )
+    lr: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Outer learning rate; 'auto' is 0.7 for nesterov, 1 for fedavg, 0.01 for fedadam."
+    )
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.9, description="Momentum of nesterov, beta1 of fedadam."
+    )
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.99, description="beta2 of fedadam.")
+    eps: Annotated[float, Field(gt=0)] = Field(1e-3, description="Epsilon of fedadam.")
+    codec: Codec = Field(
+        "bf16",
+        description="What a site ships: its delta in 'bf16', its delta in 'int8' with a scale per 256 "
+        "elements, or its weights in 'fp32'.",
+    )
+    inner: Literal["continue", "reset"] = Field(
+        "continue",
+        description="Whether a site's optimizer state continues over rounds or is reset. Schedule and data "
+        "position always continue. Neither is ever shipped.",
+    )
+
+
+class SiteSection(Section):
+    name: Name = Field(description="Name of the site.")
+    run_file: str = Field(description="Run file of the site, with its own layout and data.")
+    set: tuple[str, ...] = Field((), description="Overrides of the run file, as for --set.")
+    data: tuple[str, ...] = Field(
+        (), description="Datasets at the site, in place of the run file's data.sources."
+    )
+    prompt: str | None = Field(
+        None, description="Text put before each document of `data`, excluded from the loss."
+    )
+    work: str | None = Field(
+        None, description="Work directory at the site; DIR/NAME/sites/SITE on this machine if not given."
+    )
+    host: str | None = Field(None, description="Login node, reached by ssh; this machine if not given.")
+    port: Annotated[int, Field(gt=0, lt=2**16)] = Field(22, description="Port of ssh.")
+    user: str | None = Field(None, description="User name at the host.")
+    key: str | None = Field(None, description="Private key file for ssh.")
+    known_hosts: str | None = Field(
+        None,
+        description="File with the host's key, which is always checked; ~/.ssh/known_hosts if not given.",
+    )
+    command: str = Field("arriero", description="How `arriero` is called at the site.")
+    profile: str | None = Field(
+        None, description="Site profile of `arriero launch`: rounds are Slurm jobs. Without it, a process."
+    )
+    nodes: Positive = Field(1, description="Nodes of a Slurm job.")
+    nproc: Positive = Field(1, description="Ranks of a process without a profile.")
+    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="Weight for weighting = 'given'.")
+    bandwidth: str | None = Field(
+        None, description="Bandwidth to the coordinator for `fed plan`, such as '10 Gbit/s'."
+    )
+
+
+class FederationConfig(Section):
+    federation: FederationSection = Field(
+        default_factory=FederationSection, description="Rounds, tokens and how a round closes."
+    )
+    outer: OuterSection = Field(default_factory=OuterSection, description="The outer optimizer.")
+    sites: Annotated[tuple[SiteSection, ...], Field(min_length=1)] = Field(description="The sites.")
+
+    def site(self, name: str) -> SiteSection | None:
+        return next((site for site in self.sites if site.name == name), None)
+
+
+def load_federation(path: Path) -> FederationConfig:
+    """Read a federation file; raise a ConfigError with all its problems."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise UserError(f"there is no federation file {path}", "`arriero fed init` writes one") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"{path} is not a readable TOML file ({error})", "correct it") from None
+    return parse_federation(table, str(path), path.parent)
+
+
+def parse_federation(table: Mapping[str, Any], where: str, folder: Path) -> FederationConfig:
+    """Validate a table; paths on this machine are relative to `folder`."""
+    try:
+        config = FederationConfig.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(_problem(each, table, where) for each in error.errors()) from None
+    names = [site.name for site in config.sites]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"{where}: two sites are named '{min(twice)}'", "give each site its own name")
+    if config.federation.deadline.unit != "s":
+        raise UserError(f"{where}: federation.deadline is not a time", "write it like deadline = '6h'")
+    sites = tuple(_resolved(site, folder) for site in config.sites)
+    section = config.federation
+    place = section.model_copy(
+        update={
+            "dir": _from(folder, section.dir),
+            "model": section.model and _model_path(folder, section.model),
+            "tokenizer": section.tokenizer and _from(folder, section.tokenizer),
+        }
+    )
+    return config.model_copy(update={"sites": sites, "federation": place})
+
+
+def _resolved(site: SiteSection, folder: Path) -> SiteSection:
+    local = {"run_file": site.run_file, "key": site.key, "known_hosts": site.known_hosts}
+    if site.host is None:
+        local["work"] = site.work
+    return site.model_copy(update={name: path and _from(folder, path) for name, path in local.items()})
+
+
+def _from(folder: Path, path: str) -> str:
+    return os.path.normpath(folder.absolute() / Path(path).expanduser())
+
+
+def _model_path(folder: Path, path: str) -> str:
+    return path if path.startswith("hf://") else _from(folder, path)
+
+
+def _problem(error: Mapping[str, Any], table: Mapping[str, Any], where: str) -> Problem:
+    """Return one of pydantic's errors as a sentence with the nearest key."""
+    key = _key(error["loc"], table)
+    if error["type"] == "extra_forbidden":
+        section = _section_at(error["loc"][:-1])
+        near = nearest(str(error["loc"][-1]), section.model_fields) if section else None
+        keys = ", ".join(section.model_fields) if section else ""
+        return Problem(key, "unknown key", f"did you mean '{near}'?" if near else f"known: {keys}", where)
+    if error["type"] == "missing":
+        return Problem(key, "is missing", "add it", where)
+    what, _, todo = error["msg"].removeprefix("Value error, ").partition("; ")
+    return Problem(key, f"{error['input']!r}: {what}", todo or "correct it; see docs/federation.md", where)
+
+
+def _key(place: tuple[Any, ...], table: Mapping[str, Any]) -> str:
+    """Return a dotted key; the name of a site stands for its number."""
+    if place[:1] == ("sites",) and len(place) > 1 and isinstance(place[1], int):
+        listed = table.get("sites")
+        site = listed[place[1]] if isinstance(listed, list) else {}
+        name = site.get("name", place[1]) if isinstance(site, dict) else place[1]
+        place = (f"sites[{name}]", *place[2:])
+    words = [str(part) for part in place if not re.search(r"[\[(]", str(part)) or str(part)[:6] == "sites["]
+    return ".".join(words)
+
+
+def _section_at(place: tuple[Any, ...]) -> type[BaseModel] | None:
+    section: type[BaseModel] | None = FederationConfig
+    for part in place:
+        if isinstance(part, str) and section is not None and part in section.model_fields:
+            section = section_of(section.model_fields[part].annotation)
+    return section
+
+
+EXAMPLE = """\
+# A federation: `arriero fed run FILE` trains one model at all sites, which keep their data.
+
+[federation]
+name = "first"
+rounds = 10
+tokens = "200 steps"           # per site and round, on average; or tokens: "4M tok"
+mode = "quorum"                # synchronous | quorum | asynchronous
+quorum = 0.5                   # share or number of sites whose members close a round
+late = "merge"                 # merge | discard a member that comes after its round has closed
+# model = "runs/base/model"    # the first global model; without it, initial weights
+
+[outer]
+optimizer = "nesterov"         # nesterov (DiLoCo) | fedavg | fedadam
+lr = 0.7
+momentum = 0.9
+codec = "bf16"                 # bf16 | int8 | fp32
+inner = "continue"             # optimizer state of a site over rounds: continue | reset
+"""
+
+LOCAL_SITE = """
+[[sites]]
+name = "{name}"
+run_file = "{run_file}"        # its own layout and data; see `arriero init`
+"""
+
+REMOTE_SITE = """
+# A site behind ssh and Slurm:
+# [[sites]]
+# name = "leonardo"
+# run_file = "leonardo.toml"
+# host = "login.example.org"
+# user = "me"
+# key = "~/.ssh/id_ed25519"
+# profile = "leonardo"         # site profile of `arriero launch`
+# nodes = 4
+# work = "/scratch/me/federation"
+# data = ["/scratch/me/data/it"]
+# prompt = "Scrivi un documento: "
+"""
+
+
+def optimizer_values(outer: OuterSection) -> dict[str, Any]:
+    """Return the outer optimizer's numbers with the default learning rate of its kind."""
+    lr = (
+        outer.lr
+        if outer.lr is not None
+        else {"nesterov": 0.7, "fedavg": 1.0, "fedadam": 0.01}[outer.optimizer]
+    )
+    momentum = 0.0 if outer.optimizer == "fedavg" else outer.momentum
+    return {
+        "name": outer.optimizer,
+        "lr": lr,
+        "momentum": momentum,
+        "beta2": outer.beta2,
+        "eps": outer.eps,
+    }
+
+
+def keys(section: type[BaseModel] = FederationConfig, prefix: str = "") -> list[tuple[str, str, str]]:
+    """Return key, default and meaning of every key, for the documentation."""
+    rows = []
+    for name, field in section.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is not None:
+            rows += keys(inner, f"{prefix}{name}.")
+            continue
+        default = "required" if field.is_required() else field.get_default()
+        rows.append((f"{prefix}{name}", "none" if default is None else str(default), field.description or ""))
+    return rows
