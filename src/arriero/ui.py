@@ -24,7 +24,6 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.syntax import Syntax
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -78,6 +77,8 @@ def print_toml(text: str) -> None:
     """Print TOML, highlighted on a terminal and unchanged elsewhere."""
     console = Console()
     if console.is_terminal:
+        from rich.syntax import Syntax
+
         console.print(Syntax(text, "toml", background_color="default", word_wrap=True))
     else:
         sys.stdout.write(text)

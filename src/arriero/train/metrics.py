@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensorboard.compat.proto.event_pb2 import Event  # pyrefly: ignore[missing-module-attribute]
-from tensorboard.compat.proto.summary_pb2 import Summary  # pyrefly: ignore[missing-module-attribute]
-from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 
 from arriero.checkpoint.directory import find_checkpoints
@@ -332,13 +329,19 @@ class TensorBoard(Hook):
         self._file.close()
 
     def _add(self, step: int, scalars: dict[str, float]) -> None:
+        # 190 modules that the other ranks need not read from a shared file system
+        from tensorboard.compat.proto.event_pb2 import Event  # pyrefly: ignore[missing-module-attribute]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyrefly: ignore[missing-module-attribute]
+
         if not self._has_header:
             self._append(Event(file_version="brain.Event:2"))
             self._has_header = True
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._append(Event(step=step, summary=Summary(value=values)))
 
-    def _append(self, event: Event) -> None:
+    def _append(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         event.wall_time = time.time()
         record = io.BytesIO()
         RecordWriter(record).write(event.SerializeToString())
