@@ -16,13 +16,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from checkpoint.running import BASE
-
 PHASES = ("srun", "Python", "imports", "settings", "rendezvous", "build", "first step")
 
 
 def settings(folder: Path, name: str, ranks: int) -> list[str]:
     """Return the settings of a run with one sequence per rank and step; ranks are sharded."""
+    from checkpoint.running import BASE
+
     place = [f"run.name={name}", f"run.dir='{folder}/runs'", f"data.cache='{folder}/data'"]
     batch = [f"train.batch={32 * ranks} tok", f"parallel.dp_shard={ranks}"]
     return [

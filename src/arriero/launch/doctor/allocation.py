@@ -19,8 +19,10 @@ from arriero.errors import UserError
 from arriero.files import publish_file
 from arriero.launch.doctor.check import Result
 from arriero.launch.doctor.devices import SLOW
-from arriero.launch.doctor.fabric import node_name
 from arriero.launch.doctor.interfaces import interfaces, selected
+from arriero.parallel.hostlist import hosts
+from arriero.parallel.rendezvous import address_of
+from arriero.train.rank_process import node_name
 from arriero.ui import Console, Table, escape, make_console, styled
 from arriero.units import counted
 
@@ -76,8 +78,8 @@ def examine(asked: Examination, console: Console) -> dict[str, Any]:
     answers = asked.out / "nodes"
     shutil.rmtree(answers, ignore_errors=True)
     answers.mkdir(parents=True)
-    excluded = set(expand_nodes(asked.exclude))
-    nodes = _Nodes([name for name in expand_nodes(os.environ["SLURM_JOB_NODELIST"]) if name not in excluded])
+    excluded = set(hosts(asked.exclude))
+    nodes = _Nodes([name for name in hosts(os.environ["SLURM_JOB_NODELIST"]) if name not in excluded])
     start = time.monotonic()
     console.print(f"checking {counted(len(nodes.names), 'node')}, each alone, at most {asked.node_s:.0f} s")
     _each_alone(nodes, asked, answers)
@@ -94,16 +96,6 @@ def examine(asked: Examination, console: Console) -> dict[str, Any]:
     report["seconds"] = round(time.monotonic() - start, 2)
     publish_file(asked.out / REPORT, json.dumps(report | {"answers": nodes.answers}, indent=1).encode())
     return report
-
-
-def expand_nodes(text: str) -> list[str]:
-    """Return the names in Slurm's list of nodes, such as 'n[1-3,7],login1'."""
-    if not text:
-        return []
-    done = subprocess.run(["scontrol", "show", "hostnames", text], capture_output=True, text=True, timeout=30)
-    if done.returncode:
-        raise UserError(f"'{text}' is not a list of nodes ({done.stderr.strip()})", "write it like n[1-3,7]")
-    return done.stdout.split()
 
 
 def _write_failing(out: Path, nodes: _Nodes) -> None:
@@ -232,10 +224,7 @@ def _address() -> str:
         chosen = selected(os.environ[variable], found) if os.environ.get(variable) else []
         if chosen:
             return str(found[chosen[0]])
-    shown = subprocess.run(
-        ["scontrol", "show", "node", "-o", node_name()], capture_output=True, text=True, timeout=30
-    ).stdout
-    return shown.partition("NodeAddr=")[2].split(" ")[0] or node_name()
+    return address_of(node_name())
 
 
 def _network(nodes: _Nodes, asked: Examination) -> dict[str, Any]:

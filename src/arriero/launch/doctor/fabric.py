@@ -6,13 +6,14 @@ measures its pairs and the world, and leaves its times. No group of all ranks ex
 
 import json
 import os
-import resource
-import socket
 import sys
 import time
 from datetime import timedelta
 from statistics import median
 from typing import Any
+
+from arriero.parallel.world import raise_file_limit
+from arriero.train.rank_process import node_name
 
 ROUNDS = 3
 _REPEATS = 5
@@ -28,15 +29,10 @@ def pairs(nodes: int, round_number: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in met if max(a, b) < nodes]
 
 
-def node_name() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def take_part(address: str, timeout: float) -> None:
     """Be one rank of the measurement: arrive, measure pairs and world, report."""
     begun = time.time()
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_file_limit()
     import torch
     import torch.distributed as dist
 
