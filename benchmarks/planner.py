@@ -16,7 +16,7 @@ from arriero.config.schema import RunConfig
 from arriero.model.presets import expand
 from arriero.plan.blocks import work_of
 from arriero.plan.hardware import Cluster, load_cluster, read_cluster
-from arriero.plan.measured import Measured
+from arriero.plan.measured import Measured, read_measured
 from arriero.plan.rates import Rates
 from arriero.plan.resolve import resolve
 from arriero.plan.timing import StepTime, step_time
@@ -113,6 +113,11 @@ def measured_rows(path: Path = _TESTS / "measured" / "h200.toml") -> list[Row]:
     ]
 
 
+def measured_ops(path: Path = _TESTS / "measured" / "h200-ops.json") -> Measured:
+    """Return the times of operations that `bench ops` measured on the same kind of GPU."""
+    return read_measured([path])
+
+
 def _rows(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file, those of a compact table included."""
     yield from document.get("rows", [])
@@ -188,6 +193,7 @@ def summary(compared: Sequence[Compared]) -> str:
 def page() -> str:
     """Return docs/planner-accuracy.md."""
     rows, single = compare(published()), compare(measured_rows())
+    with_ops = compare(measured_rows(), measured_ops())
     others, fitted = (
         [each for each in rows if not each.row.fitted],
         [each for each in rows if each.row.fitted],
@@ -197,6 +203,7 @@ def page() -> str:
         f"- Published rows that were not fitted: {summary(others)}.",
         f"- Published rows on which device rates were fitted (7B and 8B): {summary(fitted)}.",
         f"- Steps measured on one H200, predicted without measurements: {summary(single)}.",
+        f"- The same steps, predicted with the times of `bench ops` on that H200: {summary(with_ops)}.",
     ]
     source = None
     for each in [*rows, *single]:

@@ -23,6 +23,7 @@ _HOST_FSDP, _HOST_TP = Passes(150e-6, 200e-6), Passes(300e-6, 500e-6)
 _ASYNC_TP = 0.3
 _STATE = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "float8": 1.0}
 _MOMENTS = {"adamw": 2, "muon": 1, "sgd": 1}
+_NAMES = {2: "bf16", 4: "fp32"}
 _NONE = ActivationCheckpointing("none")
 
 
@@ -30,7 +31,7 @@ _NONE = ActivationCheckpointing("none")
 class Work:
     """One training step: the model, the layout and every setting that changes its time.
 
-    `stages` are the blocks of each pipeline stage, `state` the bytes of one optimizer moment per parameter.
+    `stages` are the blocks of each pipeline stage.
     `reshard` frees gathered weights after forward (ZeRO-3). `attended` is the mean document length where a
     document mask is used.
     """
@@ -49,8 +50,8 @@ class Work:
     ring: int = 1
     reduce_bytes: int = 4
     master_bytes: int = 4
-    state: float = 4.0
-    moments: int = 2
+    optimizer_name: str = "adamw"
+    state_name: str = "fp32"
     reshard: bool = True
     sync_each: bool = False
     schedule: str = "1f1b"
@@ -61,6 +62,16 @@ class Work:
     offload_activations: float = 0.0
     offload_state: bool = False
     fused_kernels: bool = True
+
+    @property
+    def optimizer(self) -> str:
+        """The name under which `bench ops` stores the times of this optimizer."""
+        return f"{self.optimizer_name} {_NAMES[self.master_bytes]} {self.state_name}"
+
+    @property
+    def state(self) -> float:
+        """Bytes of all moments per parameter."""
+        return _MOMENTS[self.optimizer_name] * _STATE[self.state_name]
 
     @property
     def compute_bytes(self) -> int:
@@ -124,8 +135,8 @@ def shared_work(config: RunConfig, spec: ModelSpec, compute: str) -> Work:
         float8_gather=config.precision.float8_all_gather,
         reduce_bytes=2 if config.precision.reduce == "bf16" else 4,
         master_bytes=2 if config.precision.master == "bf16" else 4,
-        state=_STATE[config.optim.state],
-        moments=_MOMENTS[config.optim.name],
+        optimizer_name=config.optim.name,
+        state_name=config.optim.state,
         async_tp=config.parallel.async_tp,
         ffn_tile=bool(config.memory.ffn_tile),
         offload_activations=float(config.memory.offload_activations),
@@ -204,14 +215,16 @@ def _elementwise(work: Work, rates: Rates) -> Passes:
     else:
         forward = 20 * dim + 6 * query + 4 * ffn
         backward = 28 * dim + 6 * query + 6 * ffn
-    if work.precision == "float8":
+    # a measured float8 layer includes its casts
+    casts = work.precision == "float8" and not rates.has_measured("linear", "float8")
+    if casts:
         # scales and casts of inputs and gradients; weights are cast once per micro-batch
         inputs = 2 * dim + query + ffn
         outputs = query + 2 * kv + 2 * dim + (ffn_matrices(spec) - 1) * ffn
         forward += (5 if work.compiled else 9) * inputs
         backward += (5 if work.compiled else 9) * outputs
     scale = work.tokens / tp * work.compute_bytes / 2
-    weights = 3 * spec.block_matmul_parameters / tp if work.precision == "float8" else 0
+    weights = 3 * spec.block_matmul_parameters / tp if casts else 0
     return Passes(rates.bytes(scale * forward + weights), rates.bytes(scale * backward + weights))
 
 
@@ -281,9 +294,14 @@ def end_time(work: Work, rates: Rates) -> EndTime:
     vocab, dim = spec.vocab_size / tp, spec.dim
     precision: Precision = "bf16" if work.precision == "float8" else work.precision
     precision = "float8" if work.float8_head else precision
-    logits = rates.linear(tokens, dim, vocab, precision)
-    # fused: logits are read once and their gradient is written in place; else fp32 copies of them are made
-    loss = rates.bytes(tokens * vocab * (4 if work.fused_kernels else 26))
+    if work.fused_kernels and (
+        found := rates.op("head_loss", precision, tokens=tokens, width=dim, vocab=vocab)
+    ):
+        logits, loss = Passes(found.forward / 3, found.forward * 2 / 3), 0.0
+    else:
+        logits = rates.linear(tokens, dim, vocab, precision)
+        # fused: logits are read once, their gradient is written in place; else fp32 copies of them are made
+        loss = rates.bytes(tokens * vocab * (4 if work.fused_kernels else 26))
     sums = rates.bytes(8 * vocab * dim)
     lookup = rates.bytes(4 * tokens * dim / tp)
     moved = 0.0

@@ -17,7 +17,7 @@ Precision = Literal["fp32", "bf16", "float8"]
 # a matmul computes tiles of its output; the last wave of tiles leaves processors idle
 _TILE = (128, 256)
 # inner dimension that passes while a tile's pipeline fills and drains, per TFLOP/s of one processor
-_INNER = 30
+_INNER = 15
 # queries after which attention runs at its full rate
 _FULL_ATTENTION = 600
 # attention with a document mask skips whole blocks of the mask only, and has another kernel
@@ -25,6 +25,9 @@ _DOCUMENT_RATE = 0.4
 _SMALL_HEAD_RATE = 0.84
 # FlashAttention-1 by FlashAttention-2
 _FLASH1_RATE = 0.6
+# a device that trains for hours is slower than one that repeats a kernel for a moment: heat and power limits
+_SUSTAINED = 1.08
+_COMPUTE_BOUND = ("linear", "attention", "document_attention", "head_loss")
 # a collective before the first byte, and one hop of a ring inside a node and between nodes, in seconds
 _LAUNCH = 20e-6
 _HOP, _NETWORK_HOP = 1e-6, 2.8e-6
@@ -110,6 +113,7 @@ class Rates:
         attended: float | None = None,
     ) -> Passes:
         """Return the seconds of causal attention; `attended` is the mean document length with a mask."""
+        precision = "bf16" if precision == "float8" else precision
         shape = {"batch": batch, "seq_len": seq_len, "heads": heads, "kv_heads": kv_heads}
         shape["head_dim"] = head_dim
         if attended is not None:
@@ -137,11 +141,17 @@ class Rates:
     def _op(self, op: str, precision: Precision, variant: str = "", **shape: float) -> Passes | None:
         found = self.measured.op(op, precision, variant, **shape) if self.measured else None
         self.used["measured" if found else "analytic"].add(op)
-        return Passes(found.forward, found.backward) if found else None
+        factor = _SUSTAINED if op in _COMPUTE_BOUND else 1.0
+        return Passes(factor * found.forward, factor * found.backward) if found else None
 
     def op(self, op: str, precision: Precision, variant: str = "", **shape: float) -> Passes | None:
         """Return the measured seconds of an operation, or None."""
         return None if self.measured is None else self._op(op, precision, variant, **shape)
+
+    def has_measured(self, op: str, precision: Precision) -> bool:
+        return self.measured is not None and any(
+            row.op == op and row.precision == precision for row in self.measured.ops
+        )
 
     def collective(self, kind: Collective, size: float, group: Group) -> float:
         """Return the seconds of a collective; `size` is the whole tensor in bytes, per rank."""

@@ -21,6 +21,7 @@ _STEP = 2e-3
 _HOST_BANDWIDTH = 50e9
 # 8-bit states are unpacked, rounded and scaled: arithmetic worth this many bytes per parameter
 _UNPACKING = 70
+_EIGHT_BITS = ("int8", "float8")
 
 
 @dataclass(frozen=True)
@@ -247,11 +248,13 @@ def _optimizer(work: Work, rates: Rates, parameters: float) -> float:
         gradient = work.master_bytes
     if work.offload_state:
         # host memory is slower than the link that moves gradients and weights
-        moved = 2 * work.master_bytes + 2 * work.moments * work.state + gradient
+        moved = 2 * work.master_bytes + 2 * work.state + gradient
         return 2 * shard * moved / _HOST_BANDWIDTH
+    if found := rates.op("optimizer", "bf16", work.optimizer, parameters=shard):
+        return found.forward
     copy = work.compute_bytes if not layout.uses_fsdp and work.compute_bytes < work.master_bytes else 0
-    moved = 2 * work.master_bytes + 2 * work.moments * work.state + 2 * gradient + copy
-    moved += _UNPACKING if work.state < 2 else 0
+    moved = 2 * work.master_bytes + 2 * work.state + 2 * gradient + copy
+    moved += _UNPACKING if work.state_name in _EIGHT_BITS else 0
     return rates.bytes(shard * moved)
 
 
