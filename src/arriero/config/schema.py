@@ -108,6 +108,16 @@ class SourceSection(Section):
         description="For text: a tokenizer.json, a Llama tokenizer.model, their folder or hf://OWNER/MODEL.",
     )
     column: str | None = Field(None, description="For text: the column that holds it, 'text' unless given.")
+    template: str | None = Field(
+        None,
+        description="For text: a template with fields of a record in braces, 'Question: {question} Answer: "
+        "{answer}'. The loss includes the last field and what follows it.",
+    )
+    chat: bool | str = Field(
+        False,
+        description="For text: records are chats, a column 'messages' that the tokenizer's chat template "
+        "turns into text, or the template in this file. The loss includes the assistant's turns.",
+    )
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         1.0,
         description="Weight in the mixture, by tokens. Weights that are all below 1 must sum to 1; others "

@@ -86,6 +86,12 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not stop at the end of a text.")
     ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a user's turn, for a model with a chat template.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="The system's turn before a chat; implies --chat.")
+    ] = None,
     tokenizer: TokenizerFile = None,
     device: DeviceName = "auto",
     dtype: Precision = None,
@@ -108,12 +114,14 @@ def generate(
 
     source = find_model(model)
     files = prompt_tokenizer(find_tokenizer(source.extra_files, tokenizer, source.where), source.tokens)
+    is_chat = chat or system is not None
+    encoded = [files.chat(text, system) if is_chat else files.encode(text) for text in texts]
     loaded = _load(source, device, dtype)
     if (reason := why_not_cached(loaded)) is not None:
         make_console(as_json=True).plain(f"without a key-value cache: {reason}", "yellow")
     shows = not as_json and len(texts) == 1
-    stop = frozenset() if ignore_eos else files.eos_ids
-    if shows:
+    stop = files.eos_ids | files.ends_of_turns if is_chat else files.eos_ids
+    if shows and not is_chat:
         _write(texts[0], bold=True)
     start, results = time.monotonic(), []
     for first in range(0, len(texts), batch):
@@ -122,14 +130,15 @@ def generate(
             loaded,
             files,
             texts[first : first + batch],
+            encoded[first : first + batch],
             max_tokens,
             chosen,
-            stop,
+            frozenset() if ignore_eos else stop,
             (lambda _, text: _write(text)) if shows else lambda _row, _text: None,
         )
         if not as_json and not shows:
             for each in results[first:]:
-                _write(f"{each.prompt}{each.text}\n\n")
+                _write(f"{each.text}\n\n" if is_chat else f"{each.prompt}{each.text}\n\n")
     _report(results, source, time.monotonic() - start, as_json, shows)
 
 

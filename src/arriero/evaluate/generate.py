@@ -26,13 +26,13 @@ def complete(
     model: LanguageModel,
     tokenizer: PromptTokenizer,
     prompts: Sequence[str],
+    encoded: Sequence[Sequence[int]],
     max_tokens: int,
     sampling: Sampling,
     stop: Collection[int],
     on_text: Callable[[int, str], None] = lambda _row, _text: None,
 ) -> list[Completion]:
-    """Continue prompts together; `on_text` gets the row and each piece of text as it is generated."""
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    """Continue encoded prompts together; `on_text` gets the row and each piece of text as it is generated."""
     streams = [tokenizer.stream(ids) for ids in encoded]
     made: list[list[int]] = [[] for _ in prompts]
     texts = ["" for _ in prompts]

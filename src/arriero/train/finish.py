@@ -19,7 +19,7 @@ from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.state import LocalPart, local_parts
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import total_steps
-from arriero.data.tokens.tokenizer import Separators, Tokenizer, read_definition
+from arriero.data.tokens.tokenizer import Separators, Tokenizer, chat_template_beside, read_definition
 from arriero.errors import UserError
 from arriero.events import EVENTS, START_OVER, events_since
 from arriero.files import check_free_space, replaced_directory
@@ -88,10 +88,15 @@ def export_model(session: Session, stop: StopRequested = never) -> Path | None:
         session.spec,
         tensors,
         gather.tensor,
-        {"tokenizer.json": data.tokenizer.path},
+        tokenizer_files(data.tokenizer.path),
         data.separators.token_ids(),
     )
     return directory if export_hf(source, gather, directory) else None
+
+
+def tokenizer_files(path: Path) -> dict[str, Path]:
+    """Return the tokenizer of a dataset and the chat template beside it, if there is one."""
+    return {"tokenizer.json": path} | {each.name: each for each in chat_template_beside(path)}
 
 
 def _master_dtype(config: RunConfig) -> torch.dtype:

@@ -19,7 +19,7 @@ from arriero.checkpoint.manager import Checkpoints, SaveReport, SaveRequest
 from arriero.checkpoint.state import TensorInfo, local_parts, named_tensors
 from arriero.config.fields import to_toml
 from arriero.data.order.ledger import LEDGER
-from arriero.data.tokens.tokenizer import read_definition
+from arriero.data.tokens.tokenizer import chat_template_beside, read_definition
 from arriero.errors import UserError
 from arriero.interrupt import Interrupted, Requests
 from arriero.parallel.mesh import Mesh
@@ -209,6 +209,7 @@ def _files(session: "Session", outcome: Outcome, ledger: bytes) -> dict[str, byt
         "run.toml": to_toml(session.config).encode(),
         LEDGER: ledger,
         TOKENIZER: read_definition(session.data.tokenizer.path).encode(),
+        **{each.name: each.read_bytes() for each in chat_template_beside(session.data.tokenizer.path)},
     }
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -76,6 +77,29 @@ def prepare(
         ),
     ],
     column: Columns = [],
+    template: Annotated[
+        list[str],
+        typer.Option(
+            "--template",
+            metavar="[SOURCE=]TEMPLATE",
+            help="Text with fields of a record in braces: 'Question: {question} Answer: {answer}'. The loss "
+            "includes the last field and what follows it. For all sources or for one; may be repeated.",
+        ),
+    ] = [],
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Records are chats: a column 'messages' of roles and contents, written with the tokenizer's "
+            "chat template. The loss includes the assistant's turns.",
+        ),
+    ] = False,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            "--chat-template", help="Chat template (Jinja file) instead of the tokenizer's; implies --chat."
+        ),
+    ] = None,
     include: Include = [],
     exclude: Exclude = [],
     read_as: ReadAs = "auto",
@@ -128,7 +152,13 @@ def prepare(
         columns=text.columns,
         select=text.select,
         encoder=encoder,
+        templates=_templates(template, sources),
+        chat=chat_template if chat or chat_template else False,
     )
+    if request.chat is not False and (template or bos != "none" or eos not in ("auto", "none")):
+        raise UserError(
+            "--chat excludes --template, --bos and --eos", "the chat template writes all of a chat"
+        )
     if slurm:
         _prepare_on_slurm(request, Cluster(partition, account, time, tasks, workers), dry_run)
     elif part is not None:
@@ -163,6 +193,16 @@ def train_tokenizer(
     limit = _size("--sample", sample)
     text = _text_sources(sources, column, include, exclude, read_as, skip_bad or max_bad is not None)
     train_tokenizer_with_bar(text, limit, vocab_size, output, end, _limit(max_bad), seed)
+
+
+def _templates(given: list[str], sources: list[str]) -> tuple[tuple[str, str], ...]:
+    """Split SOURCE=TEMPLATE where SOURCE is a source or a path; any other equals sign is part of the text."""
+    found = []
+    for each in given:
+        place, equals, text = each.partition("=")
+        is_place = equals and (place in sources or has_magic(place) or Path(place).exists())
+        found.append((place, text) if is_place else ("", each))
+    return tuple(found)
 
 
 def _text_sources(

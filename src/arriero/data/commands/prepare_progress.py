@@ -122,7 +122,9 @@ def _input_rows(text: TextSources, inputs: Sequence[Input]) -> Iterator[tuple[st
     for each in inputs:
         kinds.setdefault(each.kind, []).append(each)
     for kind, some in kinds.items():
-        columns = sorted({text.column_of(each) for each in some} if kind in _RECORDS else ())
+        formats = [text.format_of(each) for each in some] if kind in _RECORDS else []
+        names = {name for each in formats for name in ([each] if isinstance(each, str) else each.columns)}
+        columns = sorted(names)
         named = (
             f", column {', '.join(map(repr, columns[:3]))}{', ...' if columns[3:] else ''}" if columns else ""
         )

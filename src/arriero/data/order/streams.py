@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -158,9 +159,10 @@ def _open(
     sections: Sequence[SourceSection], cache: Path, progress: ProgressCallback
 ) -> dict[str, TokenStore]:
     """Open datasets by path. A source that is named again need not repeat its tokenizer and column."""
-    how: dict[str, dict[str, str]] = {}
+    how: dict[str, dict[str, Any]] = {}
     for section in sections:
-        given = {"tokenizer": section.tokenizer, "column": section.column}
+        keys = ("tokenizer", "column", "template", "chat")
+        given = {key: getattr(section, key) or None for key in keys}
         known = how.setdefault(section.path, {})
         for key, value in given.items():
             if value is not None and known.setdefault(key, value) != value:
@@ -168,7 +170,7 @@ def _open(
                     f"{section.path} has {key} '{known[key]}' and '{value}'", "name a source with one of them"
                 )
     stores = {
-        path: TokenStore.open(dataset_of(path, known.get("tokenizer"), known.get("column"), cache, progress))
+        path: TokenStore.open(dataset_of(path, cache=cache, progress=progress, **known))
         for path, known in how.items()
     }
     for store in stores.values():

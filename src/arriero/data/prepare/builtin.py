@@ -42,19 +42,25 @@ BUILTINS = {
 
 def dataset_of(
     path: str,
-    tokenizer: str | None,
-    column: str | None,
-    cache: Path,
+    tokenizer: str | None = None,
+    column: str | None = None,
+    cache: Path = Path("data"),
     progress: ProgressCallback = no_progress,
+    template: str | None = None,
+    chat: bool | str = False,
 ) -> Path:
-    """Return the prepared dataset of a source in a run file; prepare text with `tokenizer` first."""
+    """Return the prepared dataset of a source in a run file; prepare text with `tokenizer` first.
+
+    `chat` is whether records are chats, or the file of their chat template.
+    """
     if path.startswith("builtin:") and tokenizer is None:
         return prepare_builtin(path, cache, progress)
     is_named = path.startswith(NAMED)
     if not is_named and (Path(path) / MANIFEST).exists():
-        if tokenizer is None and column is None:
+        if not (tokenizer or column or template or chat):
             return Path(path)
-        raise UserError(f"{path} is a prepared dataset", "remove tokenizer and column, which are for text")
+        todo = "remove tokenizer, column, template and chat, which are for text"
+        raise UserError(f"{path} is a prepared dataset", todo)
     if not is_named:
         check_finished(Path(path))
     if tokenizer is None:
@@ -66,7 +72,15 @@ def dataset_of(
             f"`arriero data train-tokenizer {path} -o tokenizer.json` makes one",
         )
     try:
-        return _prepare_text(path, tokenizer, column, cache, progress)
+        how = PrepareRequest(
+            (path,),
+            cache,
+            local_model(tokenizer, weights=False),
+            column,
+            templates=(("", template),) if template else (),
+            chat=Path(chat) if isinstance(chat, str) else None if chat else False,
+        )
+        return _prepare_text(path, how, cache, progress)
     except UserError as error:
         if "--" not in error.todo:
             raise
@@ -74,13 +88,10 @@ def dataset_of(
         raise UserError(error.what, todo) from None
 
 
-def _prepare_text(
-    path: str, tokenizer: str, column: str | None, cache: Path, progress: ProgressCallback
-) -> Path:
+def _prepare_text(path: str, request: PrepareRequest, cache: Path, progress: ProgressCallback) -> Path:
     """Prepare text into a directory named by a hash of the text and the tokenizer, so changes are noticed."""
     check_output_outside((path,), cache, "data.cache", f"{_CACHE} outside of the source")
     progress("reading the inputs", 0, 1)
-    request = PrepareRequest((path,), cache, local_model(tokenizer, weights=False), column)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", path.removeprefix("builtin:")).strip("-.")[-40:] or TEXT
     target = cache / TEXT / f"{name}-{identity_of(request)[:16]}"
     progress("reading the inputs", 1, 1)

@@ -11,14 +11,15 @@ import heapq
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from arriero.data.store.manifest import PLAN, WORK
 from arriero.data.text.builtin import markov_text
+from arriero.data.text.formats import PromptTemplate, read_chat_template
 from arriero.data.text.readers import MAX_BAD, NO_FILE, BadLimit, BadRecords, check_utf8, read_text_range
 from arriero.data.text.sources import (
     ALL_FILES,
@@ -30,6 +31,7 @@ from arriero.data.text.sources import (
     check_output_outside,
 )
 from arriero.data.tokens.encoders import AUTO, EncoderChoice, choose_encoder
+from arriero.data.tokens.marked import chat_separators, special_tokens
 from arriero.data.tokens.tokenizer import (
     Separators,
     SpecialToken,
@@ -71,10 +73,22 @@ class PrepareRequest:
     columns: tuple[tuple[str, str], ...] = ()
     select: Select = ALL_FILES
     encoder: str = AUTO
+    templates: tuple[tuple[str, str], ...] = ()
+    chat: Literal[False] | Path | None = False
 
     @cached_property
     def text(self) -> TextSources:
-        return TextSources(self.sources, self.column, self.columns, self.select, self.skip_bad)
+        """Return how the sources are read. `chat` is False, or the file of a chat template, None for the
+        tokenizer's own."""
+        chat = None
+        if self.chat is not False:
+            special = special_tokens(read_definition(self.tokenizer))
+            chat = read_chat_template(self.tokenizer, self.chat, special)
+            chat = replace(chat, column=self.column or chat.column)
+        templates = tuple((place, PromptTemplate(each)) for place, each in self.templates)
+        return TextSources(
+            self.sources, self.column, self.columns, self.select, self.skip_bad, templates, chat
+        )
 
     @property
     def column_setting(self) -> str | dict[str, str]:
@@ -101,7 +115,14 @@ class PrepareRequest:
             *(str(word) for option in options.items() for word in option),
             *(("--skip-bad", "--max-bad", self.max_bad) if self.skip_bad else ()),
             *(("--literal-eos",) if self.literal_eos else ()),
+            *(word for place, each in self.templates for word in ("--template", _placed(place, each))),
+            *(("--chat",) if self.chat is None else ()),
+            *(("--chat-template", str(self.chat.absolute())) if isinstance(self.chat, Path) else ()),
         ]
+
+
+def _placed(place: str, value: str) -> str:
+    return f"{absolute(place)}={value}" if place else value
 
 
 class TextRange(NamedTuple):
@@ -184,7 +205,9 @@ def load_preparation(request: PrepareRequest) -> Preparation:
 
 
 def check_same_settings(request: PrepareRequest, known: dict[str, Any]) -> None:
-    for name, value in _settings(request, *_tokenizer_of(request)).items():
+    settings = _settings(request, *_tokenizer_of(request))
+    for name in known | settings:
+        value = settings.get(name)
         if known.get(name) != value:
             raise UserError(
                 f"{request.directory} was begun with {name} {known.get(name)!r}, now it is {value!r}",
@@ -227,7 +250,9 @@ def draft(request: PrepareRequest) -> Preparation:
     sample = _first_texts(inputs, shards, request)
     if not request.literal_eos:
         check_spelled_out(separators, sample)
-    end = separators.eos or usual_end(definition, request.tokenizer)
+    chat = request.text.chat
+    shown = separators if chat is None else chat_separators(chat, definition)
+    end = shown.eos or usual_end(definition, request.tokenizer)
     return Preparation(
         directory=directory,
         settings=_settings(request, definition, separators),
@@ -260,6 +285,8 @@ _PLANNED = ("settings", "inputs", "shards", "separators", "backend", "vocab_size
 
 def _tokenizer_of(request: PrepareRequest) -> tuple[str, Separators]:
     definition = read_definition(request.tokenizer)
+    if request.chat is not False:
+        return definition, Separators(None, None)
     separators = choose_separators(definition, request.bos, request.eos, request.tokenizer)
     return mark_special(definition, [token.token for token in separators if token]), separators
 
@@ -272,6 +299,8 @@ def _settings(request: PrepareRequest, definition: str, separators: Separators) 
         "eos": separators.eos and separators.eos.token,
         "seed": request.seed,
         "shard_bytes": request.shard_bytes,
+        **({"templates": [list(each) for each in request.templates]} if request.templates else {}),
+        **({"chat_template": request.text.chat.template} if request.text.chat else {}),
     }
 
 
@@ -375,7 +404,7 @@ def _beginning(
 ) -> Iterator[str]:
     for part in ranges:
         files = inputs[part.first : part.first + part.files]
-        for batch in read_text_range(files, part.begin, part.end, request.text.column_of(files[0]), bad):
+        for batch in read_text_range(files, part.begin, part.end, request.text.format_of(files[0]), bad):
             bad.kept += len(batch.texts)
             for text in batch.texts:
                 if left <= 0:
@@ -401,7 +430,7 @@ def sample_texts(
             break
         files = inputs[part.first : part.first + part.files]
         each = bad.setdefault(files[0].source, BadRecords(text.skip_bad))
-        for batch in read_text_range(files, part.begin, part.end, text.column_of(files[0]), each):
+        for batch in read_text_range(files, part.begin, part.end, text.format_of(files[0]), each):
             each.kept += len(batch.texts)
             yield from batch.texts
             taken += batch.text_bytes

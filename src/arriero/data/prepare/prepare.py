@@ -7,10 +7,11 @@ and a few numbers per document, whatever the size of the shard.
 
 import json
 import mmap
+import os
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import AbstractContextManager
 from itertools import pairwise
@@ -30,18 +31,22 @@ from arriero.data.prepare.planning import (
     draft,
     inputs_digest,
 )
+from arriero.data.store.loss_mask import MASK
 from arriero.data.store.manifest import MANIFEST, WORK, write_manifest
 from arriero.data.store.shards import DTYPES, Shard, ShardWriter, dtype_for
 from arriero.data.store.store import TokenStore
+from arriero.data.text.formats import MarkedText
 from arriero.data.text.readers import EXAMPLES, BadLimit, BadRecords, read_text_range
 from arriero.data.text.sources import check_output_outside
 from arriero.data.tokens.encoders import REFERENCE, Encoder, IdsDiffer, SpotCheck, load_encoder
-from arriero.data.tokens.tokenizer import Encoded
+from arriero.data.tokens.marked import chat_separators, encode_chats, encode_parts
+from arriero.data.tokens.tokenizer import Encoded, Separators, SpecialToken
 from arriero.data.workers import CONTEXT, worker_pool
 from arriero.errors import UserError
-from arriero.files import locked, publish_file, space_for, sync
+from arriero.files import locked, publish_file, sha256_of_file, space_for, sync
 
 INPUTS = "inputs.jsonl"
+CHAT_TEMPLATE = "chat_template.jinja"
 MAKING = ".making"
 GATHERED_TOKENS = 2**20
 POLL_S = 0.2
@@ -189,13 +194,13 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
     used, encoder = load_encoder(preparation.backend.used, preparation.definition)
     seed = [preparation.settings["seed"], number]
     check = None if used == REFERENCE else SpotCheck(preparation.definition, seed)
-    redone = ""
+    redone = mask_sha256 = ""
     work = preparation.work / f"{name}{MAKING}"
     shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
     work.mkdir()
     try:
         with (work / "unshuffled").open("w+b", buffering=2**20) as file:
-            encoding = ShardEncoding(preparation, encoder, report, check)
+            encoding = ShardEncoding(preparation, encoder, report, check, work / "included")
             try:
                 encoding.encode_shard(number, file)
             except IdsDiffer as error:
@@ -204,12 +209,17 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
                 used, encoder = load_encoder(REFERENCE, preparation.definition)
                 file.seek(0)
                 file.truncate()
-                encoding = ShardEncoding(preparation, encoder, report)
+                encoding = ShardEncoding(preparation, encoder, report, mask=work / "included")
                 encoding.encode_shard(number, file)
             file.flush()
             report(preparation.shard_bytes(number) - encoding.read_bytes, 0)
             shard = _write_shuffled(work, name, file, encoding, seed)
-        for suffix in (".idx", ".bin"):
+        suffixes = [".idx", ".bin"]
+        if encoding.included is not None:
+            suffixes.append(f".{MASK}")
+            _write_mask(work / f"{name}.{MASK}", encoding, seed)
+            mask_sha256 = sha256_of_file(work / f"{name}.{MASK}")
+        for suffix in suffixes:
             (work / f"{name}{suffix}").replace(preparation.directory / f"{name}{suffix}")
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -220,6 +230,7 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
         "redone": redone,
         "empty": encoding.empty,
         "spelled_out": encoding.spelled_out,
+        "mask_sha256": mask_sha256,
         "sources": {
             source: [each.kept, each.count, each.links, each.examples]
             for source, each in encoding.sources.items()
@@ -232,8 +243,15 @@ class ShardEncoding:
     """Encodes the text ranges of a shard and counts what goes into it."""
 
     def __init__(
-        self, preparation: Preparation, encoder: Encoder, report: Report, check: SpotCheck | None = None
+        self,
+        preparation: Preparation,
+        encoder: Encoder,
+        report: Report,
+        check: SpotCheck | None = None,
+        mask: Path | None = None,
     ) -> None:
+        """`mask` is the file for one byte per token, 1 where the loss includes it, where it excludes some."""
+        self.included = mask if preparation.text.masks_loss else None
         self._preparation, self._encoder, self._report, self._check = preparation, encoder, report, check
         self.vocab_size = preparation.vocab_size
         self.dtype = DTYPES[dtype_for(preparation.vocab_size)].numpy
@@ -246,28 +264,43 @@ class ShardEncoding:
         preparation = self._preparation
         for part in preparation.shards[number]:
             files = preparation.inputs[part.first : part.first + part.files]
-            column = preparation.text.column_of(files[0])
+            column = preparation.text.format_of(files[0])
             bad = self.sources.setdefault(files[0].source, BadRecords(preparation.text.skip_bad))
             for batch in read_text_range(files, part.begin, part.end, column, bad):
                 bad.kept += len(batch.texts)
-                encoded = self.encode([text for text in batch.texts if text])
+                encoded, included = self.encode([text for text in batch.texts if text])
                 for separator, count in preparation.separators.spelled_out(batch.texts).items():
                     self.spelled_out[separator] += count
                 self.empty += len(batch.texts) - len(encoded.lengths)
                 self.text_bytes += batch.text_bytes
                 self.read_bytes += batch.read_bytes
                 self._write(encoded, file, files[0].path)
+                if self.included is not None:
+                    with self.included.open("ab") as masks:
+                        masks.write(included.data)
                 self._report(batch.read_bytes, len(encoded.ids))
 
-    def encode(self, texts: list[str]) -> Encoded:
-        encoded = self._encoder.encode(texts)
-        if self._check and texts:
-            self._check.check(texts, encoded)
+    def encode(self, texts: list[str]) -> tuple[Encoded, np.ndarray]:
+        """Return the ids of documents with their separators, and for each token whether it is included."""
+        separators = self._preparation.separators
+        marked = [text for text in texts if isinstance(text, MarkedText)]
+        if len(marked) < len(texts) or not texts:
+            encoded = self._encoder.encode(texts)
+            if self._check and texts:
+                self._check.check(texts, encoded)
+            included = np.ones(len(encoded.ids), dtype=bool)
+        elif marked[0].is_chat:
+            encoded, included = encode_chats(marked, self._preparation.definition)
+        else:
+            encoded, included = encode_parts(marked, self._encoder)
         if not encoded.lengths.all():
             encoded = Encoded(encoded.ids, encoded.lengths[encoded.lengths > 0])
-        separators = self._preparation.separators
         separators.check_not_doubled(encoded)
-        return separators.around(encoded)
+        # the loss includes the end of a document, and its beginning where there is no prompt
+        flags = (SpecialToken("", int(not marked)), SpecialToken("", 1))
+        edges = Separators(*(flag if mark else None for flag, mark in zip(flags, separators, strict=True)))
+        masks = edges.around(Encoded(included.astype(np.uint8), encoded.lengths)).ids
+        return separators.around(encoded), masks
 
     def _write(self, encoded: Encoded, file: IO[bytes], path: str) -> None:
         if not len(encoded.ids):
@@ -286,18 +319,45 @@ class ShardEncoding:
 def _write_shuffled(
     work: Path, name: str, file: IO[bytes], encoding: ShardEncoding, seed: list[int]
 ) -> Shard:
-    lengths = np.array(encoding.lengths, dtype=np.int64)
-    starts = np.cumsum(lengths) - lengths
-    order = np.random.default_rng(seed).permutation(len(lengths))
     with ShardWriter(work, name, encoding.vocab_size) as writer:
-        if len(lengths):
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                _gather(np.frombuffer(mapped, encoding.dtype), starts[order], lengths[order], writer)
+        for ids, lengths in _shuffled(file, encoding.dtype, encoding.lengths, seed):
+            writer.add_many(ids, lengths)
         return writer.close()
 
 
-def _gather(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, writer: ShardWriter) -> None:
-    """Write documents in a new order, about a million tokens at a time."""
+def _write_mask(path: Path, encoding: ShardEncoding, seed: list[int]) -> None:
+    """Write the loss mask of a shard, one bit per token, in the order of its documents."""
+    assert encoding.included is not None
+    left = np.empty(0, dtype=np.uint8)
+    with path.open("wb") as target:
+        if encoding.included.exists():
+            with encoding.included.open("rb") as source:
+                for bits, _ in _shuffled(source, np.uint8, encoding.lengths, seed):
+                    bits = np.concatenate((left, bits))
+                    whole = len(bits) // 8 * 8
+                    target.write(np.packbits(bits[:whole], bitorder="little").data)
+                    left = bits[whole:]
+        target.write(np.packbits(left, bitorder="little").data)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _shuffled(
+    file: IO[bytes], dtype: Any, sizes: Sequence[int], seed: list[int]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield documents and their lengths in a random order, about a million elements at a time."""
+    lengths = np.array(sizes, dtype=np.int64)
+    if not len(lengths):
+        return
+    starts = np.cumsum(lengths) - lengths
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        yield from _gather(np.frombuffer(mapped, dtype), starts[order], lengths[order])
+
+
+def _gather(
+    tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     totals = np.cumsum(lengths)
     cuts = [0, *np.searchsorted(totals, np.arange(GATHERED_TOKENS, totals[-1], GATHERED_TOKENS)), len(starts)]
     for begin, end in pairwise(cuts):
@@ -305,7 +365,7 @@ def _gather(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, writer:
             continue
         first, size = starts[begin:end].tolist(), lengths[begin:end].tolist()
         chosen = [tokens[a : a + n] for a, n in zip(first, size, strict=True)]
-        writer.add_many(np.concatenate(chosen), lengths[begin:end])
+        yield np.concatenate(chosen), lengths[begin:end]
 
 
 def _finish(request: PrepareRequest, preparation: Preparation) -> None:
@@ -321,6 +381,8 @@ def _finish(request: PrepareRequest, preparation: Preparation) -> None:
         example = next(iter(each["skipped_examples"]), "")
         limit.check(each["source"], each["documents"], each["skipped"] - each["dangling_links"], example)
     publish_file(directory / TOKENIZER, preparation.definition.encode())
+    if (chat := preparation.text.chat) is not None:
+        publish_file(directory / CHAT_TEMPLATE, chat.template.encode())
     lines = [
         json.dumps({"path": each.path, "bytes": each.size, "mtime_ns": each.mtime_ns})
         for each in preparation.inputs
@@ -334,6 +396,7 @@ def _finish(request: PrepareRequest, preparation: Preparation) -> None:
         eos_id=preparation.eos_id,
         dtype=dtype_for(preparation.vocab_size),
         about=_about(request, preparation, records, counts),
+        labels=(MASK, [each["mask_sha256"] for each in records]) if preparation.text.masks_loss else None,
     )
 
 
@@ -372,7 +435,7 @@ def _no_text(records: list[dict[str, Any]], counts: list[dict[str, Any]]) -> tup
 
 def _remove_output(preparation: Preparation) -> None:
     for number in range(len(preparation.shards)):
-        for suffix in (".idx", ".bin"):
+        for suffix in (".idx", ".bin", f".{MASK}"):
             (preparation.directory / f"{preparation.shard_name(number)}{suffix}").unlink(missing_ok=True)
     shutil.rmtree(preparation.work)
     preparation.directory.rmdir()
@@ -394,7 +457,11 @@ def _about(
             "sha256": inputs_digest(preparation.inputs),
         },
         "settings": preparation.settings,
-        "separators": preparation.separators.about(),
+        "separators": (
+            preparation.separators
+            if preparation.text.chat is None
+            else chat_separators(preparation.text.chat, preparation.definition)
+        ).about(),
         "backend": {
             **preparation.backend._asdict(),
             "shards": dict(Counter(sorted(record["backend"] for record in records))),

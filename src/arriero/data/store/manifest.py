@@ -8,7 +8,7 @@ The checksums are in `checksums.sha256` (readable by `sha256sum -c`), whose own 
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -192,12 +192,18 @@ def write_manifest(
     eos_id: int,
     dtype: str,
     about: dict[str, Any],
+    labels: tuple[str, Sequence[str]] | None = None,
 ) -> None:
-    """Write the checksums and, last, the manifest. `tokenizer` is the name of a file in `directory`."""
+    """Write the checksums and, last, the manifest. `tokenizer` is the name of a file in `directory`.
+
+    `labels` are the suffix of the files with the loss mask and their checksums, one per shard.
+    """
     tokenizer_sha256 = sha256_of_file(directory / tokenizer)
     sums = [(tokenizer_sha256, tokenizer)]
     for shard in shards:
         sums += [(shard.bin_sha256, f"{shard.name}.bin"), (shard.idx_sha256, f"{shard.name}.idx")]
+    if labels is not None:
+        sums += [(digest, f"{each.name}.{labels[0]}") for digest, each in zip(labels[1], shards, strict=True)]
     checksums = "".join(f"{digest}  {name}\n" for digest, name in sums).encode()
     publish_file(directory / CHECKSUMS, checksums)
     manifest = {
@@ -208,6 +214,7 @@ def write_manifest(
         "eos_id": eos_id,
         "dtype": dtype,
         "checksums": {"file": CHECKSUMS, "sha256": sha256_of(checksums)},
+        **({"labels": labels[0]} if labels is not None else {}),
         "shards": {
             "name": [shard.name for shard in shards],
             "tokens": [shard.tokens for shard in shards],

@@ -150,7 +150,9 @@ def verify_dataset(store: TokenStore, workers: int = 1, advance: Advance = no_ad
 
 
 def _ends_documents(store: TokenStore) -> bool:
-    """Return whether the dataset was made with a token after each document."""
+    """Return whether the dataset was made with a token after each document; a chat template may add more."""
+    if "chat_template" in store.about.get("settings", {}):
+        return False
     return store.about.get("separators", {}).get("eos", "unknown") is not None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from arriero.data.text.builtin import markov_text
+from arriero.data.text.formats import BadRecord, RecordFormat
 from arriero.data.text.sources import DANGLING, Input, names_of
 from arriero.errors import UserError
 from arriero.units import counted
@@ -90,6 +91,9 @@ _SKIP = "correct it, or pass --skip-bad to skip and count such records"
 _CHANGED = "inputs must not change during a prepare: restore the file, or prepare into another directory"
 
 
+Column = str | RecordFormat
+
+
 class TextBatch(NamedTuple):
     texts: list[str]
     text_bytes: int
@@ -148,9 +152,9 @@ MAX_BAD = "50%"
 
 
 def read_text_range(
-    inputs: list[Input], begin: int, end: int, column: str, bad: BadRecords
+    inputs: list[Input], begin: int, end: int, column: Column, bad: BadRecords
 ) -> Iterator[TextBatch]:
-    """Read the texts of a range, in batches.
+    """Read the texts of a range, in batches. `column` is that of the text, or makes a text of several.
 
     `begin` and `end` are bytes of a JSONL file, row groups of Parquet, or numbers of synthetic documents.
     """
@@ -163,10 +167,10 @@ def read_text_range(
     if first.kind == "jsonl":
         return _read_jsonl(first, begin, end, column, bad)
     if first.kind == "parquet":
-        return _read_columns(first, _parquet_columns(first, begin, end, column), bad)
+        return _read_columns(first, _parquet_columns(first, begin, end, column), column, bad)
     if first.kind == "arrow":
-        return _read_columns(first, _arrow_columns(first, column), bad)
-    return _in_batches(_text_files(inputs, bad))
+        return _read_columns(first, _arrow_columns(first, column), column, bad)
+    return _in_batches(_text_files(inputs, column, bad))
 
 
 def check_unchanged(source: Input) -> None:
@@ -178,7 +182,7 @@ def check_unchanged(source: Input) -> None:
         raise UserError(f"{source.path} has changed since this prepare began", _CHANGED)
 
 
-def _read_jsonl(source: Input, begin: int, end: int, column: str, bad: BadRecords) -> Iterator[TextBatch]:
+def _read_jsonl(source: Input, begin: int, end: int, column: Column, bad: BadRecords) -> Iterator[TextBatch]:
     """Read the lines that begin in the range."""
     kept = 0
     with open_input(source) as file:
@@ -229,18 +233,18 @@ def _lines(file: IO[bytes], size: int) -> list[bytes]:
 
 
 def _texts_of(
-    lines: list[bytes], source: Input, at: int, column: str, bad: BadRecords
+    lines: list[bytes], source: Input, at: int, column: Column, bad: BadRecords
 ) -> tuple[list[str], int]:
     texts, text_bytes = [], 0
     for number, line in enumerate(lines):
         try:
-            text = fast_loads(line)[column]
+            text = _of_record(fast_loads(line), column)
             size = len(text) if text.isascii() else len(text.encode())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)[column]
+                text = _of_record(json.loads(line), column)
                 size = len(text.encode())
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 bad.add(partial(_line_problem, source, at, lines, number, column, error, bad.skip))
@@ -250,8 +254,12 @@ def _texts_of(
     return texts, text_bytes
 
 
+def _of_record(record: Any, column: Column) -> str:
+    return record[column] if isinstance(column, str) else column.text(record)
+
+
 def _line_problem(
-    source: Input, at: int, lines: list[bytes], number: int, column: str, error: Exception, skip: bool
+    source: Input, at: int, lines: list[bytes], number: int, column: Column, error: Exception, skip: bool
 ) -> str:
     """Describe what is wrong with line `number` of `lines`, the first of which begins at byte `at`."""
     if _is_json_array(source):
@@ -266,6 +274,8 @@ def _line_problem(
         return f"{where}: the text has half of a surrogate pair, which UTF-8 cannot encode"
     if isinstance(error, RecursionError):
         return f"{where}: nested too deeply"
+    if isinstance(error, BadRecord):
+        return f"{where}: {error}"
     if isinstance(error, ValueError):
         return f"{where}: broken JSON ({error})"
     record = json.loads(line)
@@ -298,7 +308,7 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _parquet_columns(source: Input, begin: int, end: int, column: str) -> Iterator[tuple[int, Any]]:
+def _parquet_columns(source: Input, begin: int, end: int, column: Column) -> Iterator[tuple[int, Any]]:
     """Yield slices of the column, each with the row of the file at which it begins."""
     import pyarrow.parquet as pq
 
@@ -306,12 +316,13 @@ def _parquet_columns(source: Input, begin: int, end: int, column: str) -> Iterat
         _check_column(source, file.schema_arrow, column)
         groups = range(begin, min(end, file.num_row_groups))
         row = sum(file.metadata.row_group(group).num_rows for group in range(begin))
-        for batch in file.iter_batches(batch_size=256, row_groups=list(groups), columns=[column]):
-            yield row, batch.column(0)
+        names = list(_names_of_columns(column))
+        for batch in file.iter_batches(batch_size=256, row_groups=list(groups), columns=names):
+            yield row, _values(batch, column)
             row += batch.num_rows
 
 
-def _arrow_columns(source: Input, column: str) -> Iterator[tuple[int, Any]]:
+def _arrow_columns(source: Input, column: Column) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
 
     with pa.memory_map(source.path) as file:
@@ -324,20 +335,33 @@ def _arrow_columns(source: Input, column: str) -> Iterator[tuple[int, Any]]:
         _check_column(source, reader.schema, column)
         row = 0
         for batch in batches:
-            whole = batch.column(reader.schema.get_field_index(column))
+            whole = _values(batch, column)
             for begin in range(0, len(whole), 256):
                 yield row + begin, whole[begin : begin + 256]
             row += len(whole)
 
 
-def _check_column(source: Input, schema: Any, column: str) -> None:
+def _names_of_columns(column: Column) -> tuple[str, ...]:
+    return (column,) if isinstance(column, str) else column.columns
+
+
+def _values(batch: Any, column: Column) -> Any:
+    """Return the values of a column, or records with the columns of a format."""
+    if isinstance(column, str):
+        return batch.column(batch.schema.get_field_index(column))
+    return batch.select(list(column.columns)).to_struct_array()
+
+
+def _check_column(source: Input, schema: Any, column: Column) -> None:
     import pyarrow as pa
 
-    if column not in schema.names:
-        there = ", ".join(map(repr, schema.names))
-        raise UserError(
-            f"{source.path} has no column '{column}'; there are {there}", "choose one with --column"
-        )
+    for name in _names_of_columns(column):
+        if name not in schema.names:
+            there = ", ".join(map(repr, schema.names))
+            todo = "choose one with --column" if isinstance(column, str) else "correct the template"
+            raise UserError(f"{source.path} has no column '{name}'; there are {there}", todo)
+    if not isinstance(column, str):
+        return
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
@@ -346,7 +370,9 @@ def _check_column(source: Input, schema: Any, column: str) -> None:
         )
 
 
-def _read_columns(source: Input, columns: Iterator[tuple[int, Any]], bad: BadRecords) -> Iterator[TextBatch]:
+def _read_columns(
+    source: Input, columns: Iterator[tuple[int, Any]], column: Column, bad: BadRecords
+) -> Iterator[TextBatch]:
     import pyarrow as pa
 
     def rows() -> Iterator[tuple[str, int]]:
@@ -354,7 +380,7 @@ def _read_columns(source: Input, columns: Iterator[tuple[int, Any]], bad: BadRec
             for begin, values in columns:
                 decoded = values.dictionary_decode() if isinstance(values, pa.DictionaryArray) else values
                 for row, value in enumerate(decoded, begin):
-                    text = _row_text(source, row, value, bad)
+                    text = _row_text(source, row, value, column, bad)
                     if text is not None:
                         yield text, len(text)
         except (OSError, pa.ArrowException) as error:
@@ -363,9 +389,14 @@ def _read_columns(source: Input, columns: Iterator[tuple[int, Any]], bad: BadRec
     return _in_batches(rows())
 
 
-def _row_text(source: Input, row: int, value: Any, bad: BadRecords) -> str | None:
+def _row_text(source: Input, row: int, value: Any, column: Column, bad: BadRecords) -> str | None:
     try:
         text = value.as_py()
+        if not isinstance(column, str):
+            return column.text(text)
+    except BadRecord as error:
+        bad.add(f"{source.path}, row {row}: {error}")
+        return None
     except UnicodeDecodeError:
         bad.add(f"{source.path}, row {row}: not UTF-8 text")
         return None
@@ -374,7 +405,7 @@ def _row_text(source: Input, row: int, value: Any, bad: BadRecords) -> str | Non
     return text
 
 
-def _text_files(inputs: list[Input], bad: BadRecords) -> Iterator[tuple[str, int]]:
+def _text_files(inputs: list[Input], column: Column, bad: BadRecords) -> Iterator[tuple[str, int]]:
     for source in inputs:
         if source.kind == DANGLING:
             bad.add(f"{source.path} is a broken link")
@@ -390,6 +421,11 @@ def _text_files(inputs: list[Input], bad: BadRecords) -> Iterator[tuple[str, int
         else:
             if "\0" in text:
                 bad.add(f"{source.path} is not text: it holds NUL bytes")
+                continue
+            try:
+                text = text if isinstance(column, str) else column.text({"text": text})
+            except BadRecord as error:
+                bad.add(f"{source.path}: {error}")
                 continue
             yield text, source.size
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from arriero.data.text.builtin import DEFAULT_BYTES, stdlib_documents
+from arriero.data.text.formats import ChatTemplate, PromptTemplate, RecordFormat
 from arriero.errors import UserError
 from arriero.units import parse_bytes
 
@@ -78,7 +79,8 @@ ALL_FILES = Select()
 class TextSources:
     """The sources a user named and how to read them.
 
-    `columns` are pairs of a source, folder, file or pattern and the column of its text.
+    `columns` are pairs of a source, folder, file or pattern and the column of its text, `templates` pairs of
+    such a place, or "" for all sources, and a template. `chat` reads messages from all sources.
     """
 
     names: tuple[str, ...]
@@ -86,6 +88,8 @@ class TextSources:
     columns: tuple[tuple[str, str], ...] = ()
     select: Select = ALL_FILES
     skip_bad: bool = False
+    templates: tuple[tuple[str, PromptTemplate], ...] = ()
+    chat: ChatTemplate | None = None
 
     def find(self) -> list[Input]:
         """List the inputs; raise UserError where it is not clear how to read a file."""
@@ -96,11 +100,13 @@ class TextSources:
                 _check_suffixes(name, files)
                 if not self.select.include:
                     _check_one_kind(name, files)
-        for place, column in self.columns:
+        given = [("--column", "COLUMN", *each) for each in self.columns]
+        given += [("--template", "TEMPLATE", place, each.template) for place, each in self.templates if place]
+        for option, word, place, value in given:
             if not any(self._covers(place, each) for each in inputs):
                 raise UserError(
-                    f"--column {place}={column} matches no input",
-                    "write SOURCE=COLUMN with a source, a folder, a file or a pattern of this command",
+                    f"{option} {place}={value} matches no input",
+                    f"write SOURCE={word} with a source, a folder, a file or a pattern of this command",
                 )
         return inputs
 
@@ -108,6 +114,18 @@ class TextSources:
         """List the files that the user named and that --include or --exclude leave out."""
         files = [Path(name) for name in self.names if not name.startswith(NAMED) and Path(name).is_file()]
         return [str(path) for path in files if not self.select.takes(path, path.parent)]
+
+    @property
+    def masks_loss(self) -> bool:
+        """Whether documents have parts that the loss excludes."""
+        return bool(self.templates) or self.chat is not None
+
+    def format_of(self, each: Input) -> "str | RecordFormat":
+        """Return what makes a text of a record of this input: a template, or a column."""
+        if self.chat is not None:
+            return self.chat
+        matching = [made for place, made in self.templates if not place or self._covers(place, each)]
+        return matching[-1] if matching else self.column_of(each)
 
     def column_of(self, each: Input) -> str:
         """Return the last matching SOURCE=COLUMN, else the plain column, else the source's usual one."""

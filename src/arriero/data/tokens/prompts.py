@@ -8,7 +8,10 @@ from typing import Any
 
 import tokenizers
 
+from arriero.data.text.formats import BadRecord, read_chat_template
+from arriero.data.tokens.marked import chat_tokenizer, special_tokens
 from arriero.data.tokens.tokenizer import (
+    ENDS_OF_TURNS,
     KNOWN_BEGINNINGS,
     added_by_template,
     declared_token,
@@ -35,6 +38,23 @@ class PromptTokenizer:
         """Return the ids of a text at the beginning of a document; special tokens in it stay text."""
         ids = self.inner.encode(text, add_special_tokens=self.adds_special_tokens).ids
         return ids if self.bos_id is None else [self.bos_id, *ids]
+
+    def chat(self, text: str, system: str | None = None) -> list[int]:
+        """Return the ids of a user's turn, up to where the assistant's begins, by the chat template."""
+        definition = read_definition(self.path)
+        template = read_chat_template(self.path, special=special_tokens(definition))
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        try:
+            whole = template.prompt([*messages, {"role": "user", "content": text}])
+        except BadRecord as error:
+            raise UserError(f"the prompt is not a chat: {error}", "change the prompt") from None
+        return chat_tokenizer(definition).encode(whole, add_special_tokens=False).ids
+
+    @property
+    def ends_of_turns(self) -> frozenset[int]:
+        """Return the ids of tokens that end a turn of a chat."""
+        found = (self.inner.token_to_id(name) for name in ENDS_OF_TURNS)
+        return frozenset(each for each in found if each is not None)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.inner.decode(list(ids), skip_special_tokens=True)

@@ -107,6 +107,12 @@ def _file_of(path: Path) -> Path:
     raise UserError(f"{path} has neither tokenizer.json nor tokenizer.model", _GIVE)
 
 
+def chat_template_beside(path: Path) -> list[Path]:
+    """Return the chat template beside a tokenizer file, if there is one."""
+    chat = path.with_name("chat_template.jinja")
+    return [chat] if chat.is_file() else []
+
+
 def declared_token(path: Path, name: str) -> str | None:
     """Return the `eos_token` or `bos_token` that `tokenizer_config.json` beside the tokenizer declares."""
     config = _file_of(Path(path)).parent / "tokenizer_config.json"
