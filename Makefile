@@ -7,7 +7,7 @@ OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/de
 PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check quick test docs gpu parity planner-accuracy bench-small bench-costs bench-data reliability test-oldest test-peers clean
+.PHONY: demo check quick test docs gpu peers-gpu parity planner-accuracy bench-small bench-costs bench-data reliability test-oldest test-peers clean
 
 # Removes the run first: a finished run would only print its result.
 demo: $(VENV)/.installed
@@ -81,7 +81,16 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 # Your data/ and runs/ are left alone.
 clean:
-	rm -rf .venv .venv-oldest .venv-peers
+	rm -rf .venv .venv-oldest .venv-peers .peers-gpu
+
+# torchtitan and Arriero in turns on one GPU, dense and packed: about 15 minutes. Writes docs/performance.md. ARGS="--only bf16".
+peers-gpu: $(VENV)/.installed .peers-gpu/.installed
+	PYTHONPATH=$(CURDIR)/.peers-gpu:$(PYTHONPATH) $(VENV)/bin/python -m benchmarks.peers_gpu $(ARGS)
+
+# Without dependencies, so that torch stays as it is.
+.peers-gpu/.installed:
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --target .peers-gpu torchtitan==0.2.2 tyro torchdata docstring-parser typeguard shtab einops tomli
+	touch $@
 
 # The tests that need megatron-core and datatrove, from an environment of their own.
 test-peers: $(VENV)/.installed-test .venv-peers/.installed
