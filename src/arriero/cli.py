@@ -20,6 +20,7 @@ import arriero.federate.commands as federation_verbs
 import arriero.launch.doctor.commands as doctor_verbs
 import arriero.plan.commands as config_verbs
 import arriero.report.commands as plan_verbs
+import arriero.report.run_commands as report_verbs
 import arriero.train.commands as train_verbs
 from arriero import __version__
 from arriero.config.options import WithRunFile
@@ -38,6 +39,7 @@ config = typer.Typer(help="Show run files, keys and model presets.", no_args_is_
 data = typer.Typer(help="Turn text into tokens; inspect and verify datasets.", no_args_is_help=True)
 evaluation = typer.Typer(help="Evaluate models: perplexity, tasks.", no_args_is_help=True)
 fed = typer.Typer(help="Train one model at several sites, which keep their data.", no_args_is_help=True)
+runs = typer.Typer(help="List and compare runs.", invoke_without_command=True)
 bench = typer.Typer(help="Benchmark training steps and verify parallel layouts.", no_args_is_help=True)
 
 app.command(cls=WithRunFile)(train_verbs.train)
@@ -77,6 +79,10 @@ fed.command()(federation_verbs.init)
 fed.command()(federation_verbs.run)
 fed.command()(federation_verbs.status)
 fed.command(cls=checkpoint_verbs.SpreadWeights)(federation_verbs.aggregate)
+app.command()(report_verbs.status)
+app.add_typer(runs, name="runs")
+runs.callback()(report_verbs.list_runs)
+runs.command()(report_verbs.compare)
 app.add_typer(config, name="config")
 config.command(cls=WithRunFile)(config_verbs.show)
 config.command(cls=WithRunFile)(config_verbs.check)

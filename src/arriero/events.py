@@ -23,17 +23,26 @@ START_OVER = "start over"
 def events_since(path: Path, kind: str) -> list[dict[str, Any]]:
     """Return the events after the last one of a kind, or all. Half a line, left by a kill, is ignored."""
     found: list[dict[str, Any]] = []
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and event.get("event") == kind:
+    for event in read_records(path):
+        if event.get("event") == kind:
             found.clear()
-        elif isinstance(event, dict) and "event" in event:
+        elif "event" in event:
             found.append(event)
     return found
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file with one per line. Half a line, left by a kill, is ignored."""
+    if not path.exists():
+        return
+    with path.open(errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
 
 
 def warn(text: str) -> None:

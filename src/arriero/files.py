@@ -292,6 +292,23 @@ def locked(
             os.close(descriptor)
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock on this file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _acquire(
     path: Path, what: object, busy: str, wait_s: float | None, shared: bool, lease_s: float
 ) -> int | None:

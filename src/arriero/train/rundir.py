@@ -53,11 +53,16 @@ def run_directory(config: RunConfig) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
+def lock_of(directory: Path) -> Path:
+    """Return the lock file of a run directory, which a running run holds."""
+    return directory.with_name(f".{directory.name}.lock")
+
+
 def lock_run(config: RunConfig) -> AbstractContextManager[bool]:
     """Lock the run directory, which need not exist yet: two runs would delete each other's checkpoints."""
     directory = run_directory(config)
     return locked(
-        directory.with_name(f".{directory.name}.lock"),
+        lock_of(directory),
         directory,
         busy="wait for it or stop it, or choose another run with --set run.name=NAME",
         unwritable="set run.dir to a directory you may write",

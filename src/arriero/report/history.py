@@ -1,0 +1,162 @@
+"""What a run directory tells about a run: its state, curves, events and settings. Nothing is changed."""
+
+import json
+import os
+import tomllib
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from arriero.config.load import config_from_toml
+from arriero.config.timeline import total_steps
+from arriero.errors import UserError
+from arriero.events import EVENTS, read_records
+from arriero.files import is_locked
+from arriero.train.rundir import lock_of
+
+METRICS = "metrics.jsonl"
+_RUN_FILE = "run.toml"
+State = Literal["running", "finished", "stopped", "failed", "killed", "new"]
+_STATES: dict[str, State] = {"end": "finished", "signal": "stopped", "fault": "failed", "start": "killed"}
+# bytes at the end of a file that surely hold a whole line
+_TAIL = 65536
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """A run, read from its directory when a property is first used."""
+
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The resolved run file, as one value per key."""
+        try:
+            return _flat(tomllib.loads((self.directory / _RUN_FILE).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.directory / _RUN_FILE} cannot be read ({error})") from None
+
+    @cached_property
+    def total_steps(self) -> int | None:
+        """Number of steps of the whole run; None for a horizon in wall time or a file of another version."""
+        try:
+            return total_steps(config_from_toml(self.directory / _RUN_FILE))
+        except UserError:
+            return None
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        return [record for record in read_records(self.directory / EVENTS) if "event" in record]
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl in the order of steps; of a step that was repeated, the last line."""
+        lines = {
+            line["step"]: line
+            for line in read_records(self.directory / METRICS)
+            if isinstance(line.get("step"), int)
+        }
+        return [lines[step] for step in sorted(lines)]
+
+    @cached_property
+    def last(self) -> dict[str, Any]:
+        """The last line of metrics.jsonl, read from the end of the file; {} if there is none."""
+        path = self.directory / METRICS
+        if not path.exists():
+            return {}
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            tail = file.read()
+        for line in reversed(tail.splitlines()):
+            record = _parsed(line)
+            if isinstance(record.get("step"), int):
+                return record
+        return {}
+
+    @cached_property
+    def state(self) -> State:
+        """A run without a lock whose last start has no end was killed."""
+        if is_locked(lock_of(self.directory)):
+            return "running"
+        kinds = [event["event"] for event in self.events if event["event"] in _STATES]
+        return _STATES[kinds[-1]] if kinds else "new"
+
+    @property
+    def last_activity(self) -> float:
+        """Time of the last change of metrics, events or run file, in seconds since 1970."""
+        files = (self.directory / name for name in (METRICS, EVENTS, _RUN_FILE))
+        return max(file.stat().st_mtime for file in files if file.exists())
+
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """Return (tokens, value) of every line that has the key."""
+        return [
+            (line["tokens"], line[key])
+            for line in self.metrics
+            if isinstance(line.get(key), int | float) and "tokens" in line
+        ]
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def find_runs(folder: Path) -> list[RunHistory]:
+    """Return the runs in a folder, the last active one first."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a directory", "give the directory that holds the runs")
+    found = [RunHistory(path) for path in folder.iterdir() if (path / _RUN_FILE).is_file()]
+    return sorted(found, key=lambda run: run.last_activity, reverse=True)
+
+
+def differing_settings(runs: Sequence[RunHistory]) -> dict[str, list[Any]]:
+    """Return the value in each run of every key that differs; None where a run has no such key."""
+    keys = {key: None for run in runs for key in run.settings}
+    values = {key: [run.settings.get(key) for run in runs] for key in keys}
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+
+
+def at_tokens(series: Sequence[tuple[int, float]], tokens: float) -> float | None:
+    """Return a curve's value at a number of tokens, interpolated; None outside of the curve."""
+    place = bisect_left(series, (tokens, float("-inf")))
+    if place < len(series) and series[place][0] == tokens:
+        return series[place][1]
+    if place in (0, len(series)):
+        return None
+    (left, before), (right, after) = series[place - 1], series[place]
+    return before + (after - before) * (tokens - left) / (right - left)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw a curve as text, one character per mean of neighbouring values."""
+    bars = "▁▂▃▄▅▆▇█"
+    means = list(_means(values, width))
+    if not means:
+        return ""
+    low, high = min(means), max(means)
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    return "".join(bars[round((value - low) * scale)] for value in means)
+
+
+def _means(values: Sequence[float], width: int) -> Iterator[float]:
+    count = min(width, len(values))
+    for i in range(count):
+        part = values[i * len(values) // count : (i + 1) * len(values) // count]
+        yield sum(part) / len(part)

@@ -1,0 +1,281 @@
+"""`arriero runs`, `runs compare` and `status`: runs in the terminal."""
+
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from arriero.checkpoint.commands import run_directory_at
+from arriero.config.options import AsJson
+from arriero.errors import UserError
+from arriero.ui import Table, facts, make_console, panel, print_json, styled
+from arriero.units import human_bytes, human_count, human_time
+
+if TYPE_CHECKING:
+    from arriero.report.history import RunHistory
+
+_COLOURS = {
+    "running": "green",
+    "finished": "cyan",
+    "stopped": "yellow",
+    "failed": "red",
+    "killed": "red",
+    "new": "dim",
+}
+_POINTS = 8
+# a run that was killed or failed is shown with its last events
+_SHOWN_EVENTS = 4
+_NOTABLE = ("signal", "fault", "skip", "save failed", "remark")
+
+Run = Annotated[Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)]
+Folder = Annotated[Path, typer.Option("--dir", help="The directory that holds the runs.")]
+
+
+def list_runs(context: typer.Context, folder: Folder = Path("runs"), as_json: AsJson = False) -> None:
+    """List runs: state, progress, loss, speed, and when they were last active. See also `runs compare`.
+
+    Example: arriero runs --dir runs
+    """
+    from arriero.report.history import find_runs
+
+    if context.invoked_subcommand is not None:
+        return
+    rows = [_row(run) for run in find_runs(folder)]
+    if as_json:
+        print_json({"runs": rows})
+        return
+    console = make_console(wide=True)
+    if not rows:
+        console.print(f"{folder} has no runs")
+        return
+    table = Table("run", "state", ">step", ">tokens", ">loss", ">validation", ">tok/s", ">last active")
+    for row in rows:
+        step = _step(row["step"], row["total_steps"])
+        table.row(
+            row["run"],
+            styled(row["state"], _COLOURS[row["state"]]),
+            step,
+            human_count(row["tokens"]) if row["tokens"] else "",
+            _number(row["loss"], "{:.4f}"),
+            _number(row["eval_loss"], "{:.4f}"),
+            _number(row["tokens_per_s"], "{:,.0f}"),
+            _ago(row["last_activity"]),
+        )
+    console.print(table)
+
+
+def _row(run: "RunHistory") -> dict[str, Any]:
+    last = run.last
+    losses = [event["eval_loss"] for event in run.events if event["event"] == "evaluation"]
+    return {
+        "run": run.name,
+        "directory": str(run.directory),
+        "state": run.state,
+        "step": last.get("step", 0),
+        "total_steps": run.total_steps,
+        "tokens": last.get("tokens", 0),
+        "loss": last.get("loss"),
+        "eval_loss": losses[-1] if losses else None,
+        "tokens_per_s": last.get("tokens_per_s"),
+        "last_activity": run.last_activity,
+    }
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Two or more run directories, or names under runs/.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs: the keys that differ, the loss at equal numbers of tokens, speed and memory.
+
+    Losses are interpolated between logged steps.
+
+    Example: arriero runs compare runs/base runs/higher-lr
+    """
+    from arriero.config.fields import toml_value
+    from arriero.report.history import RunHistory, differing_settings
+
+    if len(runs) < 2:
+        raise UserError("one run cannot be compared", "name two or more")
+    found = [RunHistory(run_directory_at(run)) for run in runs]
+    names = _distinct_names(found)
+    changed = differing_settings(found)
+    curves = _curves(found)
+    totals = [_totals(run) for run in found]
+    if as_json:
+        print_json({"runs": names, "settings": changed, "curves": curves, "totals": totals})
+        return
+    console = make_console(wide=True)
+    settings = Table("key", *names, title="settings that differ")
+    for key, values in changed.items():
+        settings.row(key, *("" if value is None else toml_value(value) for value in values))
+    console.print(settings if changed else "The run files are equal.")
+    for key, title in (("loss", "training loss"), ("eval_loss", "validation loss")):
+        table = Table(">tokens", *(f">{name}" for name in names), ">difference", title=f"\n{title}")
+        for point in curves[key]:
+            known = [value for value in point["values"] if value is not None]
+            spread = known[-1] - known[0] if len(known) == len(found) else None
+            shown = [_number(value, "{:.4f}") for value in point["values"]]
+            table.row(human_count(point["tokens"]), *shown, _number(spread, "{:+.4f}"))
+        if curves[key]:
+            console.print(table)
+    table = Table("whole run", *(f">{name}" for name in names), title="\nspeed and memory")
+    for key, pattern in _TOTALS.items():
+        table.row(key, *(_number(each[key], pattern) for each in totals))
+    console.print(table)
+
+
+_TOTALS = {
+    "steps": "{:,.0f}",
+    "last loss": "{:.4f}",
+    "last validation loss": "{:.4f}",
+    "median tok/s": "{:,.0f}",
+    "median MFU": "{:.1%}",
+    "peak GiB": "{:.1f}",
+}
+
+
+def _totals(run: "RunHistory") -> dict[str, float | None]:
+    def values(key: str) -> list[float]:
+        return [value for _, value in run.series(key)]
+
+    losses, validation, speeds, mfu = (values(key) for key in ("loss", "eval_loss", "tokens_per_s", "mfu"))
+    # the first line contains compilation
+    steady = speeds[1:] or speeds
+    found = (
+        run.last.get("step"),
+        losses[-1] if losses else None,
+        validation[-1] if validation else None,
+        median(steady) if steady else None,
+        median(mfu[1:] or mfu) if mfu else None,
+        max(values("peak_mem_gib"), default=None),
+    )
+    return dict(zip(_TOTALS, found, strict=True))
+
+
+def _curves(runs: "list[RunHistory]") -> dict[str, list[dict[str, Any]]]:
+    """Return losses at token counts that are evenly spaced over the range all runs have reached."""
+    from arriero.report.history import at_tokens
+
+    result = {}
+    for key in ("loss", "eval_loss"):
+        curves = [run.series(key) for run in runs]
+        result[key] = []
+        if not all(curves):
+            continue
+        first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+        if last < first:
+            continue
+        points = {first + (last - first) * i // (_POINTS - 1) for i in range(_POINTS)}
+        for tokens in sorted(points):
+            values = [at_tokens(curve, tokens) for curve in curves]
+            result[key].append({"tokens": tokens, "values": values})
+    return result
+
+
+def _distinct_names(runs: "list[RunHistory]") -> list[str]:
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.directory) for run in runs]
+
+
+def status(
+    run: Annotated[
+        Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Show a run on one screen: state, progress, time left, losses, speed, memory, checkpoints, faults.
+
+    Example: arriero status runs/demo
+    """
+    from arriero.checkpoint.directory import find_checkpoints
+    from arriero.checkpoint.scores import read_evaluations
+    from arriero.report.history import RunHistory
+
+    found = RunHistory(run_directory_at(run))
+    row = _row(found) | {"time_left_s": _time_left(found)}
+    checkpoints = find_checkpoints(found.directory)
+    notable = [event for event in found.events if event["event"] in _NOTABLE][-_SHOWN_EVENTS:]
+    if as_json:
+        saved = [{"step": each.step, "directory": str(each.directory)} for each in checkpoints]
+        print_json(row | {"last": found.last, "checkpoints": saved, "events": notable})
+        return
+    console = make_console()
+    console.print(panel(_progress(found, row), f"{found.name}: {row['state']}", align="left"))
+    console.print(facts(_facts(found)))
+    if checkpoints:
+        table = Table(">checkpoint", ">tokens", ">size", ">saved", "evaluations")
+        for saved in checkpoints[-3:]:
+            made = saved.manifest
+            scores = "; ".join(map(str, read_evaluations(saved.directory)))
+            about = (human_count(made.tokens), human_bytes(made.size), _ago(made.time)) if made else ("",) * 3
+            table.row(saved.step, *about, scores or saved.problem or "")
+        console.print(table)
+    for event in notable:
+        text = event.get("message") or event.get("text") or event.get("error") or ""
+        step = f" at step {event['step']:,}" if "step" in event else ""
+        console.plain(f"{event['event']}{step}, {_ago(event['time'])}: {text}", "yellow")
+
+
+def _progress(run: "RunHistory", row: dict[str, Any]) -> str:
+    parts = [f"step {_step(row['step'], row['total_steps'])}", f"{human_count(row['tokens'])} tokens"]
+    if row["time_left_s"] is not None and run.state == "running":
+        parts.append(f"{human_time(row['time_left_s'])} left")
+    parts.append(f"last active {_ago(row['last_activity'])}")
+    if row["total_steps"]:
+        done = min(1.0, row["step"] / row["total_steps"])
+        parts.insert(0, "█" * round(20 * done) + "░" * (20 - round(20 * done)) + f" {done:.0%}")
+    return "   ".join(parts)
+
+
+def _facts(run: "RunHistory") -> list[tuple[str, ...]]:
+    from arriero.report.history import sparkline
+
+    last, rows = run.last, []
+    for key, name in (("loss", "loss"), ("eval_loss", "validation loss")):
+        values = [value for _, value in run.series(key)]
+        if values:
+            rows.append((name, f"{values[-1]:.4f}", sparkline(values, 40)))
+    if last.get("tokens_per_s"):
+        mfu = f", MFU {last['mfu']:.1%}" if last.get("mfu") else ""
+        wait = f"waiting for data {last.get('data_wait', 0):.1%} of the time"
+        rows.append(("speed", f"{last['tokens_per_s']:,.0f} tok/s{mfu}", wait))
+    if last.get("peak_mem_gib"):
+        reserved = last.get("reserved_mem_gib")
+        rows.append(
+            (
+                "memory",
+                f"{last['peak_mem_gib']:.1f} GiB",
+                f"{reserved:.1f} GiB reserved" if reserved else "",
+            )
+        )
+    if last.get("grad_norm") is not None:
+        rows.append(("gradient norm", f"{last['grad_norm']:.3g}", f"learning rate {last.get('lr', 0):.3g}"))
+    starts = [event for event in run.events if event["event"] == "start"]
+    if starts:
+        rows.append(("started", _ago(starts[-1]["time"]), f"start {len(starts)} of this run"))
+    return rows
+
+
+def _time_left(run: "RunHistory") -> float | None:
+    recent = [line["step_s"] for line in run.metrics[-20:] if line.get("step_s")]
+    if run.total_steps is None or not recent:
+        return None
+    return max(0, run.total_steps - run.last["step"]) * median(recent)
+
+
+def _step(step: int, total: int | None) -> str:
+    return f"{step:,} of {total:,}" if total else f"{step:,}"
+
+
+def _number(value: float | None, pattern: str) -> str:
+    return "" if value is None else pattern.format(value)
+
+
+def _ago(moment: float) -> str:
+    seconds = max(0.0, time.time() - moment)
+    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}s ago"
+    return f"{seconds:.0f} s ago"
