@@ -19,6 +19,7 @@ import arriero.evaluate.commands as evaluate_verbs
 import arriero.federate.commands as federation_verbs
 import arriero.launch.doctor.commands as doctor_verbs
 import arriero.plan.commands as config_verbs
+import arriero.plan.new_run as new_run_verbs
 import arriero.report.commands as plan_verbs
 import arriero.report.run_commands as report_verbs
 import arriero.train.commands as train_verbs
@@ -79,6 +80,7 @@ fed.command()(federation_verbs.init)
 fed.command()(federation_verbs.run)
 fed.command()(federation_verbs.status)
 fed.command(cls=checkpoint_verbs.SpreadWeights)(federation_verbs.aggregate)
+app.command()(new_run_verbs.init)
 app.command()(report_verbs.status)
 app.add_typer(runs, name="runs")
 runs.callback()(report_verbs.list_runs)

@@ -1,0 +1,162 @@
+"""`arriero init`: write a commented run file for a model, a dataset and a device."""
+
+import sys
+from itertools import pairwise
+from math import exp, log
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from arriero.config.load import load_run
+from arriero.errors import UserError
+from arriero.files import publish_file
+from arriero.model.presets import expand, load_preset, preset_names
+from arriero.plan.hardware import MACHINES, machine_named
+from arriero.plan.resolve import Decision, resolve
+from arriero.ui import facts, make_console
+from arriero.units import human_count, parse_span
+
+# peak learning rates by parameters: our demo, GPT-3 125M, OLMo 1B, Llama 3 8B, 70B and 405B
+_LEARNING_RATES = ((1e6, 4e-3), (1.25e8, 6e-4), (1e9, 4e-4), (8e9, 3e-4), (7e10, 1.5e-4), (4e11, 8e-5))
+# largest model and its global batch size in tokens
+_BATCHES = ((2e7, 2**14), (3e8, 2**18), (2e9, 2**19), (6e9, 2**20), (3e10, 2**22), (float("inf"), 2**24))
+_TOKENS_PER_PARAMETER = 20
+_LEAST_STEPS = 200
+_BUILTIN = "builtin:stdlib"
+
+_FILE = """\
+# A run file of Arriero. `arriero config explain KEY` describes a key, docs/config.md lists all of them.
+# Keys that are left out are derived; `arriero config check {file}` shows how, and why.
+
+[run]
+name = "{name}"  # the run is stored in runs/{name}
+
+[model]
+preset = "{model}"  # {parameters} parameters; a dimension may be overridden: layers = 4
+
+[data]
+sources = [{{ path = "{data}"{tokenizer} }}]  # several sources are mixed by weight = 0.9
+seq_len = {seq_len}
+document_mask = {mask}  # attention stays inside a document
+
+[train]
+batch = "{batch}"  # global batch size; micro-batch and gradient accumulation are derived
+horizon = "{horizon}"  # also "5000 steps" or "12h"
+
+[optim]
+lr = {lr:.2g}  # usual for this size
+
+[schedule]
+kind = "cosine"
+warmup = "{warmup}"
+floor = 0.1  # the learning rate ends at this fraction of its peak
+
+[eval]
+heldout = "{heldout}"  # documents of each source that are not trained on
+every = "{every}"
+
+[checkpoint]
+every = "{save} steps"
+keep = 3
+"""
+
+
+def init(
+    model: Annotated[str | None, typer.Option(metavar="PRESET", help="Model preset.")] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help=f"Prepared dataset, text, or {_BUILTIN}.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="PATH", help="Tokenizer, for text.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="SPAN", help="Length of training, like '20B tok'.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"Check it for a device: {', '.join(MACHINES)}.")
+    ] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 1,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The run file to write.")] = Path("run.toml"),
+) -> None:
+    """Write a commented run file. On a terminal it asks for what is not given.
+
+    Example: arriero init --model llama3.2-1b --data data/corpus --tokens '20B tok' --device h200 --nproc 8
+    """
+    model = model or _ask("model preset (see `arriero config models`)", "llama-demo")
+    if model not in preset_names():
+        raise UserError(f"there is no preset '{model}'", "`arriero config models` lists them")
+    data = data or _ask("data: a prepared dataset, or text", _BUILTIN)
+    parameters = load_preset(model).parameters
+    usual = f"{human_count(_TOKENS_PER_PARAMETER * parameters)} tok"
+    tokens = tokens or _ask("tokens to train on (20 per parameter)", usual)
+    content = _content(model, data, tokenizer, tokens, seq_len, nproc, out)
+    if out.exists() and out.read_bytes() != content.encode():
+        raise UserError(f"{out} exists and is different", "choose another file with --out")
+    decisions = _checked(content, out, device, nproc)
+    console = make_console()
+    if decisions:
+        console.print(facts([(each.name, each.value, each.reason) for each in decisions]))
+    console.plain(f"wrote {out}; start it with: arriero train {out}")
+
+
+def _ask(question: str, default: str) -> str:
+    return str(typer.prompt(question, default=default)) if sys.stdin.isatty() else default
+
+
+def _content(
+    model: str, data: str, tokenizer: str | None, tokens: str, seq_len: int | None, nproc: int, out: Path
+) -> str:
+    spec = load_preset(model)
+    seq_len = seq_len or min(spec.max_seq_len, 8192)
+    usual = next(batch for size, batch in _BATCHES if spec.parameters <= size)
+    try:
+        horizon = parse_span(tokens).in_tokens(usual)
+    except ValueError as error:
+        raise UserError(f"--tokens: {error}", "write it like '20B tok' or '5000 steps'") from None
+    # a short training needs smaller batches, or it would have too few updates
+    sequences = max(1, min(usual, horizon // _LEAST_STEPS) // seq_len)
+    batch = -(-sequences // nproc) * nproc * seq_len
+    return _FILE.format(
+        file=out,
+        name=out.stem if out.stem != "run" else model,
+        model=model,
+        parameters=human_count(spec.parameters),
+        data=data,
+        tokenizer=f', tokenizer = "{tokenizer}"' if tokenizer else "",
+        seq_len=seq_len,
+        mask="true" if data != _BUILTIN else "false",
+        batch=_exact(batch),
+        horizon=_exact(horizon),
+        lr=_learning_rate(spec.parameters),
+        warmup=_exact(max(batch, min(horizon // 50, 2000 * batch))),
+        heldout=_exact(max(8 * seq_len, min(horizon // 100, 10**6))),
+        every=_exact(max(batch, horizon // 50)),
+        save=max(1, min(1000, horizon // batch // 10)),
+    )
+
+
+def _exact(tokens: int) -> str:
+    """Write a number of tokens with the largest suffix that keeps it exact: '100B tok'."""
+    for scale, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if tokens % scale == 0:
+            return f"{tokens // scale}{suffix} tok"
+    return f"{tokens} tok"
+
+
+def _checked(content: str, out: Path, device: str | None, nproc: int) -> tuple[Decision, ...]:
+    """Write the file, load it, and resolve it for the device; remove it if that fails."""
+    publish_file(out, content.encode())
+    try:
+        config = load_run(out, [], expand).config
+        return resolve(config, machine_named(device, nproc), nproc).decisions if device else ()
+    except UserError:
+        out.unlink()
+        raise
+
+
+def _learning_rate(parameters: int) -> float:
+    """Interpolate between published learning rates, on logarithmic scales."""
+    points = [(log(size), log(rate)) for size, rate in _LEARNING_RATES]
+    place = min(max(log(parameters), points[0][0]), points[-1][0])
+    (left, low), (right, high) = next(pair for pair in pairwise(points) if place <= pair[1][0])
+    return exp(low + (high - low) * (place - left) / (right - left))

@@ -1,0 +1,45 @@
+"""`arriero init` writes run files that load and can be resolved."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from arriero.model.presets import preset_names
+
+
+def test_without_answers_it_writes_the_file_of_a_run_that_needs_nothing(command):
+    assert command("init").returncode == 0
+    assert command("config", "check", "run.toml").returncode == 0
+    assert tomllib.loads(Path("run.toml").read_text())["data"]["sources"][0]["path"] == "builtin:stdlib"
+
+
+@pytest.mark.parametrize("preset", [name for name in preset_names() if "405b" not in name])
+def test_every_preset_gives_a_file_that_config_check_accepts(command, preset):
+    given = ("--model", preset, "--data", "data/corpus", "--device", "h200", "--nproc", "64")
+    assert command("init", *given, "-o", "new.toml").returncode == 0
+    checked = command("config", "check", "new.toml", "--device", "h200", "--nproc", "64")
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_the_values_given_are_in_the_file(command):
+    given = ("--model", "llama3.2-1b", "--data", "text.jsonl", "--tokenizer", "tok.json", "--seq-len", "4096")
+    assert command("init", *given, "--tokens", "3B tok", "-o", "new.toml").returncode == 0
+    written = tomllib.loads(Path("new.toml").read_text())
+    assert written["data"]["sources"] == [{"path": "text.jsonl", "tokenizer": "tok.json"}]
+    assert (written["data"]["seq_len"], written["train"]["horizon"]) == (4096, "3B tok")
+
+
+def test_an_existing_file_is_kept_and_the_same_file_may_be_written_twice(command):
+    assert [command("init", "-o", "new.toml").returncode for _ in range(2)] == [0, 0]
+    Path("run.toml").write_text("# mine")
+    assert command("init").returncode == 2
+    assert Path("run.toml").read_text() == "# mine"
+
+
+@pytest.mark.parametrize(
+    "given", [("--model", "llama9"), ("--tokens", "5"), ("--model", "llama-demo", "--seq-len", "10**9")]
+)
+def test_a_wrong_answer_writes_no_file(command, given):
+    assert command("init", *given).returncode == 2
+    assert not Path("run.toml").exists()

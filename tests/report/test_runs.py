@@ -1,0 +1,116 @@
+"""`arriero runs`, `runs compare` and `status` read what run directories say."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from arriero.config.fields import to_toml
+from arriero.config.load import load_run
+from arriero.model.presets import expand
+from arriero.report.history import RunHistory, at_tokens
+
+START, END = {"time": 1.0, "event": "start"}, {"time": 9.0, "event": "end"}
+
+
+def write_run(folder, name, losses, events=(START, END), lr=0.1, **metrics):
+    directory = folder / name
+    directory.mkdir(parents=True)
+    sets = [f"run.name={name}", "train.horizon=10 steps", f"optim.lr={lr}"]
+    (directory / "run.toml").write_text(to_toml(load_run(None, sets, expand).config))
+    lines = [
+        {"step": step, "tokens": 100 * step, "loss": loss, "tokens_per_s": 50.0, "step_s": 2.0, **metrics}
+        for step, loss in losses
+    ]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("last", "state"), [("end", "finished"), ("signal", "stopped"), ("fault", "failed"), ("save", "killed")]
+)
+def test_the_state_is_that_of_the_last_start(tmp_path, last, state):
+    events = (START, END, START, {"time": 8.0, "event": last})
+    assert RunHistory(write_run(tmp_path, "a", [(1, 2.0)], events)).state == state
+
+
+def test_a_run_is_running_while_its_process_holds_the_lock_and_killed_afterwards(tmp_path):
+    directory = write_run(tmp_path, "a", [(1, 2.0)], (START,))
+    code = """
+        import sys
+        from pathlib import Path
+        from arriero.files import locked
+        from arriero.train.rundir import lock_of
+        with locked(lock_of(Path(sys.argv[1])), "the run", unwritable=""):
+            print("locked", flush=True)
+            sys.stdin.read()
+    """
+    holder = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), directory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout.readline() == b"locked\n"
+    assert RunHistory(directory).state == "running"
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.communicate()
+    assert RunHistory(directory).state == "killed"
+
+
+def test_of_a_repeated_step_the_last_line_counts_and_half_a_line_is_ignored(tmp_path):
+    run = RunHistory(write_run(tmp_path, "a", [(1, 4.0), (2, 3.0), (3, 9.0), (2, 2.5), (3, 2.0)]))
+    with (run.directory / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "tok')
+    assert run.series("loss") == [(100, 4.0), (200, 2.5), (300, 2.0)]
+    assert run.last["step"] == 3
+
+
+def test_runs_are_listed_with_the_last_active_first(command, tmp_path):
+    for age, name in ((100, "old"), (1, "young")):
+        directory = write_run(tmp_path / "runs", name, [(5, 2.0)])
+        for file in directory.iterdir():
+            os.utime(file, (0, 1e9 - age))
+    (tmp_path / "runs" / "notes").mkdir()
+    listed = json.loads(command("runs", "--json").stdout)["runs"]
+    assert [row["run"] for row in listed] == ["young", "old"]
+    assert listed[0] | {"step": 5, "total_steps": 10, "loss": 2.0, "state": "finished"} == listed[0]
+    assert "5 of 10" in command("runs").stdout
+
+
+def test_compare_shows_keys_that_differ_and_losses_at_equal_tokens(command, tmp_path):
+    write_run(tmp_path / "runs", "a", [(1, 4.0), (3, 2.0)])
+    write_run(tmp_path / "runs", "b", [(1, 5.0), (2, 3.0), (3, 1.0)], lr=0.2)
+    found = json.loads(command("runs", "compare", "a", "b", "--json").stdout)
+    assert found["settings"] == {"run.name": ["a", "b"], "optim.lr": [0.1, 0.2]}
+    points = {point["tokens"]: point["values"] for point in found["curves"]["loss"]}
+    assert points[100] == [4.0, 5.0]
+    assert points[300] == [2.0, 1.0]
+    assert all(300 >= tokens >= 100 for tokens in points)
+
+
+def test_a_curve_is_interpolated_and_not_extended():
+    curve = [(100, 4.0), (300, 2.0)]
+    assert [at_tokens(curve, tokens) for tokens in (100, 200, 300)] == [4.0, 3.0, 2.0]
+    assert at_tokens(curve, 99) is None
+    assert at_tokens(curve, 301) is None
+
+
+def test_status_shows_progress_and_the_reason_of_a_failure(command, tmp_path):
+    fault = {"time": 3.0, "event": "fault", "step": 4, "message": "the disk is full"}
+    write_run(tmp_path / "runs", "a", [(1, 4.0), (4, 2.0)], (START, fault))
+    shown = command("status", "a").stdout
+    assert "failed" in shown
+    assert "4 of 10" in shown
+    assert "the disk is full" in shown
+    assert json.loads(command("status", "a", "--json").stdout)["time_left_s"] == 12.0
+
+
+def test_a_folder_that_is_no_run_is_refused(command):
+    for arguments in (("status", "x"), ("runs", "compare", "x", "y"), ("runs", "--dir", "x")):
+        result = command(*arguments)
+        assert (result.returncode, "Traceback" in result.stderr) == (2, False)
