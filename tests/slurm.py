@@ -165,21 +165,32 @@ def require_slurm() -> None:
         (pytest.fail if os.environ.get("ARRIERO_REQUIRE_SLURM") else pytest.skip)(reason)
 
 
-@functools.cache
 def why_no_slurm() -> str | None:
     """Return why there is no Slurm on this machine, after an attempt to install it; None if there is."""
     _search_sbin()
-    if not (missing := _missing()):
+    return why_missing("Slurm", PROGRAMS, PACKAGES)
+
+
+def require_program(name: str) -> None:
+    """Install a program from the Debian package of the same name, or skip the test, as for Slurm."""
+    if (reason := why_missing(name, (name,), (name,))) is not None:
+        (pytest.fail if os.environ.get("ARRIERO_REQUIRE_SLURM") else pytest.skip)(reason)
+
+
+@functools.cache
+def why_missing(name: str, programs: tuple[str, ...], packages: tuple[str, ...]) -> str | None:
+    """Return why programs are missing, after root has tried to install them; None if they are not."""
+    if not (missing := _missing(programs)):
         return None
-    absent = f"Slurm is not installed ({', '.join(missing)})"
+    absent = f"{name} is not installed ({', '.join(missing)})"
     if os.geteuid() != 0:
-        return f"{absent}; install {' '.join(PACKAGES)}, or run as root"
+        return f"{absent}; install {' '.join(packages)}, or run as root"
     if shutil.which("apt-get") is None:
         return f"{absent}, and there is no apt-get to install it"
-    with Path(tempfile.gettempdir(), "arriero-install-slurm.lock").open("w") as lock:
+    with Path(tempfile.gettempdir(), "arriero-install.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        said = "" if not _missing() else _install()
-    return f"{absent}, and apt-get failed: {said}" if _missing() else None
+        said = "" if not _missing(programs) else _install(packages)
+    return f"{absent}, and apt-get failed: {said}" if _missing(programs) else None
 
 
 def _search_sbin() -> None:
@@ -188,14 +199,14 @@ def _search_sbin() -> None:
     os.environ["PATH"] = os.pathsep.join([*paths, *({"/usr/sbin", "/sbin"} - set(paths))])
 
 
-def _missing() -> list[str]:
-    return [name for name in PROGRAMS if shutil.which(name) is None]
+def _missing(programs: tuple[str, ...]) -> list[str]:
+    return [name for name in programs if shutil.which(name) is None]
 
 
-def _install() -> str:
+def _install(packages: tuple[str, ...]) -> str:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     said = ""
-    for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
+    for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
         done = subprocess.run(
             ["apt-get", "-qq", *command], env=environment, capture_output=True, text=True, timeout=600
         )

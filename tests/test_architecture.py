@@ -12,6 +12,7 @@ LAYERS = [
     {"units", "errors", "__version__"},
     {"events", "files", "interrupt", "ui"},
     {"config", "kernels"},
+    {"slurm"},
     {"model", "data", "plan"},
     {"parallel", "checkpoint"},
     {"train"},

@@ -17,6 +17,7 @@ import arriero.data.commands.prepare as prepare_verbs
 import arriero.data.commands.runs as run_data_verbs
 import arriero.evaluate.commands as evaluate_verbs
 import arriero.federate.commands as federation_verbs
+import arriero.launch.commands as launch_verbs
 import arriero.launch.doctor.commands as doctor_verbs
 import arriero.plan.commands as config_verbs
 import arriero.plan.new_run as new_run_verbs
@@ -41,6 +42,7 @@ data = typer.Typer(help="Turn text into tokens; inspect and verify datasets.", n
 evaluation = typer.Typer(help="Evaluate models: perplexity, tasks.", no_args_is_help=True)
 fed = typer.Typer(help="Train one model at several sites, which keep their data.", no_args_is_help=True)
 runs = typer.Typer(help="List and compare runs.", invoke_without_command=True)
+launch = typer.Typer(help="Run training jobs on a Slurm cluster.", no_args_is_help=True)
 bench = typer.Typer(help="Benchmark training steps and verify parallel layouts.", no_args_is_help=True)
 
 app.command(cls=WithRunFile)(train_verbs.train)
@@ -67,6 +69,12 @@ bench.command()(bench_verbs.parity)
 bench.command()(bench_verbs.compare)
 bench.command(cls=WithRunFile)(hardware_verbs.ops)
 bench.command()(hardware_verbs.comm)
+app.add_typer(launch, name="launch")
+launch.command("render", cls=WithRunFile)(launch_verbs.render_job)
+launch.command("submit", cls=WithRunFile)(launch_verbs.submit_job)
+launch.command(cls=WithRunFile)(launch_verbs.chain)
+launch.command()(launch_verbs.status)
+launch.command()(launch_verbs.sites)
 app.add_typer(ckpt, name="ckpt")
 ckpt.command()(checkpoint_verbs.convert)
 ckpt.command(cls=checkpoint_verbs.SpreadWeights)(checkpoint_verbs.average)
