@@ -146,6 +146,10 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 def _row(row: Mapping[str, Any], source: str, clusters: Mapping[str, Cluster]) -> Row:
     tables = {name: dict(row[name]) for name in _SECTIONS if name in row}
     parallel, seq_len = tables.setdefault("parallel", {}), tables["data"]["seq_len"]
+    # what these systems do unless they say otherwise
+    parallel.setdefault("reshard", "never" if parallel.get("pp", 1) > 1 else "always")
+    parallel.setdefault("sync", "last")
+    tables.setdefault("memory", {}).setdefault("activation_checkpointing", "none")
     ranks = row["devices"]
     for axis in ("cp", "tp", "pp"):
         ranks //= parallel.get(axis, 1)

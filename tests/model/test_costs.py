@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arriero.model.costs import OperatorCost, block_costs, register_operator_cost
+from arriero.model.costs import (
+    Mode,
+    OperatorCost,
+    block_costs,
+    block_memory,
+    block_shapes,
+    register_operator_cost,
+)
 from arriero.model.family import build_model, families, register_model
 from arriero.model.language_model import LanguageModel
 from arriero.model.llama.module import Llama
@@ -132,3 +139,31 @@ def test_a_registered_family_is_costed_with_the_cost_of_its_own_operator():
     assert found["mm"].shape == (None, SPEC.dim, SPEC.dim)
     # the input, which the scan reads, and the scan's result, which the matmul reads
     assert costs.kept.per_token == 2 * 2 * SPEC.dim
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8b", "llama3.2-3b", "gpt2-1.5b", "llama-test"])
+@pytest.mark.parametrize(("compiled", "fused"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("element", [2, 4])
+def test_memory_formulas_of_the_families_are_those_of_the_traced_module(name, compiled, fused, element):
+    """An uncompiled module is traced as it runs on a CPU; a GPU has an operator for RMSNorm."""
+    spec = load_preset(name)
+    costs = block_costs(spec, compiled, element, fused)
+    formula = block_memory(spec, Mode(compiled, element, on_gpu=compiled, fused_qkv=fused))
+    traced = block_memory_of_an_unknown_family(spec, Mode(compiled, element, fused_qkv=fused))
+    assert block_shapes(spec) == costs.shapes
+    assert formula.kept.per_token == pytest.approx(costs.kept.per_token, rel=1e-6)
+    assert formula.kept.fixed == pytest.approx(costs.kept.fixed, rel=1e-3, abs=1e5)
+    assert formula.attention == traced.attention and formula.selective == traced.selective
+    assert formula.gathered == traced.gathered
+    if compiled:
+        whole = [each.kept.at(LENGTH) + each.working.at(LENGTH) for each in (formula, traced)]
+        assert whole[0] == pytest.approx(whole[1], rel=0.06)
+
+
+def block_memory_of_an_unknown_family(spec, mode):
+    known = families()[spec.family]
+    families()["unknown"] = replace(known, name="unknown", block_memory=None, block_shapes=None)
+    try:
+        return block_memory(replace(spec, family="unknown"), mode)
+    finally:
+        del families()["unknown"]

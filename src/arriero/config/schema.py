@@ -336,7 +336,7 @@ class ParallelSection(Section):
         "auto",
         description="Reshard gathered weights after forward: 'always' (ZeRO-3), 'never' (ZeRO-2), or a "
         "number: keep them sharded over groups of that many ranks, such as a node. 'auto' is "
-        "'never' in a pipeline, else 'always'.",
+        "'never' in a pipeline and on GPUs where the gathered weights fit, else 'always'.",
     )
     context: Literal["auto", "ulysses", "ring"] = Field(
         "auto",
@@ -346,10 +346,11 @@ class ParallelSection(Section):
     prefetch: Annotated[int, Field(ge=0)] = Field(
         1, description="Number of blocks whose weights are prefetched."
     )
-    sync: Literal["last", "each"] = Field(
-        "last",
+    sync: Literal["auto", "last", "each"] = Field(
+        "auto",
         description="With gradient accumulation, reduce gradients after the 'last' micro-batch, or after "
-        "'each': more communication, but only a shard of the gradients is kept.",
+        "'each': more communication, but only a shard of the gradients is kept. 'auto' is 'each' where the "
+        "run would else not fit or would recompute more.",
     )
     init_timeout: WallTime = Field(
         "30min",
@@ -412,17 +413,18 @@ class PrecisionSection(Section):
 class MemorySection(Section):
     loss_chunk: Positive | Literal[False, "auto"] = Field(
         "auto",
-        description="Tokens per chunk of the loss, which bounds the memory of logits; with 'auto' "
-        "they take a sixteenth of a GPU's memory, false computes a whole micro-batch at once.",
+        description="Tokens per chunk of the loss, which bounds the memory of logits; with 'auto' they take "
+        "a sixteenth of a GPU's memory, or less if the run else does not fit; false computes a whole "
+        "micro-batch at once.",
     )
     activation_checkpointing: CheckpointingField = Field(
-        "none",
+        "auto",
         validate_default=True,
         description="Activation checkpointing (recompute in the backward pass): 'none', 'full' (all "
         "blocks), 'every:K' (each K-th), 'fraction:P' (that share of blocks, evenly spread), "
         "'attention' (keeps the output of attention), 'selective' (keeps attention and every "
-        "second matmul), 'budget:B' (memory budget of compiled blocks, 0 to 1). 'auto' is the first of "
-        "'none', 'selective' and 'full' that fits by the memory estimate.",
+        "second matmul), 'budget:B' (memory budget of compiled blocks, 0 to 1). 'auto' is what fits by the "
+        "memory estimate with the least recomputation.",
     )
     ffn_tile: Positive | Literal[False] = Field(
         False,

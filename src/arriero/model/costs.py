@@ -4,11 +4,13 @@
 without code of its own. Costs do not depend on the batch: what grows with the tokens is kept per token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from typing import Any, Literal, NamedTuple
 
+from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec
 
 Kind = Literal["matmul", "attention", "elementwise"]
@@ -61,15 +63,19 @@ class BlockCosts:
 
     `kept` is what the block keeps for its backward pass, its input included. `forward_peak` and
     `backward_peak` are the largest totals during a pass: kept activations, temporaries, results and, in
-    the backward pass, gradients of weights. Parameters are not counted.
+    the backward pass, gradients of weights. Parameters are not counted; `shapes` are those of their tensors.
     """
 
-    parameters: int
+    shapes: Mapping[str, tuple[int, ...]]
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
     kept: Affine
     forward_peak: Affine
     backward_peak: Affine
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(prod, self.shapes.values()))
 
     def flops(self, tokens: int, length: float) -> float:
         """Return the FLOPs of both passes of a micro-batch."""
@@ -119,3 +125,79 @@ def _traced(
     from arriero.model.trace import trace_block
 
     return trace_block(spec, compiled, element, fused_qkv, budget)
+
+
+class Mode(NamedTuple):
+    """How a block runs, as far as its memory depends on it; activations have `element` bytes."""
+
+    compiled: bool
+    element: int
+    on_gpu: bool = True
+    fused_qkv: bool = False
+    float8: bool = False
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Bytes of one block: kept for backward without activation checkpointing, and with two kinds of it.
+
+    `selective` keeps attention and every second matmul, `attention` the result of attention; both include
+    the block's input. `working` is what the backward pass needs beyond `kept`. `gathered` is the part of
+    `kept` per token that tensor parallelism does not divide.
+    """
+
+    kept: Affine
+    selective: Affine
+    attention: Affine
+    working: Affine
+    gathered: float
+
+
+def memory_of(
+    mode: Mode,
+    dim: int,
+    kept: float,
+    fixed: float,
+    attention: float,
+    matmuls: Sequence[float],
+    working: Affine,
+    gathered: float,
+) -> BlockMemory:
+    """Assemble the memory of a block from bytes per token.
+
+    `attention` is the result of attention, `matmuls` those of all matmuls in their order.
+    """
+    x = mode.element * dim
+    # a compiled block keeps no result that its backward pass does not need, such as that of the last matmul
+    every_second = sum(matmuls[: -1 if mode.compiled else None : 2])
+    return BlockMemory(
+        kept=Affine(kept, fixed),
+        selective=Affine(x + attention + every_second),
+        attention=Affine(x + attention),
+        working=working,
+        gathered=gathered,
+    )
+
+
+def block_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of a block's parameters by their names in the block."""
+    given = family_of(spec.family).block_shapes
+    return given(spec) if given else block_costs(spec, compiled=False).shapes
+
+
+def block_memory(spec: ModelSpec, mode: Mode) -> BlockMemory:
+    """Return the memory of a block: by the formulas of its family, or traced if the family has none."""
+    given = family_of(spec.family).block_memory
+    if given:
+        return given(spec, mode)
+    costs = block_costs(spec, mode.compiled, mode.element, mode.fused_qkv)
+    matmuls = [each.written.per_token for each in costs.forward if each.kind == "matmul"]
+    attention = sum(each.written.per_token for each in costs.forward if each.kind == "attention")
+    gathers = [p for p in family_of(spec.family).placements.values() if p == "gather sequence"]
+    working = Affine(*(peak - kept for peak, kept in zip(costs.backward_peak, costs.kept, strict=True)))
+    gathered = mode.element * spec.dim * len(gathers)
+    # float8 keeps a copy of each weight
+    fixed = costs.kept.fixed + (spec.block_matmul_parameters if mode.float8 else 0)
+    return memory_of(
+        mode, spec.dim, costs.kept.per_token, fixed, attention, matmuls, working, min(gathered, costs.kept[0])
+    )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from arriero.errors import UserError, nearest
 
 if TYPE_CHECKING:
+    from arriero.model.costs import BlockMemory, Mode
     from arriero.model.language_model import LanguageModel
     from arriero.model.name_maps import HuggingFaceNames
     from arriero.model.spec import ModelSpec
@@ -69,7 +70,8 @@ class Family:
     takes the fields that are known and returns a sentence for each contradiction. `placements` maps patterns
     of module names to how tensor parallelism splits them; without them tp must be 1. `hf` and `meta` return
     the name maps of Hugging Face and of Meta; without them these formats are not available. `presets` is a
-    TOML file of named models.
+    TOML file of named models. `block_shapes` and `block_memory` are formulas for the parameters and the
+    memory of a block; without them the module is traced, which imports torch.
     """
 
     name: str
@@ -82,6 +84,8 @@ class Family:
     hf: Callable[[], "HuggingFaceNames"] | None = None
     meta: Callable[[], ModuleType] | None = None
     presets: Path | None = None
+    block_shapes: Callable[["ModelSpec"], Mapping[str, tuple[int, ...]]] | None = None
+    block_memory: "Callable[[ModelSpec, Mode], BlockMemory] | None" = None
 
 
 _registry: dict[str, Family] = {}

@@ -274,7 +274,8 @@ def _trace_compiled(block: nn.Module, x_BTD: Tensor, rotation: Any) -> _Trace:
     results = _outputs(graphs["backward"])[-count:]
     gradients = {node.name: name for node, name in zip(results, parameters, strict=True)}
     given = {base: forward.given[base] for base in kept.values() if base in forward.given}
-    backward = _Graph(graphs["backward"], given, kept, gradients)
+    sizes = {base: forward.size(base) for base in kept.values()}
+    backward = _Graph(graphs["backward"], given, kept, gradients, sizes)
     return _Trace(
         x_BTD.shape[1],
         forward.calls(),
@@ -315,10 +316,12 @@ class _Graph:
         given: Mapping[str, str],
         aliases: Mapping[str, str] | None = None,
         gradients: Mapping[str, str] | None = None,
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
         self._graph, self.given, self._aliases = graph, given, aliases or {}
         self._gradients = gradients or {}
-        self._sizes: dict[str, int] = {}
+        # an input may be a view of a larger tensor
+        self._sizes: dict[str, int] = dict(sizes or {})
         self._base: dict[str, str] = {}
         self._made_by: dict[str, fx.Node] = {}
         self._level: dict[str, int] = {}
@@ -488,7 +491,7 @@ def _difference(
         )
 
     return BlockCosts(
-        sum(map(prod, shapes.values())),
+        shapes,
         tuple(operation(*both) for both in zip(small.forward, large.forward, strict=True)),
         tuple(operation(*both) for both in zip(small.backward, large.backward, strict=True)),
         affine(small.kept, large.kept),

@@ -109,8 +109,8 @@ def work_of(resolved: Resolved, phase: int = 0) -> Work:
         compiled=resolved.compiled,
         ulysses=resolved.ulysses,
         ring=resolved.ring,
-        reshard=reshards(config.parallel.reshard, resolved.layout),
-        sync_each=config.parallel.sync == "each",
+        reshard=resolved.reshard is not False,
+        sync_each=resolved.sync == "each",
         schedule=config.parallel.schedule,
         stages=tuple(len(cut) for cut in resolved.stages),
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import accumulate, pairwise
-from math import isqrt, lcm, prod
+from math import isqrt, lcm
 
 from arriero.model.spec import ModelSpec
 
@@ -23,7 +23,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return prod(asdict(self).values())
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def batch(self) -> int:
@@ -124,6 +124,24 @@ def stages_of(name: str, rank: int, ranks: int, per_rank: int) -> list[int]:
     if SCHEDULES[name].v_shaped:
         return [rank, 2 * ranks - 1 - rank]
     return [rank + ranks * i for i in range(per_rank)]
+
+
+def in_flight(name: str, rank: int, ranks: int, per_rank: int, count: int) -> float:
+    """Return how many micro-batches' activations a pipeline rank holds at most, of `count` in a step.
+
+    A looped schedule holds some micro-batches in a part of its stages only.
+    """
+    if ranks == 1:
+        return 1.0
+    if name in ("gpipe", "looped-bfs"):
+        return float(count)
+    if name == "1f1b":
+        return float(min(count, ranks - rank))
+    if SCHEDULES[name].v_shaped:
+        return min(count, ranks + 0.5)
+    per_round = count // max(1, count // ranks)
+    held = (per_rank - 1) * per_round + 2 * (ranks - 1 - rank) + 1
+    return min(count * per_rank, held) / per_rank
 
 
 def allowed_micro_batches(name: str, count: int, ranks: int, per_rank: int) -> bool:

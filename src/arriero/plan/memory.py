@@ -1,177 +1,491 @@
-"""Estimate the memory of a rank, and choose how much of a batch fits beside weights and optimizer state."""
+"""Predict the memory of a rank: what lives at the moments of a step at which most memory is allocated.
 
-from collections.abc import Sequence
+The prediction is the peak of allocated memory. It follows the code of `parallel` and `train`, moment by
+moment; `tests/plan/test_measured_memory.py` compares it with measurements. See docs/planner.md, "Memory".
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from fnmatch import fnmatchcase
+from functools import cache, cached_property
+from typing import Literal, NamedTuple
 
+from arriero.config.fields import ActivationCheckpointing
 from arriero.config.schema import RunConfig
+from arriero.model.costs import Affine, BlockMemory, Mode, block_memory, block_shapes
+from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec
-from arriero.plan.hardware import Machine
-from arriero.plan.layout import Layout
-from arriero.units import human_bytes
+from arriero.plan.layout import SCHEDULES, Layout, cut_stages, in_flight, stages_of
 
 FP32 = 4
-_STATE = {"fp32": 4.0, "bf16": 2.0, "int8": 1.02, "float8": 1.02}
-_EIGHT_BITS = ("int8", "float8")
-# bytes per element: both moments, their update and its rounding in fp32, and the indices of the codes
-_UNPACKED = 64
-_MOMENTS = {"adamw": 2, "muon": 1, "sgd": 1}
-_CPU_CHUNK = 2048
-_LEAST_CHUNK = 256
-# the share of the free memory that a run may fill by the estimate
-_USABLE = 0.9
-EXCEEDS = f"needs more than {_USABLE:.0%} of the free memory, and may not fit"
-_ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
+_STATE = {"fp32": 4, "bf16": 2}
+# elements of 8-bit optimizer state that share a scale
+_STATE_BLOCK = 256
+# a CPU updates one parameter at a time: bytes per element to unpack 8-bit moments, and to round to bf16
+_UNPACKED, _ROUNDED = 64, 40
+# rows of the head that GPUs multiply by are padded to a multiple
+_ROW_MULTIPLE = 64
+# what a process on a GPU allocates beside the tensors here: workspaces of matmuls, optimizer constants
+_WORKSPACE = 96 * 2**20
+_TOKEN_BYTES = 32
+# buffers of the communication library, outside torch's allocator
+_COMMUNICATION = 2**30
+
+# the share of a GPU's free memory that the predicted peak may fill; the rest is for fragments
+USABLE = 0.97
+# a CPU's memory is predicted less exactly
+_USABLE_ON_CPU = 0.9
+
+Parts = dict[str, float]
+
+
+def usable_bytes(free: int, on_gpu: bool) -> float:
+    """Return the bytes of free memory that the predicted peak may fill."""
+    return (USABLE if on_gpu else _USABLE_ON_CPU) * free
+
+
+class Sizes(NamedTuple):
+    """Elements of parameters on one rank: before FSDP shards them, after it, and their optimizer state.
+
+    `trainable` and `sharded_trainable` leave out frozen parameters; `moments` is in bytes.
+    """
+
+    elements: int = 0
+    trainable: int = 0
+    sharded: int = 0
+    sharded_trainable: int = 0
+    moments: int = 0
+    matrices: int = 0
+
+    def plus(self, other: "Sizes", times: int = 1) -> "Sizes":
+        return Sizes(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Settings that memory depends on and that are derived if the run file leaves them open.
+
+    `reshard`: True frees gathered weights after forward, False keeps them, a number keeps them sharded over
+    groups of that many ranks.
+    """
+
+    checkpointing: ActivationCheckpointing
+    chunk: int | Literal[False]
+    sync: Literal["last", "each"] = "last"
+    reshard: bool | int = True
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What one pipeline rank holds: its blocks by kind, the embedding, the head, and their sizes."""
+
+    rank: int
+    sizes: Sizes
+    plain: int
+    recomputed: int
+    last_is_recomputed: bool
+    has_embedding: bool
+    has_head: bool
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that one rank needs.
+    """The memory of the rank that needs most, as a function of the micro-batch size.
 
-    `state` are weights, gradients and optimizer state, `per_sequence` the activations of one sequence.
-    `accumulated` are gradients that are summed until the last micro-batch. `head_sum` is the head's gradient,
-    summed over chunks; `head_cast` is its weight in float8. `update` is what the optimizer needs when the
-    activations are freed. `in_flight` is the share of a micro-batch's activations that a pipeline rank holds;
-    with `holds_all` it holds those of all micro-batches.
+    `sequences` is the number of sequences per rank and step, `tokens` that of tokens of a sequence on a rank.
     """
 
-    state: int
-    per_sequence: int
-    logits_per_token: int
+    config: RunConfig
+    spec: ModelSpec
+    layout: Layout
+    choices: Choices
+    mode: Mode
     tokens: int
-    chunk: int | None
     sequences: int
-    accumulated: int = 0
-    head_sum: int = 0
-    head_cast: int = 0
-    update: int = 0
-    in_flight: float = 1.0
-    holds_all: bool = False
+
+    @property
+    def state(self) -> int:
+        """Bytes of weights, gradients and optimizer state between forward and update."""
+        return max(self._held(stage) + round(self._all_gradients(stage.sizes)) for stage in self._stages)
 
     def bytes(self, micro_batch: int) -> int:
-        """Return the peak at a micro-batch size."""
-        tokens = micro_batch * self.tokens
-        logits = min(tokens, self.chunk or tokens) * self.logits_per_token + self.head_cast
-        if tokens > (self.chunk or tokens):
-            logits += self.head_sum
-        held = self.sequences if self.holds_all else micro_batch
-        accumulated = self.accumulated if micro_batch < self.sequences else 0
-        activations = round(held * self.per_sequence * self.in_flight)
-        return self.state + max(accumulated + logits + activations, self.update)
+        """Return the peak of allocated memory at a micro-batch size."""
+        return round(sum(self.parts(micro_batch).values()))
 
     def fits(self, micro_batch: int, free: int) -> bool:
-        return self.bytes(micro_batch) <= _USABLE * free
+        return self.bytes(micro_batch) <= usable_bytes(free, self.mode.on_gpu)
 
+    def parts(self, micro_batch: int) -> Parts:
+        """Return what lives at the peak, in bytes: the rows of a memory table."""
+        count = -(-self.sequences // micro_batch)
+        moments = (
+            {"weights": self._weights(stage), "optimizer state": self._moments(stage), **moment}
+            for stage in self._stages
+            for moment in self._timeline(stage, micro_batch, count)
+        )
+        parts = max(moments, key=lambda each: sum(each.values()))
+        if self.mode.on_gpu:
+            parts["workspace"] = _WORKSPACE + self.sequences * self.tokens * _TOKEN_BYTES
+            parts["communication"] = _COMMUNICATION if self.layout.ranks > 1 else 0
+        return {name: size for name, size in parts.items() if size}
 
-def loss_chunk(
-    config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int, machine: Machine
-) -> tuple[int | Literal[False], str]:
-    """Return the number of tokens whose logits are computed at once, and the reason.
+    def _timeline(self, stage: _Stage, micro_batch: int, count: int) -> list[Parts]:
+        """Return what lives at the loss, at both ends of the backward pass, and in the update."""
+        tokens, sizes = micro_batch * self.tokens, stage.sizes
+        held = in_flight(self.config.parallel.schedule, stage.rank, self.layout.pp, self._per_rank, count)
+        states = self.mode.element * self.spec.dim * tokens / self.layout.tp
+        activations = self._activations(stage, tokens)
+        # a pipeline keeps what it received and sent for each micro-batch in flight
+        kept = held * (activations + (2 * states if self.layout.pp > 1 else 0))
+        working = self._working(stage, tokens)
+        start, end = self._gradients(sizes, count)
+        block = self._block_sizes.elements
+        gathered, reduced = self._gathered(stage, sizes), self._reduced(block)
+        head, table = self._head_gradient(stage), self._table(stage)
+        moments: list[Parts] = [
+            {
+                "gradients": start + (head if count == 1 or self._uses_fsdp else 0),
+                "activations": kept,
+                "gathered weights": gathered,
+                "working memory": working
+                + reduced
+                + (self._reduced(self._vocabulary) if stage.has_head else 0),
+            },
+            {
+                "gradients": max(end - (0 if start else table), 0.0),
+                "activations": kept - activations,
+                "gathered weights": gathered,
+                "working memory": working + reduced + states,
+            },
+            {
+                "gradients": end + table + self._reduced(self._vocabulary if table else 0),
+                "activations": kept - activations,
+                "gathered weights": gathered,
+            },
+            {"gradients": self._all_gradients(sizes, count), "working memory": self._update(stage)},
+        ]
+        if stage.has_head:
+            loss = {"gradients": start, "activations": kept + 2 * states, "gathered weights": gathered}
+            moments += [{**loss, "loss": each + states} for each in self._loss(tokens)]
+        return moments
 
-    Few large matmuls are faster than many. The size follows from the total memory of a GPU, not from the free
-    memory: a resumed run must sum in the same order.
-    """
-    if config.memory.loss_chunk != "auto":
-        return config.memory.loss_chunk, "as configured"
-    if not machine.is_gpu:
-        return _CPU_CHUNK, "logits that fit in the processor's cache"
-    bytes_each = spec.vocab_size * (compute_bytes + _cast_bytes(config))
-    fitting = machine.memory_total // 16 * layout.tp // bytes_each
-    return max(_LEAST_CHUNK, 1 << max(fitting, 1).bit_length() - 1), "logits in a sixteenth of the memory"
+    # weights, gradients and optimizer state
+
+    @cached_property
+    def _per_rank(self) -> int:
+        parallel = self.config.parallel
+        return parallel.stages_per_rank or SCHEDULES[parallel.schedule].stages_per_rank
+
+    @cached_property
+    def _cuts(self) -> tuple[range, ...]:
+        if self.layout.pp == 1:
+            return (range(self.spec.layers),)
+        return cut_stages(self.spec, self.config.data.seq_len, self.layout.pp * self._per_rank)
+
+    @property
+    def _uses_fsdp(self) -> bool:
+        return self.layout.uses_fsdp
+
+    @property
+    def _master(self) -> int:
+        return 2 if self.config.precision.master == "bf16" else FP32
+
+    @property
+    def _has_masters(self) -> bool:
+        return not self._uses_fsdp and self.mode.element < self._master
+
+    @cached_property
+    def _gradient_bytes(self) -> int:
+        return self._master if self._uses_fsdp else min(self.mode.element, self._master)
+
+    def _weights(self, stage: _Stage) -> float:
+        if self._uses_fsdp:
+            return 0.0 if self.config.memory.offload_state else self._master * stage.sizes.sharded
+        copy = self.mode.element if self.config.precision.compute == "fp16" else 0
+        return (self._master + copy) * stage.sizes.elements
+
+    def _moments(self, stage: _Stage) -> float:
+        return 0.0 if self.config.memory.offload_state and self._uses_fsdp else stage.sizes.moments
+
+    def _held(self, stage: _Stage) -> int:
+        return round(self._weights(stage) + self._moments(stage))
+
+    def _all_gradients(self, sizes: Sizes, count: int = 1) -> float:
+        """Return the bytes of the gradients that the update reads."""
+        if self._uses_fsdp:
+            return 0.0 if self.config.memory.offload_state else self._gradient_bytes * sizes.sharded_trainable
+        summed = self._has_masters and count > 1
+        return (FP32 if summed else self._gradient_bytes) * sizes.trainable
+
+    def _gradients(self, sizes: Sizes, count: int) -> tuple[float, float]:
+        """Return the bytes of gradients at the start and at the end of the last backward pass but one."""
+        end = self._all_gradients(sizes, count)
+        if count == 1:
+            return 0.0, end
+        if self._uses_fsdp and self.choices.sync == "last":
+            reduce = 2 if self.config.precision.reduce == "bf16" else FP32
+            both = max(reduce, self.mode.element) * sizes.trainable
+            return both, both
+        if self._has_masters and count == 2:
+            return self._gradient_bytes * sizes.trainable, end
+        return end, end
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        """Elements of the embedding table or the head, on one of the tensor-parallel ranks."""
+        return -(-self.spec.vocab_size // self.layout.tp) * self.spec.dim
+
+    def _head_gradient(self, stage: _Stage) -> float:
+        return self._gradient_bytes * self._vocabulary if stage.has_head else 0.0
+
+    def _table(self, stage: _Stage) -> float:
+        """Return the dense gradient of the embedding, and of a tied head, which waits for it."""
+        if not stage.has_embedding:
+            return 0.0
+        tied = self.spec.tied and stage.has_head
+        return self.mode.element * self._vocabulary * (2 if tied else 1)
+
+    def _gathered(self, stage: _Stage, sizes: Sizes) -> float:
+        """Return the bytes of weights that FSDP holds gathered while blocks compute."""
+        if not self._uses_fsdp:
+            return 0.0
+        size, block = self.mode.element, self._block_sizes.elements
+        if self.choices.reshard is False:
+            return size * sizes.elements + size * block
+        ends = (stage.has_head or (self.spec.tied and stage.has_embedding)) * self._vocabulary
+        if self.choices.reshard is not True:
+            ends += sizes.elements / self.choices.reshard
+        # the current block, those prefetched, and the buffer that an all-gather writes
+        return size * (ends + (2 + self.config.parallel.prefetch) * block)
+
+    def _reduced(self, elements: int) -> float:
+        """Return the bytes of whole gradients, and of their copy that FSDP reduces."""
+        if not self._uses_fsdp:
+            return 0.0
+        reduce = 2 if self.config.precision.reduce == "bf16" else FP32
+        return (self.mode.element + reduce + reduce / self.layout.fsdp) * elements
+
+    def _update(self, stage: _Stage) -> float:
+        """Return what the optimizer needs beside gradients: GPU kernels of AdamW need nothing."""
+        optim, sizes = self.config.optim, stage.sizes
+        ends = stage.has_embedding or stage.has_head
+        largest = max(self._largest_matrix, self._vocabulary if ends else 0) / self.layout.fsdp
+        if optim.name == "muon":
+            # all directions, and one matrix in fp32 beside three in bf16
+            return 2 * sizes.matrices / self.layout.fsdp + 10 * self._largest_matrix
+        if optim.name == "sgd":
+            return 3 * FP32 * largest
+        if self.mode.on_gpu or (self._all_fp32 and optim.state == "fp32"):
+            return 0.0
+        return (_ROUNDED if optim.state in _STATE else _UNPACKED) * largest
+
+    @property
+    def _all_fp32(self) -> bool:
+        return self._master == FP32 and not self._has_masters
+
+    @cached_property
+    def _largest_matrix(self) -> int:
+        return max(_local(shape, split, self.layout.tp, 1) for _, shape, split in _block_tensors(self.spec))
+
+    @cached_property
+    def _block_sizes(self) -> Sizes:
+        return self._sizes_of(0)
+
+    def _sizes_of(self, block: int) -> Sizes:
+        optim, names = self.config.optim, _block_tensors(self.spec)
+        named = [(f"blocks.{block}.{name}", shape, split) for name, shape, split in names]
+        return _sizes(named, self.layout, optim.freeze, _moments_each(self.config, inside=True))
+
+    @cached_property
+    def _stages(self) -> list[_Stage]:
+        """Return the pipeline ranks that may need most: both ends, and the second."""
+        pp, layers = self.layout.pp, self.spec.layers
+        recomputed = self.choices.checkpointing.blocks(layers)
+        found = []
+        for rank in sorted({0, min(1, pp - 1), pp - 1}):
+            places = stages_of(self.config.parallel.schedule, rank, pp, self._per_rank) if pp > 1 else [0]
+            blocks = [i for place in places for i in self._cuts[place]]
+            has_embedding, has_head = 0 in places, len(self._cuts) - 1 in places
+            again = sum(i in recomputed for i in blocks)
+            found.append(
+                _Stage(
+                    rank,
+                    self._stage_sizes(blocks, has_embedding, has_head),
+                    len(blocks) - again,
+                    again,
+                    blocks[-1] in recomputed,
+                    has_embedding,
+                    has_head,
+                )
+            )
+        return found
+
+    def _stage_sizes(self, blocks: Sequence[int], has_embedding: bool, has_head: bool) -> Sizes:
+        ends = _end_tensors(self.spec, has_embedding, has_head)
+        total = _sizes(ends, self.layout, self.config.optim.freeze, _moments_each(self.config, inside=False))
+        if not self.config.optim.freeze:
+            return total.plus(self._block_sizes, len(blocks))
+        for block in blocks:
+            total = total.plus(self._sizes_of(block))
+        return total
+
+    # activations and loss
+
+    @cached_property
+    def _block(self) -> BlockMemory:
+        memory, tile = block_memory(self.spec, self.mode), self.config.memory.ffn_tile
+        if not tile:
+            return memory
+        # the input of the tiles is kept instead of what the feed-forward layer keeps
+        size, ffn = self.mode.element, self.spec.ffn
+        kept = memory.kept._replace(per_token=memory.kept.per_token - size * 3 * ffn)
+        tiled = size * 6 * ffn * min(tile, self.tokens)
+        working = Affine(2 * size * self.spec.dim, tiled + FP32 * 3 * self.spec.dim * ffn)
+        return BlockMemory(kept, memory.selective, memory.attention, working, memory.gathered)
+
+    def _on_rank(self, amount: Affine, tokens: int, gathered: float = 0.0) -> float:
+        tp = self.layout.tp
+        per_token = amount.per_token if tp == 1 else (amount.per_token - gathered) / tp + gathered
+        return per_token * tokens + amount.fixed / tp
+
+    def _kept(self, tokens: int) -> float:
+        return self._on_rank(self._block.kept, tokens, self._block.gathered)
+
+    def _checkpointed(self, tokens: int) -> float:
+        """Return what a block with activation checkpointing keeps."""
+        kind = self.choices.checkpointing.kind
+        if kind == "selective":
+            return self._on_rank(self._block.selective, tokens)
+        if kind == "attention":
+            return self._on_rank(self._block.attention, tokens)
+        return self.mode.element * self.spec.dim * tokens / self.layout.tp
+
+    def _activations(self, stage: _Stage, tokens: int) -> float:
+        """Return what the blocks of a rank keep for one micro-batch."""
+        kept, checkpointed = self._kept(tokens), self._checkpointed(tokens)
+        checkpointing = self.choices.checkpointing
+        if checkpointing.kind == "budget":
+            kept = checkpointed + float(checkpointing.amount) * (kept - checkpointed)
+        total = stage.plain * kept + stage.recomputed * checkpointed
+        if offloaded := float(self.config.memory.offload_activations):
+            each = total / (stage.plain + stage.recomputed)
+            return (1 - offloaded) * total + 2 * each
+        return total
+
+    def _working(self, stage: _Stage, tokens: int) -> float:
+        """Return what the backward pass of a block needs beyond what was kept for it."""
+        working = self._on_rank(self._block.working, tokens)
+        if stage.last_is_recomputed or self.choices.checkpointing.kind == "budget":
+            working += self._kept(tokens) - self._checkpointed(tokens)
+        return working
+
+    def _loss(self, tokens: int) -> list[float]:
+        """Return the bytes of the head's chunks at their peaks: logits, gradients of states and weight."""
+        size, spec, tp = self.mode.element, self.spec, self.layout.tp
+        chunk = min(tokens, self.choices.chunk or tokens)
+        states, weight = size * spec.dim * tokens, self._vocabulary
+        # 8-bit copies of weight and logits, by rows and by columns
+        cast = 2 if self.config.precision.float8_head else 0
+        rows = -(-spec.vocab_size // tp)
+        rows += -rows % _ROW_MULTIPLE if self.mode.on_gpu else 0
+        # a GPU writes the gradient of the logits in their place, and so does fp32
+        scores = 0 if self.mode.on_gpu or size == FP32 else FP32
+        logits = chunk * rows * (size + cast + scores) + weight * (cast + (size if cast else 0))
+        summed = FP32 if tokens > chunk or self.config.precision.compute == "fp16" else size
+        return [
+            states + logits + weight * summed,
+            states + weight * (summed + size),
+            2 * (states + size * weight),
+        ]
 
 
 def estimate_memory(
-    config: RunConfig,
-    spec: ModelSpec,
-    layout: Layout,
-    compute_bytes: int,
-    chunk: int | Literal[False] = _CPU_CHUNK,
-    on_gpu: bool = False,
+    config: RunConfig, spec: ModelSpec, layout: Layout, choices: Choices, mode: Mode
 ) -> MemoryEstimate:
-    """Estimate the memory of a run of one phase; `compute_bytes` is the size of an activation's element."""
-    tokens = config.data.seq_len // layout.cp
-    holds_all = layout.pp > 1 and config.parallel.schedule in _ALL_IN_FLIGHT
-    cast = _cast_bytes(config)
-    # the product of one chunk is held beside the sum
-    beside = FP32 + (compute_bytes if cast else 0)
-    # gradients are summed unsharded, or beside gradients of lower precision
-    sums = compute_bytes < _master_bytes(config)
-    if layout.uses_fsdp:
-        sums = config.parallel.sync == "last"
-    return MemoryEstimate(
-        state=state_bytes(config, spec, layout, compute_bytes),
-        per_sequence=tokens * activation_bytes_per_token(config, spec, compute_bytes) // layout.tp,
-        # a GPU writes the gradient of the logits in their place
-        logits_per_token=spec.vocab_size * (compute_bytes + cast + (0 if on_gpu else FP32)) // layout.tp,
-        head_sum=spec.embedding_parameters * beside // layout.tp,
-        head_cast=spec.embedding_parameters * cast // layout.tp,
-        update=_update_bytes(config, spec, layout, on_gpu),
-        tokens=tokens,
-        chunk=chunk or None,
-        sequences=layout.rows(config.train.batch.amount // config.data.seq_len),
-        accumulated=spec.parameters * FP32 // (layout.pp * layout.tp) if sums else 0,
-        in_flight=1 / layout.pp if holds_all else 1.0,
-        holds_all=holds_all,
+    """Estimate the memory of a run of one phase."""
+    sequences = layout.rows(config.train.batch.amount // config.data.seq_len)
+    return MemoryEstimate(config, spec, layout, choices, mode, config.data.seq_len // layout.cp, sequences)
+
+
+def _moments_each(config: RunConfig, inside: bool) -> tuple[str, int, int]:
+    """Return the format of the optimizer state, and moments per matrix and per other parameter."""
+    optim = config.optim
+    if optim.name == "sgd":
+        count = 1 if optim.momentum else 0
+        return optim.state, count, count
+    return optim.state, 1 if optim.name == "muon" and inside else 2, 2
+
+
+Tensor = tuple[str, tuple[int, ...], str]
+
+
+@cache
+def _block_tensors(spec: ModelSpec) -> tuple[Tensor, ...]:
+    """Return name, shape and tensor-parallel placement of each parameter of a block."""
+    placements = family_of(spec.family).placements
+    return tuple(
+        (name, shape, _placement(f"blocks.0.{name}", placements))
+        for name, shape in block_shapes(spec).items()
     )
 
 
-def state_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, compute_bytes: int) -> int:
-    """Return the bytes of weights, gradients and optimizer state, unless they are offloaded to CPU.
-
-    FSDP adds the gathered weights. A bf16 model beside fp32 master weights keeps their upper halves, and its
-    gradients in bf16.
-    """
-    master = _master_bytes(config)
-    moments = _MOMENTS[config.optim.name] * _STATE[config.optim.state]
-    here = spec.parameters / (layout.pp * layout.tp)
-    if layout.uses_fsdp:
-        held = here / layout.fsdp * (2 * master + moments)
-        keeps = config.parallel.reshard == "never" or (config.parallel.reshard == "auto" and layout.pp > 1)
-        unsharded = here if keeps else 2 * (spec.block_parameters + spec.embedding_parameters) / layout.tp
-        return round((0 if config.memory.offload_state else held) + unsharded * (compute_bytes + FP32))
-    copy = compute_bytes if config.precision.compute == "fp16" else 0
-    return round(here * (master + copy + min(compute_bytes, master) + moments))
+def _end_tensors(spec: ModelSpec, has_embedding: bool, has_head: bool) -> list[Tensor]:
+    counts = spec.counts
+    found: list[Tensor] = []
+    if has_embedding:
+        found.append(("embedding.weight", (spec.vocab_size, spec.dim), "column-wise"))
+        rows = counts.other_embeddings // spec.dim
+        found += [("positions.weight", (rows, spec.dim), "")] if rows else []
+    if has_head:
+        kinds = ("weight", "bias")[: counts.final_norm // spec.dim]
+        found += [(f"norm.{kind}", (spec.dim,), "") for kind in kinds]
+        if not (spec.tied and has_embedding):
+            found.append(("head.weight", (spec.vocab_size, spec.dim), "column-wise"))
+    return found
 
 
-def _cast_bytes(config: RunConfig) -> int:
-    """Return the bytes of an element in float8: one copy by rows and one by columns."""
-    return 2 if config.precision.float8_head else 0
+def _placement(name: str, placements: Mapping[str, str]) -> str:
+    module = name.rpartition(".")[0]
+    return next((kind for pattern, kind in placements.items() if fnmatchcase(module, pattern)), "")
 
 
-def _update_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, on_gpu: bool) -> int:
-    """A GPU's kernels need no extra memory; a CPU unpacks 8-bit optimizer state, one parameter at a time."""
-    if on_gpu or config.optim.state not in _EIGHT_BITS:
-        return 0
-    largest = max(spec.embedding_parameters, spec.dim * spec.ffn)
-    return _UNPACKED * largest // (layout.tp * layout.fsdp)
+def _local(shape: tuple[int, ...], placement: str, tp: int, shards: int) -> int:
+    """Return the elements of a parameter on the rank that holds most of it."""
+    rows, *others = shape
+    if placement == "column-wise":
+        rows = -(-rows // tp)
+    elif placement == "row-wise" and others:
+        others[0] //= tp
+    rows = -(-rows // shards)
+    for other in others:
+        rows *= other
+    return rows
 
 
-def _master_bytes(config: RunConfig) -> int:
-    return 2 if config.precision.master == "bf16" else FP32
+def _sizes(
+    tensors: Sequence[Tensor], layout: Layout, freeze: Sequence[str], moments: tuple[str, int, int]
+) -> Sizes:
+    return _cached_sizes(tuple(tensors), layout.tp, layout.fsdp, tuple(freeze), moments)
 
 
-def activation_bytes_per_token(config: RunConfig, spec: ModelSpec, compute_bytes: int) -> int:
-    """Return an upper estimate of what an uncompiled model keeps for its backward pass.
+@cache
+def _cached_sizes(
+    tensors: tuple[Tensor, ...], tp: int, shards: int, freeze: tuple[str, ...], moments: tuple[str, int, int]
+) -> Sizes:
+    total = Sizes()
+    state, of_matrices, of_others = moments
+    for name, shape, placement in tensors:
+        whole, local = (_local(shape, placement, tp, n) for n in (1, shards))
+        if any(fnmatchcase(name, pattern) for pattern in freeze):
+            total = total.plus(Sizes(whole, 0, local))
+            continue
+        count = of_matrices if len(shape) > 1 else of_others
+        matrix = whole if len(shape) > 1 else 0
+        total = total.plus(Sizes(whole, whole, local, local, count * _moment_bytes(local, state), matrix))
+    return total
 
-    A pipeline rank has fewer blocks, but as many more micro-batches in flight.
-    """
-    query, kv = spec.attention_width, spec.kv_heads * spec.head_dim
-    ffn = 0 if config.memory.ffn_tile else 4 * spec.ffn
-    block = compute_bytes * (8 * spec.dim + 3 * query + 4 * kv + ffn) + FP32 * 4 * spec.dim
-    checkpointing = config.memory.activation_checkpointing
-    recomputed = len(checkpointing.blocks(spec.layers))
-    kept = block / 2 if checkpointing.kind == "selective" else compute_bytes * spec.dim
-    if checkpointing.kind == "attention":
-        kept += compute_bytes * query + FP32 * spec.heads
-    every = (spec.layers - recomputed) * block + recomputed * kept + (block if recomputed else 0)
-    offloaded = float(config.memory.offload_activations)
-    return round((1 - offloaded) * every + (2 * block if offloaded else 0))
 
-
-def largest_that_fits(estimate: MemoryEstimate, allowed: Sequence[int], free: int) -> tuple[int, str]:
-    """Return the largest allowed micro-batch that fits, or the smallest if none does, and the arithmetic."""
-    fitting = [n for n in allowed if estimate.fits(n, free)]
-    chosen = max(fitting, default=min(allowed))
-    sizes = [human_bytes(n) for n in (estimate.state, estimate.bytes(chosen), free)]
-    arithmetic = f"{sizes[0]} of state, {sizes[1]} in total, {sizes[2]} free"
-    return chosen, arithmetic if fitting else f"even {chosen} {EXCEEDS}: {arithmetic}"
+def _moment_bytes(elements: int, state: str) -> int:
+    if state in _STATE:
+        return _STATE[state] * elements
+    return -(-elements // _STATE_BLOCK) * (_STATE_BLOCK + FP32)

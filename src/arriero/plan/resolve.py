@@ -1,15 +1,16 @@
 """Resolve derived settings and reject illegal ones, without torch and before a process group exists."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from arriero.config.fields import ActivationCheckpointing
 from arriero.config.keys import ConfigError, Problem
 from arriero.config.schema import MemorySection, ParallelSection, PrecisionSection, RunConfig
 from arriero.config.timeline import Phase, Timeline
 from arriero.model.spec import ModelSpec
+from arriero.plan.choose import Chooser, Plan, loss_chunk, refusal
 from arriero.plan.hardware import Machine
 from arriero.plan.layout import (
     AXES,
@@ -21,11 +22,11 @@ from arriero.plan.layout import (
     micro_batch_counts,
     stages_of,
 )
-from arriero.plan.memory import EXCEEDS, MemoryEstimate, largest_that_fits, loss_chunk
+from arriero.plan.memory import Choices, MemoryEstimate
 from arriero.plan.rules import (
-    BYTES,
     Compute,
     Draft,
+    checkpointing_problems,
     context_problems,
     device_problems,
     float8_problems,
@@ -39,6 +40,9 @@ from arriero.units import Span, counted, human_bytes, human_count
 # parameters of a block below which compiling it does not pay
 _WORTH_COMPILING = 1_000_000
 _LEAST_MEMORY = "the rank with the least free memory decides"
+_AS_STARTED = "as the run was started"
+# more tokens in a micro-batch do not make a GPU faster
+_MOST_TOKENS = 65_536
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class Resolved:
     """All derived settings of a run. They are the same on every rank of equal machines.
 
     `stages` are the blocks of each pipeline stage of the whole model; `shares` and `estimates` have one entry
-    per phase.
+    per phase. `sync` and `reshard` are those of [parallel]: True frees gathered weights after forward. `kept`
+    are the settings that a resumed run was started with.
     """
 
     config: RunConfig
@@ -80,9 +85,12 @@ class Resolved:
     estimates: tuple[MemoryEstimate, ...]
     loss_chunk: int | Literal[False]
     activation_checkpointing: ActivationCheckpointing
+    sync: Literal["last", "each"]
+    reshard: bool | int
     compiled: bool
     compute: Compute
     decisions: tuple[Decision, ...]
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def micro_batch(self) -> int:
@@ -100,6 +108,17 @@ class Resolved:
         phases = zip(self.estimates, self.shares, strict=True)
         return max(estimate.bytes(share.micro_batch) for estimate, share in phases)
 
+    @property
+    def open_settings(self) -> dict[str, Any]:
+        """The derived settings that decide the order of sums and the kernels: a resumed run keeps them."""
+        return {
+            "ranks": str(self.layout),
+            "train.micro_batch": [share.micro_batch for share in self.shares],
+            "memory.activation_checkpointing": str(self.activation_checkpointing),
+            "memory.loss_chunk": self.loss_chunk,
+            "parallel.sync": self.sync,
+        }
+
     def stages_of(self, rank: int) -> list[range]:
         """Return the blocks of each stage that a rank holds."""
         pp, schedule = self.layout.pp, self.config.parallel.schedule
@@ -113,7 +132,7 @@ class Resolved:
         if (free, total) == (self.machine.memory_free, self.machine.memory_total):
             return self
         machine = replace(self.machine, memory_free=free, memory_total=total)
-        other = resolve(self.config, machine, self.layout.ranks)
+        other = resolve(self.config, machine, self.layout.ranks, self.kept)
         values = {decision.name: decision.value for decision in self.decisions}
         decisions = [
             each if values.get(each.name) == each.value else replace(each, reason=_LEAST_MEMORY)
@@ -122,42 +141,48 @@ class Resolved:
         return replace(other, decisions=tuple(decisions))
 
 
-def resolve(config: RunConfig, machine: Machine, ranks: int) -> Resolved:
+def resolve(
+    config: RunConfig, machine: Machine, ranks: int, kept: Mapping[str, Any] | None = None
+) -> Resolved:
     """Return all derived settings of a run, or raise one ConfigError with every problem.
 
-    A pure function of its arguments, cheap enough to call for many layouts.
+    `kept` are the `open_settings` that a resumed run was started with; it keeps them if it has the same
+    layout and they still fit. A pure function of its arguments, cheap enough to call for many layouts.
     """
     spec = ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
     parallel, problems = config.parallel, [*device_problems(config, machine)]
     layout = _layout(parallel, ranks, problems)
+    kept = kept if kept and kept.get("ranks") == str(layout) else {}
     compute, compute_reason = _compute(config.precision, machine, problems)
     stages = layout.pp * _stages_per_rank(parallel, problems) if layout.pp > 1 else 1
     compiled, compile_reason = _compiled(config, spec, layout, machine)
     heads, kv_heads = (max(1, count // layout.tp) for count in (spec.heads, spec.kv_heads))
     ulysses, ring = divide_context(layout.cp, heads, kv_heads, parallel.context)
-    chunk, chunk_reason = loss_chunk(config, spec, layout, BYTES[compute], machine)
-    draft = Draft(config, machine, spec, layout, compute, compiled, chunk)
-    checkpointing, checkpointing_reason = _checkpointing(draft)
-    estimates = draft.estimates(checkpointing)
+    draft = Draft(config, machine, spec, layout, compute, compiled)
     problems += model_problems(spec, layout, stages)
     problems += context_problems(draft, ulysses, ring, heads, kv_heads)
-    problems += setting_problems(draft, checkpointing)
     problems += float8_problems(draft)
-    shares: list[Share] = []
-    share_decisions: list[Decision] = []
-    if layout.ranks == ranks:
-        shares, share_decisions = _shares(draft, stages, estimates, problems)
+    problems += setting_problems(draft)
+    sizes = _micro_batch_sizes(draft, stages, kept, problems) if layout.ranks == ranks else []
     if problems:
         raise ConfigError(dict.fromkeys(problems))
+    plan, fits = Chooser(draft, sizes, kept).best()
+    if not fits and kept:
+        return resolve(config, machine, ranks)
+    estimates = draft.estimates(plan.choices)
+    if problem := _does_not_fit(draft, plan, fits, estimates):
+        raise ConfigError([problem])
+    choices = plan.choices
+    if problems := [*checkpointing_problems(draft, choices.checkpointing)]:
+        raise ConfigError(problems)
+    shares = [Share(e.sequences, size) for e, size in zip(estimates, plan.micro_batches, strict=True)]
     cuts = cut_stages(spec, config.data.seq_len, stages)
     device_reason = "a GPU is available" if machine.is_gpu else "no GPU is available"
     decisions = [
         Decision("device", machine.name, _reason(config.run.device, device_reason)),
         Decision("compute", compute, compute_reason),
         Decision("compile", str(compiled).lower(), compile_reason),
-        *share_decisions,
-        Decision("activation checkpointing", str(checkpointing), checkpointing_reason),
-        Decision("loss chunk", f"{chunk:,} tokens" if chunk else "whole", chunk_reason),
+        *_memory_decisions(draft, plan, fits, shares, estimates, kept),
         *_layout_decisions(parallel, layout, ulysses, ring, cuts),
     ]
     return Resolved(
@@ -170,11 +195,14 @@ def resolve(config: RunConfig, machine: Machine, ranks: int) -> Resolved:
         stages=cuts,
         shares=tuple(shares),
         estimates=tuple(estimates),
-        loss_chunk=chunk,
-        activation_checkpointing=checkpointing,
+        loss_chunk=choices.chunk,
+        activation_checkpointing=choices.checkpointing,
+        sync=choices.sync,
+        reshard=choices.reshard,
         compiled=compiled,
         compute=compute,
         decisions=tuple(decisions),
+        kept=kept,
     )
 
 
@@ -245,41 +273,16 @@ def _compiled(config: RunConfig, spec: ModelSpec, layout: Layout, machine: Machi
     return True, "faster on a GPU"
 
 
-def _checkpointing(draft: Draft) -> tuple[ActivationCheckpointing, str]:
-    """Return the activation checkpointing; 'auto' is the cheapest that fits at micro-batch 1."""
-    memory, free = draft.config.memory, draft.machine.memory_free
-    if memory.activation_checkpointing.kind != "auto":
-        is_default = memory.activation_checkpointing == MemorySection().activation_checkpointing
-        return memory.activation_checkpointing, "default" if is_default else "as configured"
-    kinds = [ActivationCheckpointing("none"), ActivationCheckpointing("full")]
-    if not (draft.splits_backward or memory.ffn_tile):
-        kinds.insert(1, ActivationCheckpointing("selective"))
-    reason = ""
-    for checkpointing in kinds:
-        estimates = draft.estimates(checkpointing)
-        sizes = [(each, min(draft.config.train.micro_batch or 1, each.sequences)) for each in estimates]
-        most = max(estimate.bytes(size) for estimate, size in sizes)
-        reason = f"{human_bytes(most)} at a micro-batch of {sizes[0][1]}, {human_bytes(free)} free"
-        if all(estimate.fits(size, free) for estimate, size in sizes):
-            return checkpointing, reason
-    return kinds[-1], f"even this {EXCEEDS}: {reason}"
-
-
-def _shares(
-    draft: Draft, stages: int, estimates: Sequence[MemoryEstimate], problems: list[Problem]
-) -> tuple[list[Share], list[Decision]]:
-    """Return micro-batch and gradient accumulation of each phase, with their decisions."""
-    free, state = draft.machine.memory_free, estimates[0].state
-    if state > free:
-        what = (
-            f"training {human_count(draft.spec.parameters)} parameters needs {human_bytes(state)} per rank "
-            f"for weights, gradients and optimizer state, and {human_bytes(free)} are free"
-        )
-        todo = "shard it over more ranks, choose a smaller model, or a device with more memory"
-        problems.append(Problem("model", what, todo))
-    shares, decisions = [], []
-    given, largest = draft.config.train.micro_batch, max(each.sequences for each in estimates)
-    for i, (phase, estimate) in enumerate(zip(Timeline.of(draft.config).phases, estimates, strict=True)):
+def _micro_batch_sizes(
+    draft: Draft, stages: int, kept: Mapping[str, Any], problems: list[Problem]
+) -> list[list[int]]:
+    """Return the micro-batch sizes that each phase allows; a pipeline needs enough equal ones."""
+    found = []
+    phases = Timeline.of(draft.config).phases
+    shares = [draft.layout.rows(phase.sequences) for phase in phases]
+    given, largest = draft.config.train.micro_batch, max(shares)
+    started = kept.get("train.micro_batch", []) if given is None else []
+    for i, (phase, sequences) in enumerate(zip(phases, shares, strict=True)):
         key = phase_key(i, "batch", "train.batch")
         if phase.sequences < draft.layout.batch:
             batch = counted(phase.sequences, "sequence")
@@ -288,44 +291,50 @@ def _shares(
             )
             problems.append(Problem(key, what, "raise it, or give more ranks to cp, tp or pp"))
             continue
-        asked = min(given, estimate.sequences) if given and given <= largest else given
-        found = _micro_batch(draft, asked, stages, estimate, key)
-        if isinstance(found, Problem):
-            problems.append(found)
-            continue
-        size, reason = found
-        shares.append(Share(estimate.sequences, size))
-        decisions.append(_share_decision(phase, shares[-1], reason))
-    return shares, decisions
+        asked = min(given, sequences) if given and given <= largest else given
+        sizes = _allowed_sizes(draft, asked, stages, sequences, phase.seq_len // draft.layout.cp)
+        if not sizes:
+            problems.append(_indivisible(draft, asked, sequences, key))
+        elif i < len(started) and started[i] <= sequences:
+            sizes = [started[i]]
+        found.append(sizes)
+    return found
 
 
-def _micro_batch(
-    draft: Draft, given: int | None, stages: int, estimate: MemoryEstimate, key: str
-) -> tuple[int, str] | Problem:
-    """Choose a micro-batch; a pipeline needs equal ones, and enough of them to keep the stages busy."""
-    sequences, pp, free = estimate.sequences, draft.layout.pp, draft.machine.memory_free
-    counts = divisors(sequences)
+def _allowed_sizes(draft: Draft, given: int | None, stages: int, sequences: int, tokens: int) -> list[int]:
+    pp = draft.layout.pp
     if pp > 1:
         counts = list(micro_batch_counts(draft.schedule, sequences, pp, stages // pp))
-    allowed = [sequences // n for n in counts]
-    uneven = given is not None and pp == 1 and given <= sequences
-    if not allowed or (given is not None and given not in allowed and not uneven):
-        size = f"micro-batches of {given}" if allowed else "micro-batches"
-        where = f" for the schedule '{draft.schedule}' over {pp} ranks" if pp > 1 else ""
-        what = f"the {sequences} sequences of a rank cannot be divided into {size}{where}"
         if given is None:
-            return Problem(key, what, "raise it")
-        return Problem("train.micro_batch", what, f"leave it out, or raise {key}")
+            counts = [n for n in counts if n >= 4 * pp] or counts[-1:]
+        sizes = [sequences // n for n in counts]
+        return sizes if given is None else [size for size in sizes if size == given]
     if given is not None:
-        return given, "as configured"
-    if pp > 1:
-        busy = [n for n in counts if n >= 4 * pp] or counts[-1:]
-        size, reason = largest_that_fits(estimate, [sequences // n for n in busy], free)
-        return size, f"{sequences // size} micro-batches keep {pp} ranks busy; {reason}"
-    equal = largest_that_fits(estimate, allowed, free)
-    # equal micro-batches, unless uneven ones halve their number
-    other = largest_that_fits(estimate, _sizes(sequences), free)
-    return other if other[0] >= 2 * equal[0] else equal
+        return [given] if given <= sequences else []
+    if not draft.machine.is_gpu:
+        # equal micro-batches, unless uneven ones halve their number
+        return sorted({*divisors(sequences), *_sizes(sequences)})
+    most = max(1, _MOST_TOKENS // tokens)
+    return [size for size in sorted({*divisors(sequences), *_sizes(sequences)}) if size <= most] or [1]
+
+
+def _indivisible(draft: Draft, given: int | None, sequences: int, key: str) -> Problem:
+    pp = draft.layout.pp
+    size = "micro-batches" if given is None else f"micro-batches of {given}"
+    where = f" for the schedule '{draft.schedule}' over {pp} ranks" if pp > 1 else ""
+    what = f"the {sequences} sequences of a rank cannot be divided into {size}{where}"
+    if given is None:
+        return Problem(key, what, "raise it")
+    return Problem("train.micro_batch", what, f"leave it out, or raise {key}")
+
+
+def _does_not_fit(
+    draft: Draft, plan: Plan, fits: bool, estimates: Sequence[MemoryEstimate]
+) -> Problem | None:
+    """Return the problem of a run that cannot fit. On a CPU only weights and optimizer state are certain."""
+    free = draft.machine.memory_free
+    needed = plan.bytes if draft.machine.is_gpu else max(each.state for each in estimates)
+    return None if fits or needed <= free else refusal(draft, plan, estimates)
 
 
 def _sizes(sequences: int) -> list[int]:
@@ -347,6 +356,76 @@ def _share_decision(phase: Phase, share: Share, reason: str) -> Decision:
     rate = f", learning rate {phase.lr:g}" if phase.lr else ""
     work = f"{Span(phase.batch, 'tok')} per step in sequences of {phase.seq_len}{rate}, micro-batch {value}"
     return Decision(f"from step {phase.step + 1:,}", work, reason)
+
+
+def _memory_decisions(
+    draft: Draft,
+    plan: Plan,
+    fits: bool,
+    shares: Sequence[Share],
+    estimates: Sequence[MemoryEstimate],
+    kept: Mapping[str, Any],
+) -> Iterator[Decision]:
+    """Report the micro-batch, what saves memory, and the predicted peak with its parts."""
+    config, choices, free = draft.config, plan.choices, human_bytes(draft.machine.memory_free)
+    needs = f"{human_bytes(plan.bytes)} predicted, {free} free"
+
+    def reason(key: str, value: object, why: str) -> str:
+        if value not in ("auto", None):
+            return "as configured"
+        return _AS_STARTED if key in kept else why
+
+    for phase, share in zip(Timeline.of(config).phases, shares, strict=True):
+        why = f"{share.sequences // share.micro_batch} micro-batches keep {draft.layout.pp} ranks busy"
+        why = f"{why}; {needs}" if draft.layout.pp > 1 else needs
+        yield _share_decision(phase, share, reason("train.micro_batch", config.train.micro_batch, why))
+    key, checkpointing = "memory.activation_checkpointing", choices.checkpointing
+    given = config.memory.activation_checkpointing
+    why = "not needed" if checkpointing.kind == "none" else "the least recomputation that fits"
+    if checkpointing.kind != "none" and given.kind == "auto":
+        without = replace(choices, checkpointing=ActivationCheckpointing("none"))
+        needed = max(e.bytes(s.micro_batch) for e, s in zip(draft.estimates(without), shares, strict=True))
+        why += f"; without it {human_bytes(needed)} are predicted"
+    why = reason(key, "auto" if given.kind == "auto" else given, why)
+    yield Decision("activation checkpointing", str(checkpointing), why)
+    usual = choices.chunk == loss_chunk(draft)
+    why = "logits in a sixteenth of the memory" if usual else "smaller, so that the run fits"
+    why = why if draft.machine.is_gpu else "logits that fit in the processor's cache"
+    chunk = f"{choices.chunk:,} tokens" if choices.chunk else "whole"
+    yield Decision("loss chunk", chunk, reason("memory.loss_chunk", config.memory.loss_chunk, why))
+    if draft.layout.uses_fsdp:
+        yield from _fsdp_decisions(draft, choices, shares, kept)
+    parts = _largest_parts(estimates, shares)
+    if not fits:
+        parts = f"more than the run should fill, and may not fit: {parts}"
+    yield Decision("memory", f"{human_bytes(plan.bytes)} of {free}", parts)
+
+
+def _fsdp_decisions(
+    draft: Draft, choices: Choices, shares: Sequence[Share], kept: Mapping[str, Any]
+) -> Iterator[Decision]:
+    parallel = draft.config.parallel
+    if any(share.gradient_accumulation > 1 for share in shares):
+        why = "least communication"
+        if choices.sync == "each":
+            why = (
+                "whole gradients that wait for the last micro-batch would not fit, or cost more recomputation"
+            )
+        why = _AS_STARTED if "parallel.sync" in kept else why
+        yield Decision("reduce gradients", f"after {choices.sync}", _reason(parallel.sync, why))
+    value = f"to groups of {choices.reshard}"
+    if isinstance(choices.reshard, bool):
+        value = "always (ZeRO-3)" if choices.reshard else "never (ZeRO-2)"
+    why = "gathered weights do not fit" if choices.reshard else "gathered weights fit, and are gathered once"
+    why = why if draft.machine.is_gpu and draft.layout.pp == 1 else "the default here"
+    yield Decision("reshard", value, _reason(parallel.reshard, why))
+
+
+def _largest_parts(estimates: Sequence[MemoryEstimate], shares: Sequence[Share]) -> str:
+    phases = [e.parts(s.micro_batch) for e, s in zip(estimates, shares, strict=True)]
+    parts = max(phases, key=lambda each: sum(each.values()))
+    total = sum(parts.values())
+    return ", ".join(f"{name} {human_bytes(size)}" for name, size in parts.items() if size >= 0.02 * total)
 
 
 def _layout_decisions(

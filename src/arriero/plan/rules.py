@@ -4,27 +4,32 @@ Each rule yields problems with the key to change and what to do. Most layout rul
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 from arriero.config.fields import ActivationCheckpointing
 from arriero.config.keys import Problem
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline, config_of
+from arriero.model.costs import Mode
 from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec
 from arriero.plan.hardware import Machine
 from arriero.plan.layout import SCHEDULES, Layout, tokens_divisor
-from arriero.plan.memory import MemoryEstimate, estimate_memory
+from arriero.plan.memory import Choices, MemoryEstimate, estimate_memory
 
 Compute = Literal["fp32", "bf16", "fp16"]
 BYTES: Mapping[Compute, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 # float8 matmuls take dimensions that are multiples of this
 _FLOAT8_MULTIPLE = 16
 _KEY = "memory.activation_checkpointing"
+_OTHER_SCHEDULE = "set parallel.schedule to 'interleaved-1f1b'"
 
 
-class Draft(NamedTuple):
-    """The settings that are derived first, and that the rules look at."""
+@dataclass(frozen=True)
+class Draft:
+    """The settings that are derived first, and that the rules and the memory estimate look at."""
 
     config: RunConfig
     machine: Machine
@@ -32,7 +37,6 @@ class Draft(NamedTuple):
     layout: Layout
     compute: Compute
     compiled: bool
-    chunk: int | Literal[False]
 
     @property
     def schedule(self) -> str:
@@ -42,11 +46,29 @@ class Draft(NamedTuple):
     def splits_backward(self) -> bool:
         return self.layout.pp > 1 and SCHEDULES[self.schedule].splits_backward
 
-    def estimates(self, checkpointing: ActivationCheckpointing) -> list[MemoryEstimate]:
+    @property
+    def element(self) -> int:
+        """Bytes of an element of the activations."""
+        return BYTES[self.compute]
+
+    @cached_property
+    def mode(self) -> Mode:
+        """How the blocks run, as far as their memory depends on it."""
+        precision, layout, on_gpu = self.config.precision, self.layout, self.machine.is_gpu
+        # the kernels for tensorwise float8 keep 8-bit copies; torchao casts again in the backward pass
+        float8 = precision.float8 == "tensorwise" and layout.tp == 1 and not precision.float8_all_gather
+        whole = on_gpu and layout.tp == 1 and not layout.uses_fsdp
+        fused_qkv = whole and precision.float8 == "off"
+        return Mode(self.compiled, self.element, on_gpu, fused_qkv, float8 and on_gpu)
+
+    @cached_property
+    def phase_configs(self) -> list[RunConfig]:
+        return [config_of(self.config, phase) for phase in Timeline.of(self.config).phases]
+
+    def estimates(self, choices: Choices) -> list[MemoryEstimate]:
         """Return the memory estimate of each phase."""
-        config, on_gpu = with_checkpointing(self.config, checkpointing), self.machine.is_gpu
-        sizes = self.spec, self.layout, BYTES[self.compute], self.chunk, on_gpu
-        return [estimate_memory(config_of(config, phase), *sizes) for phase in Timeline.of(config).phases]
+        sizes = self.spec, self.layout, choices, self.mode
+        return [estimate_memory(config, *sizes) for config in self.phase_configs]
 
 
 def with_checkpointing(config: RunConfig, checkpointing: ActivationCheckpointing) -> RunConfig:
@@ -103,10 +125,10 @@ def context_problems(draft: Draft, ulysses: int, ring: int, heads: int, kv_heads
                 break
 
 
-def setting_problems(draft: Draft, checkpointing: ActivationCheckpointing) -> Iterator[Problem]:
+def setting_problems(draft: Draft) -> Iterator[Problem]:
     config, layout = draft.config, draft.layout
     if layout.pp > 1:
-        yield from _pipeline_problems(draft, checkpointing)
+        yield from _pipeline_problems(draft)
     if config.data.packing == "none" and layout.cp * layout.tp * layout.pp > 1:
         what = "'none' makes batches of varying width, which cp, tp and pp cannot divide"
         yield Problem("data.packing", what, "set it to 'bestfit', or give the ranks to dp_shard")
@@ -121,22 +143,31 @@ def setting_problems(draft: Draft, checkpointing: ActivationCheckpointing) -> It
         what = "overlaps the communication of compiled, tensor-parallel layers on GPUs"
         todo = "remove it, or set parallel.tp and precision.compile on a GPU"
         yield Problem("parallel.async_tp", what, todo)
-    if config.memory.ffn_tile and checkpointing.is_selective:
+    given = config.memory.activation_checkpointing
+    if given.kind != "auto":
+        yield from checkpointing_problems(draft, given)
+
+
+def checkpointing_problems(draft: Draft, checkpointing: ActivationCheckpointing) -> Iterator[Problem]:
+    if draft.config.memory.ffn_tile and checkpointing.is_selective:
         what = f"recomputes its tiles itself, and '{checkpointing}' selects what to recompute"
         yield Problem("memory.ffn_tile", what, f"set {_KEY} to 'full' or 'none', or this to false")
     if checkpointing.kind == "budget" and not draft.compiled:
         what = f"'{checkpointing}' is applied by the compiler, and blocks are not compiled in this run"
         yield Problem(_KEY, what, "set precision.compile to true, or use 'selective' or 'fraction:P'")
-
-
-def _pipeline_problems(draft: Draft, checkpointing: ActivationCheckpointing) -> Iterator[Problem]:
-    name, other = draft.schedule, "set parallel.schedule to 'interleaved-1f1b'"
     if draft.splits_backward and checkpointing.is_selective:
-        what = f"the schedule '{name}' runs two backward passes; '{checkpointing}' keeps results for one"
-        yield Problem(_KEY, what, f"set it to 'full' or 'none', or {other}")
+        what = (
+            f"the schedule '{draft.schedule}' runs two backward passes; "
+            f"'{checkpointing}' keeps results for one"
+        )
+        yield Problem(_KEY, what, f"set it to 'full' or 'none', or {_OTHER_SCHEDULE}")
+
+
+def _pipeline_problems(draft: Draft) -> Iterator[Problem]:
+    name = draft.schedule
     if draft.splits_backward and draft.compiled:
         what = f"the schedule '{name}' splits the backward pass, and compiled blocks cannot"
-        yield Problem("precision.compile", what, f"set it to false, or {other}")
+        yield Problem("precision.compile", what, f"set it to false, or {_OTHER_SCHEDULE}")
     if draft.config.parallel.sync == "each":
         what = "'each' is not possible in a pipeline, which reduces gradients after the last micro-batch"
         yield Problem("parallel.sync", what, "set it to 'last'")

@@ -20,6 +20,7 @@ from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 from arriero.plan.blocks import Work, reshards, shared_work
 from arriero.plan.candidates import Candidate, Choice, Constraint, Plan, Rejection, Sync
+from arriero.plan.choose import loss_chunk
 from arriero.plan.hardware import Cluster, Machine
 from arriero.plan.layout import (
     AXES,
@@ -30,12 +31,12 @@ from arriero.plan.layout import (
     divisors,
     micro_batch_counts,
 )
-from arriero.plan.memory import MemoryEstimate, loss_chunk
+from arriero.plan.memory import USABLE, Choices, MemoryEstimate
 from arriero.plan.rates import Rates
 from arriero.plan.resolve import resolve
 from arriero.plan.rules import (
-    BYTES,
     Draft,
+    checkpointing_problems,
     context_problems,
     float8_problems,
     model_problems,
@@ -48,7 +49,7 @@ from arriero.units import counted, human_bytes
 _SCHEDULES = (("1f1b", (1,)), ("interleaved-1f1b", (2, 4)), ("zbv", (2,)), ("zero-bubble", (2,)))
 _CHECKPOINTING = ("none", "selective", "fraction:1/4", "fraction:1/2", "fraction:3/4", "full")
 _MOST_SIZES = 6
-_TOO_LARGE = "needs more than 90 % of the free memory"
+_TOO_LARGE = f"needs more than {USABLE:.0%} of the free memory"
 
 
 @dataclass
@@ -261,8 +262,7 @@ def _draft(search: _Search, layout: Layout, schedule: str) -> Draft:
     compiled = config.precision.compile
     if compiled == "auto":
         compiled = machine.is_gpu and not splits
-    chunk = loss_chunk(config, search.spec, layout, BYTES[compute], machine)[0]
-    return Draft(config, machine, search.spec, layout, compute, bool(compiled), chunk)
+    return Draft(config, machine, search.spec, layout, compute, bool(compiled))
 
 
 def _compute(config: RunConfig, machine: Machine) -> Literal["fp32", "bf16", "fp16"]:
@@ -299,7 +299,7 @@ def _policies(search: _Search, layout: Layout) -> list[tuple[Any, Sync]]:
     syncs: list[Sync] = ["last", "each"] if layout.fsdp > 1 and layout.pp == 1 else ["last"]
     if "sync each" in search.exclude:
         syncs = ["last"]
-    if "sync" in section.model_fields_set:
+    if section.sync != "auto":
         syncs = [section.sync]
     return list(product(reshards, syncs))
 
@@ -311,7 +311,7 @@ def _checkpointings(search: _Search, draft: Draft) -> Iterator[ActivationCheckpo
         return
     for text in _CHECKPOINTING:
         each = ActivationCheckpointing.parse(text)
-        if each.kind not in search.exclude and not any(setting_problems(draft, each)):
+        if each.kind not in search.exclude and not any(checkpointing_problems(draft, each)):
             yield each
 
 
@@ -326,17 +326,22 @@ def _fitting(
     """Yield the micro-batch sizes and kinds of checkpointing that fit; less recomputation is better."""
     schedule, per_rank, reshard, sync = policy
     layout, free = draft.layout, search.machine.memory_free
-    parallel = draft.config.parallel.model_copy(update={"reshard": reshard, "sync": sync})
-    draft = draft._replace(config=draft.config.model_copy(update={"parallel": parallel}))
+    update = {"reshard": reshard, "sync": sync, "stages_per_rank": per_rank if layout.pp > 1 else None}
+    parallel = draft.config.parallel.model_copy(update=update)
+    draft = replace(draft, config=draft.config.model_copy(update={"parallel": parallel}))
     left = list(sizes)
-    kinds = list(_checkpointings(search, draft))
-    if not kinds:
-        given = search.config.memory.activation_checkpointing
-        problem = next(iter(setting_problems(draft, given)))
-        search.reject(f"{problem.key} {problem.what}", layout)
+    problem = next(setting_problems(draft), None)
+    kinds = [] if problem else list(_checkpointings(search, draft))
+    if problem or not kinds:
+        what = (
+            f"{problem.key} {problem.what}" if problem else "no kind of activation checkpointing is allowed"
+        )
+        search.reject(what, layout)
         return
+    chunk = loss_chunk(draft)
     for checkpointing in kinds:
-        estimates, fitting = draft.estimates(checkpointing), []
+        choices = Choices(checkpointing, chunk, sync, reshards(reshard, layout))
+        estimates, fitting = draft.estimates(choices), []
         for size in left:
             if sync == "each" and size >= rows:
                 continue

@@ -156,12 +156,10 @@ def build_model_state(plan: Arrangement, mesh: Mesh) -> tuple[ModelState, list[D
 
 def model_options(plan: Arrangement) -> ModelOptions:
     config, parallel = plan.config, plan.config.parallel
-    words = {"auto": plan.resolved.layout.pp == 1, "always": True, "never": False}
-    reshard = words[parallel.reshard] if isinstance(parallel.reshard, str) else parallel.reshard
     sharding = Sharding(
         compute=plan.dtype,
         reduce=torch.bfloat16 if config.precision.reduce == "bf16" else torch.float32,
-        reshard=reshard,
+        reshard=plan.resolved.reshard,
         prefetch=parallel.prefetch,
         offload=config.memory.offload_state,
     )
@@ -279,7 +277,7 @@ def build_passes(
         plan.device.torch_device,
         cut=cut,
         pipeline=pipeline,
-        sync_each=plan.config.parallel.sync == "each",
+        sync_each=plan.resolved.sync == "each",
         refresh_scales=partial(renew_scales, settings=plan.config.precision),
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from arriero.model.family import DECODER_PLACEMENTS, Family, ParameterCounts
 
 if TYPE_CHECKING:
+    from arriero.model.costs import BlockMemory, Mode
     from arriero.model.language_model import LanguageModel
     from arriero.model.name_maps import HuggingFaceNames
     from arriero.model.spec import ModelSpec
@@ -49,6 +50,42 @@ def _problems(fields: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def _shapes(spec: "ModelSpec") -> dict[str, tuple[int, ...]]:
+    dim, ffn = spec.dim, spec.ffn
+    matrices = dict.fromkeys((f"attention.{name}" for name in "qkvo"), (dim, dim))
+    matrices |= {"ffn.up": (ffn, dim), "ffn.down": (dim, ffn)}
+    norms = [f"{norm}.{kind}" for norm in ("attention_norm", "ffn_norm") for kind in ("weight", "bias")]
+    return {
+        **dict.fromkeys(norms, (dim,)),
+        **{f"{name}.weight": shape for name, shape in matrices.items()},
+        **{f"{name}.bias": shape[:1] for name, shape in matrices.items()},
+    }
+
+
+def _memory(spec: "ModelSpec", mode: "Mode") -> "BlockMemory":
+    """Return the bytes of a block; `tests/model/test_costs.py` compares them with the traced module."""
+    from arriero.model.costs import Affine, memory_of
+
+    dim, ffn, size = spec.dim, spec.ffn, mode.element
+    # input, both norms, q, k, v, result of attention and of its projection; before and after GELU
+    kept = size * (8 * dim + 2 * ffn) + 4 * (4 + spec.heads)
+    fixed = size * 3 * dim * dim if mode.fused_qkv else 0
+    if mode.float8:
+        kept += 3 * dim - size * 2 * dim + ffn - size * ffn
+        fixed = spec.block_matmul_parameters
+    matmuls = [3 * dim] if mode.fused_qkv or mode.float8 else [dim] * 3
+    return memory_of(
+        mode,
+        dim,
+        kept,
+        fixed,
+        size * dim + 4 * spec.heads,
+        [size * width for width in (*matmuls, dim, ffn, dim)],
+        Affine(size * (2 * dim + ffn), size * dim * ffn),
+        gathered=2 * size * dim,
+    )
+
+
 GPT2 = Family(
     name="gpt2",
     build=_build,
@@ -58,4 +95,6 @@ GPT2 = Family(
     placements={**DECODER_PLACEMENTS, "positions": "position embedding"},
     hf=_hf,
     presets=Path(__file__).with_name("presets.toml"),
+    block_shapes=_shapes,
+    block_memory=_memory,
 )

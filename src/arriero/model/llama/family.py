@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from arriero.model.family import DECODER_PLACEMENTS, Family, ParameterCounts
 
 if TYPE_CHECKING:
+    from arriero.model.costs import BlockMemory, Mode
     from arriero.model.language_model import LanguageModel
     from arriero.model.name_maps import HuggingFaceNames
     from arriero.model.spec import ModelSpec
@@ -57,6 +58,60 @@ def _problems(fields: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def _shapes(spec: "ModelSpec") -> dict[str, tuple[int, ...]]:
+    dim, ffn, query, kv = spec.dim, spec.ffn, spec.attention_width, spec.kv_heads * spec.head_dim
+    return {
+        "attention_norm.weight": (dim,),
+        "attention.q.weight": (query, dim),
+        "attention.k.weight": (kv, dim),
+        "attention.v.weight": (kv, dim),
+        "attention.o.weight": (dim, query),
+        "ffn_norm.weight": (dim,),
+        "ffn.gate.weight": (ffn, dim),
+        "ffn.up.weight": (ffn, dim),
+        "ffn.down.weight": (dim, ffn),
+    }
+
+
+def _memory(spec: "ModelSpec", mode: "Mode") -> "BlockMemory":
+    """Return the bytes of a block; `tests/model/test_costs.py` compares them with the traced module."""
+    from arriero.model.costs import Affine, memory_of
+
+    dim, ffn, query, kv, size = (
+        spec.dim, spec.ffn, spec.attention_width, spec.kv_heads * spec.head_dim, mode.element,
+    )  # fmt: skip
+    # v is a view of the fused product, which is kept whole
+    v = query + 2 * kv if mode.fused_qkv else kv
+    # input, both norms, result of attention's projection; rotated q and k, v, result of attention
+    elements = 4 * dim + 2 * query + kv + v
+    statistics = 4 * (2 + spec.heads)
+    fixed = size * (query + 2 * kv) * dim if mode.fused_qkv else 0
+    if mode.float8:
+        # inputs of matmuls and all weights are kept in 8 bits, gate and up in one tensor
+        elements += query + kv - 2 * dim + (kv if not mode.fused_qkv else 0)
+        kept = size * (elements + 2 * ffn) + 2 * dim + query + ffn
+        fixed = spec.block_matmul_parameters
+    else:
+        kept = size * (elements + (3 if mode.compiled else 4) * ffn)
+    if not mode.compiled and not mode.on_gpu:
+        # RMSNorm is no single operator there: it keeps its input and result in fp32, instead of the residual
+        kept += 16 * dim - size * dim if size == 2 else 2 * size * dim
+    matmuls = [query + 2 * kv] if mode.fused_qkv or mode.float8 else [query, kv, kv]
+    matmuls += [dim, 2 * ffn, dim] if mode.float8 else [dim, ffn, ffn, dim]
+    return memory_of(
+        mode,
+        dim,
+        kept + statistics,
+        fixed,
+        size * query + 4 * spec.heads,
+        [size * width for width in matmuls],
+        Affine(size * (2 * dim + ffn), 2 * size * dim * ffn)
+        if mode.compiled
+        else Affine(size * (2 * dim + 2 * ffn), size * dim * ffn),
+        gathered=2 * size * dim,
+    )
+
+
 LLAMA = Family(
     name="llama",
     build=_build,
@@ -67,4 +122,6 @@ LLAMA = Family(
     hf=_hf,
     meta=_meta,
     presets=Path(__file__).with_name("presets.toml"),
+    block_shapes=_shapes,
+    block_memory=_memory,
 )
