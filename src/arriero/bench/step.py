@@ -195,7 +195,7 @@ def _float8_layout(config: RunConfig) -> dict[str, int]:
     """Return the layout of the check: split layers and float8 all-gather use other kernels."""
     if config.precision.float8 == "off":
         return {}
-    split = {"tp": 2} if config.parallel.tp > 1 else {}
+    split = {"tp": 2} if config.parallel.tp not in (1, -1, "auto") else {}
     return split | ({"dp_shard": 2} if config.precision.float8_all_gather else {})
 
 

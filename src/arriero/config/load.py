@@ -30,6 +30,7 @@ Table = dict[str, Any]
 # A parameter, because presets and model directories are read by packages that import this one.
 ExpandModel = Callable[[Mapping[str, Any], Mapping[str, Any], Collection[str]], Mapping[str, Any]]
 _EMBEDDED = "embedded default"
+_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 _BESIDE_STORED = ("events.jsonl", "manifest.json")
 
 
@@ -156,6 +157,8 @@ def _overlay(
 ) -> None:
     for name, value in table.items():
         key = prefix + name
+        if key == "parallel" and value == "auto":
+            value = dict.fromkeys(_DEGREES, "auto")
         if isinstance(value, dict) and isinstance(tree.get(name, {}), dict):
             _overlay(tree.setdefault(name, {}), value, origin, origins, f"{key}.")
             continue

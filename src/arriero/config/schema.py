@@ -23,7 +23,7 @@ class Section(BaseModel):
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Degree = Positive | Literal[-1]
+Degree = Positive | Literal[-1, "auto"]
 
 
 class RunSection(Section):
@@ -43,6 +43,11 @@ class RunSection(Section):
         False,
         description="For tests: several ranks share one GPU, and collectives go through host memory, as "
         "asynchronous as NCCL's. A result that is read before it is waited for is NaN.",
+    )
+    cluster: str | None = Field(
+        None,
+        description='Cluster for degrees that are "auto": a name or file of `arriero plan --cluster`. Unless '
+        "given, the shipped one with the same device.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
@@ -316,7 +321,8 @@ class ParallelSection(Section):
     dp_replicate: Degree = Field(
         1,
         description="Data parallelism: replicas of the sharded model (HSDP, DDP). One of the five degrees "
-        "may be -1: the remaining ranks.",
+        'may be -1: the remaining ranks. "auto" is planned, like `arriero plan` does; `parallel = "auto"` '
+        "plans all five.",
     )
     dp_shard: Degree = Field(
         -1, description="Data parallelism: ranks that shard one copy of the weights (FSDP, ZeRO)."

@@ -9,7 +9,7 @@ from arriero.plan.blocks import work_of
 from arriero.plan.candidates import Candidate, Plan
 from arriero.plan.rates import Rates
 from arriero.plan.timeline import simulate
-from arriero.plan.timing import step_time
+from arriero.plan.timing import StepTime, step_time
 from arriero.units import counted, human_bytes, human_count
 
 _NAMES = {
@@ -153,7 +153,7 @@ def whole_run_text(run: Mapping[str, Any]) -> str:
 
 def candidate_facts(candidate: Candidate) -> dict[str, Any]:
     """Return a candidate as plain data."""
-    choice, time = candidate.choice, candidate.time
+    choice = candidate.choice
     return {
         "text": str(choice),
         "layout": asdict(choice.layout),
@@ -164,12 +164,19 @@ def candidate_facts(candidate: Candidate) -> dict[str, Any]:
         "activation_checkpointing": str(choice.checkpointing),
         "micro_batch": choice.micro_batch,
         "gradient_accumulation": candidate.work.micro_batches,
-        "tokens_per_s_per_device": time.tokens_per_s,
-        "mfu": time.mfu,
-        "step_s": time.seconds,
         "memory_bytes": candidate.memory,
         "memory_free_bytes": candidate.free,
         "memory_margin": candidate.margin,
+        **time_facts(candidate.time),
+    }
+
+
+def time_facts(time: StepTime) -> dict[str, Any]:
+    """Return the time of a step and its parts as plain data."""
+    return {
+        "tokens_per_s_per_device": time.tokens_per_s,
+        "mfu": time.mfu,
+        "step_s": time.seconds,
         "bubble_s": time.bubble,
         "optimizer_s": time.optimizer,
         "host_s": time.host,

@@ -91,6 +91,7 @@ class Device(_Data):
     fp32: float | None = Field(None, ge=0.001, le=10_000, strict=False)
     nominal_power: float | None = None
     match: str | None = None
+    key: str = ""
     aliases: tuple[str, ...] = ()
 
     @property
@@ -141,7 +142,9 @@ def devices() -> Mapping[str, Device]:
     """Return the device types by name."""
     file = Path(__file__).with_name("devices.toml")
     table = tomllib.loads(file.read_text(encoding="utf-8"))
-    return {name: _validated(Device, entry, f"{file}: {name}") for name, entry in table.items()}
+    return {
+        name: _validated(Device, {"key": name, **entry}, f"{file}: {name}") for name, entry in table.items()
+    }
 
 
 # in the order of the table, the CPU first

@@ -149,6 +149,11 @@ def resolve(
     `kept` are the `open_settings` that a resumed run was started with; it keeps them if it has the same
     layout and they still fit. A pure function of its arguments, cheap enough to call for many layouts.
     """
+    if any(getattr(config.parallel, axis) == "auto" for axis in AXES):
+        # planned degrees are resolved by this function, so it cannot import the planner first
+        from arriero.plan.auto import resolve_planned
+
+        return resolve_planned(config, machine, ranks)
     spec = ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
     parallel, problems = config.parallel, [*device_problems(config, machine)]
     layout = _layout(parallel, ranks, problems)

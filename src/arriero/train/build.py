@@ -45,6 +45,7 @@ from arriero.train.hooks import Hook, Hooks
 from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoard
 from arriero.train.model_state import ModelState, parameter_decisions
 from arriero.train.optim.optimizer import Optimizer
+from arriero.train.plan_file import PlanFile
 from arriero.train.rank_process import GarbageCollection, RankLog
 from arriero.train.resume import CheckpointLoader, StartingPoint, checkpoint_ranks, start_run
 from arriero.train.rundir import check_run_directory, open_run_directory, run_directory, starts_over
@@ -364,4 +365,5 @@ def _hooks(plan: Arrangement, ledger: LedgerFile, extra: Sequence[Hook]) -> Hook
     if not plan.world.is_leader:
         return Hooks([*everywhere, *(hook for hook in extra if hook.on_all_ranks)])
     boards = [TensorBoard(run_dir)] if plan.config.observe.tensorboard else []
-    return Hooks([*everywhere, MetricsFile(run_dir), EventsFile(run_dir), *boards, *extra])
+    files = [MetricsFile(run_dir), EventsFile(run_dir), PlanFile(run_dir)]
+    return Hooks([*everywhere, *files, *boards, *extra])

@@ -14,6 +14,7 @@ from arriero.events import Output
 from arriero.interrupt import Interrupted
 from arriero.model.presets import expand
 from arriero.train.hooks import Hook
+from arriero.train.plan_file import predicted_and_measured
 from arriero.ui import Console, LiveBar, StageProgress, Table, Text, escape, facts, make_console, panel
 from arriero.units import human_count, human_time
 
@@ -241,7 +242,8 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
         change = f"{outcome.first_eval_loss:.3f} -> {outcome.last_eval_loss:.3f}"
         rows.append(("validation loss", change, f"{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)"))
     rows.append(("speed", f"{human_count(outcome.tokens_per_s)} tok/s", f"median; {whole}"))
-    rows.append(("run directory", str(session.run_dir), "metrics, events, ledger, run.toml, tensorboard"))
+    rows += predicted_and_measured(session.run_dir)
+    rows.append(("run directory", str(session.run_dir), "metrics, events, ledger, plan, run.toml"))
     if outcome.model is not None:
         rows.append(("model", str(outcome.model), "Hugging Face config, safetensors, tokenizer"))
     console.print(facts(rows))
