@@ -19,6 +19,7 @@ import arriero.evaluate.commands as evaluate_verbs
 import arriero.federate.commands as federation_verbs
 import arriero.launch.commands as launch_verbs
 import arriero.launch.doctor.commands as doctor_verbs
+import arriero.launch.supervisor as supervise_verbs
 import arriero.plan.commands as config_verbs
 import arriero.plan.new_run as new_run_verbs
 import arriero.report.commands as plan_verbs
@@ -75,6 +76,7 @@ launch.command("submit", cls=WithRunFile)(launch_verbs.submit_job)
 launch.command(cls=WithRunFile)(launch_verbs.chain)
 launch.command()(launch_verbs.status)
 launch.command()(launch_verbs.sites)
+launch.command(cls=WithRunFile)(supervise_verbs.supervise)
 app.add_typer(ckpt, name="ckpt")
 ckpt.command()(checkpoint_verbs.convert)
 ckpt.command(cls=checkpoint_verbs.SpreadWeights)(checkpoint_verbs.average)
@@ -154,7 +156,7 @@ def main() -> None:
         if "--debug" in arguments[:2] or not _is_user_error(error):
             raise
         print_error(error)
-        sys.exit(2)
+        sys.exit(error.exit_code if isinstance(error, UserError) else 2)
 
 
 def _check_utf8(arguments: list[str]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 class UserError(Exception):
     """An error message and what to do about it, printed without a traceback; the exit code is 2."""
 
+    exit_code = 2
+
     def __init__(self, what: str, todo: str = "") -> None:
         self.what = what
         self.todo = todo

@@ -17,6 +17,10 @@ _KEPT_RECORDS = 20_000
 EVENTS = "events.jsonl"
 # written when a signal ends a run, removed by the next start: job scripts read it
 STOPPED = "stopped.json"
+# written by rank 0 while it runs, followed by a supervisor
+HEARTBEAT = "heartbeat.json"
+# environment variable of a command line: when it started
+STARTED = "ARRIERO_STARTED"
 START_OVER = "start over"
 
 

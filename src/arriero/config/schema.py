@@ -520,6 +520,18 @@ class CheckpointSection(Section):
     )
 
 
+class GuardSection(Section):
+    hang_factor: Annotated[float, Field(ge=2)] | Literal[False] = Field(
+        20.0,
+        description="A run whose step takes this many times the median step hangs: every rank writes its "
+        "Python stacks, the ranks that did not answer are named, and the run ends with code 75. false waits "
+        "for ever. Compilation, evaluation and export may take 30 minutes.",
+    )
+    hang_min_s: Annotated[float, Field(gt=0)] = Field(
+        300.0, description="Seconds that a step may always take, however short the median step is."
+    )
+
+
 class ObserveSection(Section):
     log_every: Positive = Field(10, description="Steps between lines of metrics.jsonl.")
     tensorboard: bool = Field(True, description="Write TensorBoard files.")
@@ -555,5 +567,8 @@ class RunConfig(Section):
     )
     checkpoint: CheckpointSection = Field(
         default_factory=CheckpointSection, description="Saving, resuming and warm starts."
+    )
+    guard: GuardSection = Field(
+        default_factory=GuardSection, description="Faults while training: hangs, bad losses."
     )
     observe: ObserveSection = Field(default_factory=ObserveSection, description="Logging.")

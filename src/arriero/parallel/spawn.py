@@ -21,11 +21,19 @@ from arriero.parallel.world import RENDEZVOUS
 Result = TypeVar("Result")
 
 _FAILED, _STOPPED = 1, 3
+# EX_TEMPFAIL of sysexits.h: the same command may succeed
+EXIT_RESTART = 75
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 30.0
 # seconds after a second signal, for ranks that do not end
 _LAST_SECONDS = 4.0
 _REAPED_LATE = 0.5
+
+
+class RankKilled(UserError):
+    """A rank was killed from outside: nothing is wrong with the run itself."""
+
+    exit_code = EXIT_RESTART
 
 
 class RankFailed(Exception):
@@ -54,16 +62,16 @@ def run_ranks(
                     _be_rank(work, rank, ranks, folder, leader_prints)
                 children[pid] = rank
             passing.begin()
-            killed, failed = _wait(children, passing.passed)
+            killed, codes = _wait(children, passing.passed)
         stops = [number for number in passing.passed if number in STOPPING]
-        if failed:
+        if codes - {0}:
 
             def output_of(rank: int) -> list[Path]:
                 log = [log_of(rank)] if log_of else []
                 found = [*(each for each in log if each.exists() and each.stat().st_mtime >= began)]
                 return [*found, folder / f"output-{rank}"]
 
-            _raise_first_failure(folder, killed, stops[0] if stops else 0, output_of)
+            _raise_first_failure(folder, killed, stops[0] if stops else 0, output_of, EXIT_RESTART in codes)
         return pickle.loads((folder / "result").read_bytes())
 
 
@@ -123,26 +131,26 @@ def _write_error(folder: Path, rank: int, error: BaseException) -> None:
     (folder / f"error-{rank}.tmp").rename(folder / f"error-{rank}")
 
 
-def _wait(children: dict[int, int], passed: list[int]) -> tuple[dict[int, tuple[float, int]], bool]:
-    """Wait for all ranks; return those that others killed, with time and signal, and whether any failed.
+def _wait(children: dict[int, int], passed: list[int]) -> tuple[dict[int, tuple[float, int]], set[int]]:
+    """Wait for all ranks; return those that others killed, with time and signal, and all exit codes.
 
     Ranks that got a forwarded signal end by themselves; another one would stop them before they have saved.
     """
     left, killed, sent, deadline = dict(children), {}, {signal.SIGTERM, *passed}, None
-    failed = agreed = False
+    codes: set[int] = set()
     try:
         while left:
             ended = [(pid, status) for pid, status in (os.waitpid(each, os.WNOHANG) for each in left) if pid]
             for pid, status in ended:
-                rank, failed = left.pop(pid), failed or status != 0
-                # all ranks stop after an agreed save; a signal would interrupt those that still write
-                agreed = agreed or (os.WIFEXITED(status) and os.WEXITSTATUS(status) == _STOPPED)
+                rank = left.pop(pid)
+                codes.add(os.waitstatus_to_exitcode(status))
                 if os.WIFSIGNALED(status) and (deadline is None or os.WTERMSIG(status) not in sent):
                     killed[rank] = (time.time(), os.WTERMSIG(status))
             stops = sum(number in STOPPING for number in passed)
-            if deadline is None and (failed or stops > 1):
+            if deadline is None and (codes - {0} or stops > 1):
                 deadline = time.monotonic() + (_GRACE_SECONDS if stops < 2 else _LAST_SECONDS)
-                if not stops and not agreed:
+                # all ranks stop after an agreed save; a signal would interrupt those that still write
+                if not stops and _STOPPED not in codes:
                     _send_signal(left, signal.SIGTERM)
             elif deadline is not None and time.monotonic() > deadline:
                 sent.add(signal.SIGKILL)
@@ -152,7 +160,7 @@ def _wait(children: dict[int, int], passed: list[int]) -> tuple[dict[int, tuple[
     except BaseException:
         _send_signal(left, signal.SIGKILL)
         raise
-    return killed, failed
+    return killed, codes
 
 
 def _send_signal(children: Iterable[int], number: int) -> None:
@@ -166,6 +174,7 @@ def _raise_first_failure(
     killed: dict[int, tuple[float, int]],
     stop: int,
     output_of: Callable[[int], list[Path]],
+    is_hung: bool,
 ) -> None:
     """Raise the error of the rank that failed first.
 
@@ -179,9 +188,11 @@ def _raise_first_failure(
             continue
         todo = "the system does so when memory runs out" if number == signal.SIGKILL else ""
         name = signal.Signals(number).name
-        raise UserError(
+        raise RankKilled(
             f"rank {rank} was killed ({name}){_last_lines(output_of(rank))}; the others were stopped", todo
         )
+    if not errors and is_hung:
+        raise SystemExit(EXIT_RESTART)
     if not errors:
         raise Interrupted(stop) if stop else RankFailed("a rank ended without an error message")
     rank = min(errors, key=lambda r: errors[r][0])

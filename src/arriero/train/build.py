@@ -41,6 +41,7 @@ from arriero.plan.resolve import Decision, Resolved, Share, resolve
 from arriero.train.device import DTYPES, Device, choose_device, make_deterministic
 from arriero.train.finish import check_export
 from arriero.train.forward_backward import Evaluator, ForwardBackward
+from arriero.train.hang import HangWatch
 from arriero.train.hooks import Hook, Hooks
 from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoard
 from arriero.train.model_state import ModelState, parameter_decisions
@@ -361,7 +362,13 @@ def _record(
 def _hooks(plan: Arrangement, ledger: LedgerFile, extra: Sequence[Hook]) -> Hooks:
     """All ranks keep the ledger, because each knows only what it read; rank 0 writes everything else."""
     run_dir, gc_every = run_directory(plan.config), plan.config.train.gc_every
-    everywhere = [RankLog(run_dir, plan.world), *([GarbageCollection(gc_every)] if gc_every else []), ledger]
+    guard = plan.config.guard
+    everywhere = [
+        RankLog(run_dir, plan.world),
+        *([GarbageCollection(gc_every)] if gc_every else []),
+        *([HangWatch(run_dir, plan.world, guard)] if guard.hang_factor else []),
+        ledger,
+    ]
     if not plan.world.is_leader:
         return Hooks([*everywhere, *(hook for hook in extra if hook.on_all_ranks)])
     boards = [TensorBoard(run_dir)] if plan.config.observe.tensorboard else []

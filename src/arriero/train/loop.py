@@ -97,14 +97,15 @@ def _evaluate(session: Session, outcome: Outcome, start: float) -> dict[str, Any
     """Return the metrics of an evaluation; none without validation data, or if a signal ended it."""
     if session.evaluator is None:
         return {}
+    begin = time.perf_counter()
     loss = session.evaluator.loss(session.passes, session.record.saver.requests)
     session.evaluation.restart(session.seconds_since(start))
-    if loss is not None:
-        outcome.first_eval_loss = loss if outcome.first_eval_loss is None else outcome.first_eval_loss
-        outcome.last_eval_loss = loss
-        session.record.hooks.on_evaluation(session, outcome.steps, outcome.tokens, loss)
-        return {"eval_loss": loss, **session.evaluator.metrics()}
-    return {}
+    if loss is None:
+        return {}
+    outcome.first_eval_loss = loss if outcome.first_eval_loss is None else outcome.first_eval_loss
+    outcome.last_eval_loss = loss
+    session.record.hooks.on_evaluation(session, outcome.steps, outcome.tokens, loss)
+    return {"eval_loss": loss, "eval_s": time.perf_counter() - begin, **session.evaluator.metrics()}
 
 
 def _export(session: Session, outcome: Outcome) -> None:

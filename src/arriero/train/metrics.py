@@ -19,7 +19,7 @@ from arriero.checkpoint.directory import find_checkpoints
 from arriero.checkpoint.manager import SaveReport
 from arriero.data.order.ledger import LEDGER, Stretch, begin_ledger, ledger_bytes
 from arriero.errors import UserError
-from arriero.events import EVENTS, STOPPED, AppendedFile, EventLog, LineFile, TolerantWriter, finite
+from arriero.events import EVENTS, STARTED, STOPPED, AppendedFile, EventLog, LineFile, TolerantWriter, finite
 from arriero.files import publish_file
 from arriero.interrupt import Interrupted
 from arriero.parallel.mesh import Mesh
@@ -53,11 +53,13 @@ class StepMetrics:
     skipped: int = 0
     eval_loss: float | None = None
     eval_losses: dict[str, float] | None = None
+    eval_s: float | None = None
     save_s: float | None = None
 
     def line(self) -> dict[str, Any]:
         """Return the metrics without keys of what did not happen at this step."""
-        optional = ("eval_loss", "eval_losses", "save_s", "hfu", "reserved_mem_gib", "alloc_retries", "ooms")
+        evaluation = ("eval_loss", "eval_losses", "eval_s")
+        optional = (*evaluation, "save_s", "hfu", "reserved_mem_gib", "alloc_retries", "ooms")
         return {k: value for k, value in asdict(self).items() if value is not None or k not in optional}
 
 
@@ -187,7 +189,7 @@ class MetricsFile(Hook):
         self._file = LineFile(run_dir / "metrics.jsonl")
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
-        self._file.line(metrics.line())
+        self._file.line(metrics.line() | {"time": round(time.time(), 3)})
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
         self._file.close()
@@ -270,7 +272,9 @@ class EventsFile(Hook):
         self._skipped = session.optimizer.skipped
         with suppress(OSError):
             self._marker.path.unlink(missing_ok=True)
-        self._events.write("start", **session.describe())
+        started = float(os.environ.get(STARTED, 0)) or session.record.began
+        about = {"step": session.record.outcome.steps, "startup_s": round(time.time() - started, 3)}
+        self._events.write("start", **session.describe(), **about)
         for remark in session.record.remarks:
             self._events.write("remark", text=remark)
 

@@ -24,7 +24,7 @@ _FORKABLE = (
     "optim.clip",
     "train.z_loss",
 )
-_FREE_SECTIONS = ("parallel", "memory", "checkpoint", "observe", "schedule")
+_FREE_SECTIONS = ("parallel", "memory", "checkpoint", "observe", "schedule", "guard")
 _FREE = (
     "run.name",
     "run.dir",
@@ -77,7 +77,7 @@ def check_run_directory(config: RunConfig) -> None:
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is not a directory", "choose another run with --set run.name=NAME")
     # a kill may have left the run file under its temporary name; a supervisor writes before the run starts
-    early = (f"{_RUN_FILE}.tmp", EVENTS, "preflight")
+    early = (f"{_RUN_FILE}.tmp", EVENTS, "preflight", "logs")
     if not directory.exists() or all(path.name in early for path in directory.iterdir()):
         return
     if not (directory / _RUN_FILE).exists():

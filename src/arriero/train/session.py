@@ -3,7 +3,7 @@
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class RunRecord:
     """What a run writes and reports. `outcome` starts with what earlier processes of the run reached.
 
     `new_weights`: the weights were replaced at the start, so they are evaluated before the first step.
+    `began` is when the session was built.
     """
 
     hooks: Hooks
@@ -58,6 +59,7 @@ class RunRecord:
     remarks: Sequence[str]
     outcome: Outcome
     new_weights: bool = False
+    began: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,381 @@
+"""Keep a run going inside its allocation: pre-flight, restarts, spare nodes, the time limit.
+
+The batch script of a job runs this on its first node. It starts the ranks as a job step, and decides what to
+do when the step ends. Every decision is an event with its reason.
+"""
+
+import enum
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from arriero.config.options import Sets
+from arriero.config.schema import RunConfig
+from arriero.config.timeline import Timeline
+from arriero.errors import UserError
+from arriero.events import EVENTS, STOPPED, EventLog, events_since
+from arriero.launch.allocation import Allocation, Local, StepResult
+from arriero.launch.watchdog import Heartbeat
+from arriero.parallel.spawn import last_lines
+from arriero.train.goodput import goodput, goodput_table
+from arriero.train.rank_process import LOGS, rank_log_path
+from arriero.ui import make_console
+from arriero.units import counted
+
+SUPERVISE = "supervise"
+PREFLIGHT = "preflight"
+_USER_ERROR = 2
+# a node is left out after so many failures of its ranks
+_FAILURES_OF_A_BAD_NODE = 2
+
+
+class OnTimeLimit(enum.StrEnum):
+    requeue = "requeue"
+    exit = "exit"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a step failed. `node` is where, if that is known; `is_dead`: Slurm reports the node itself."""
+
+    reason: str
+    node: str | None = None
+    can_restart: bool = True
+    is_dead: bool = False
+    log: Sequence[str] = ()
+
+
+@dataclass
+class Nodes:
+    """The nodes of an allocation, of which a run needs `wanted`; `bad` maps those left out to the reason."""
+
+    all: Sequence[str]
+    wanted: int
+    bad: dict[str, str] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def usable(self) -> list[str]:
+        return [node for node in self.all if node not in self.bad]
+
+    def charge(self, failure: Failure) -> str | None:
+        """Count a failure; return the node if it is left out from now on."""
+        node = failure.node
+        if node is None or node in self.bad:
+            return None
+        self.failures[node] += 1
+        if failure.is_dead or self.failures[node] >= _FAILURES_OF_A_BAD_NODE:
+            times = "" if failure.is_dead else f" ({self.failures[node]} failures)"
+            self.bad[node] = f"{failure.reason}{times}"
+            return node
+        return None
+
+
+@dataclass(frozen=True)
+class Size:
+    """Ranks of a step, and the --set options that make the run fit them."""
+
+    nodes: int
+    ranks: int
+    sets: Sequence[str] = ()
+
+
+def smaller_size(config: RunConfig, wanted: Size, usable: int, tasks_per_node: int) -> Size | None:
+    """Return the size with as many replicas of the model as fit on the usable nodes; None if none fits.
+
+    Only parallel.dp_replicate changes. The global batch is kept: each rank accumulates more micro-batches.
+    """
+    given = config.parallel
+    degrees = {name: getattr(given, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+    rest = wanted.ranks // prod(degree for degree in degrees.values() if degree != -1)
+    degrees = {name: rest if degree == -1 else degree for name, degree in degrees.items()}
+    per_replica = wanted.ranks // degrees["dp_replicate"]
+    sequences = min(phase.sequences for phase in Timeline.of(config).phases)
+    most = min(usable * tasks_per_node // per_replica, degrees["dp_replicate"] - 1)
+    for replicas in range(most, 0, -1):
+        if sequences % (replicas * degrees["dp_shard"]) == 0:
+            ranks = replicas * per_replica
+            return Size(-(-ranks // tasks_per_node), ranks, [f"parallel.dp_replicate={replicas}"])
+    return None
+
+
+@dataclass
+class Supervisor:
+    """Runs the steps of one job. `preflight` returns the nodes that fail with their reasons."""
+
+    config: RunConfig
+    run_dir: Path
+    allocation: Allocation | Local
+    command: Sequence[str]
+    wanted: Size
+    tasks_per_node: int
+    restarts: int
+    on_time_limit: str
+    preflight: Callable[[], dict[str, str]]
+    say: Callable[[str], None]
+    _stop: int = 0
+    _forward: list[int] = field(default_factory=list)
+
+    def run(self) -> int:
+        """Supervise until the run ends, is stopped, or cannot continue; return the exit code."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._events = EventLog(self.run_dir / EVENTS)
+        handlers = {n: signal.signal(n, self._hear) for n in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+        try:
+            return self._supervise()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            self._decide("end of job", "", **self.allocation.describe())
+            self._events.close()
+
+    def _supervise(self) -> int:
+        nodes = Nodes(self.allocation.nodes, self.wanted.nodes)
+        self._decide("job", "", **self.allocation.describe(), ranks=self.wanted.ranks)
+        begin = time.monotonic()
+        nodes.bad.update(self.preflight())
+        for node, reason in nodes.bad.items():
+            self._decide("exclude", f"pre-flight: {reason}", node=node)
+        self._decide("preflight", f"{len(nodes.bad)} of {len(nodes.all)} nodes fail", seconds=_since(begin))
+        if len(nodes.usable) < self.wanted.nodes:
+            return self._resubmit(nodes, "too few nodes passed the pre-flight check")
+        attempt = 0
+        while not self._stop:
+            nodes.bad.update(self.allocation.unavailable(nodes.usable))
+            size = self._size(nodes)
+            if size is None:
+                return self._resubmit(nodes, "too few nodes are left, and fewer replicas do not fit")
+            begin = time.time()
+            self._clear_failures()
+            result = self._run_step(nodes, size)
+            if (code := self._ended(result, begin)) is not None:
+                return code
+            failure = self._failure(result, begin)
+            self._decide("failure", failure.reason, node=failure.node, code=result.code, log=failure.log)
+            if not failure.can_restart:
+                return _USER_ERROR
+            if attempt == self.restarts:
+                self._decide("give up", f"{attempt} restarts were made, as many as --restarts allows")
+                return 1
+            attempt += 1
+            if (bad := nodes.charge(failure)) is not None:
+                self._decide("exclude", nodes.bad[bad], node=bad)
+            self._decide("restart", f"{attempt} of {self.restarts}, from the newest valid checkpoint")
+        return self._stopped("a signal came before the step started")
+
+    def _size(self, nodes: Nodes) -> Size | None:
+        if len(nodes.usable) >= self.wanted.nodes:
+            return self.wanted
+        size = smaller_size(self.config, self.wanted, len(nodes.usable), self.tasks_per_node)
+        if size is not None:
+            why = f"{len(nodes.usable)} of {self.wanted.nodes} nodes are usable and no spare is left"
+            kept = "the global batch is kept by gradient accumulation"
+            self._decide("shrink", f"{why}; {kept}", ranks=size.ranks, sets=list(size.sets))
+        return size
+
+    def _run_step(self, nodes: Nodes, size: Size) -> StepResult:
+        chosen = nodes.usable[: size.nodes]
+        sets = [word for each in size.sets for word in ("--set", each)]
+        self._decide("start", f"{size.ranks} ranks", nodes=chosen, idle=len(nodes.all) - len(chosen))
+        step = self.allocation.start([*self.command, *sets], size.nodes, size.ranks, chosen)
+        heartbeat = Heartbeat(self.run_dir)
+        while (code := step.wait(1.0)) is None:
+            while self._forward:
+                number = self._forward.pop(0)
+                self._decide("forward", f"{signal.Signals(number).name} to the ranks")
+                step.send(number)
+            if (silence := heartbeat.silence()) is not None:
+                self._decide("kill", f"no rank has reported for {silence:.0f} s: the step hangs")
+                step.kill()
+        return StepResult(code, step.output())
+
+    def _hear(self, number: int, _: object) -> None:
+        saves_only = number == signal.SIGUSR1 and self.config.checkpoint.on_usr1 == "continue"
+        self._stop = self._stop if saves_only else self._stop or number
+        self._forward.append(number)
+
+    def _ended(self, result: StepResult, begin: float) -> int | None:
+        """Return the exit code of the job if the step ended as it should, else None."""
+        marker = self._marker(begin)
+        if marker is not None and marker["saved"]:
+            return self._stopped(
+                f"{marker['signal']} stopped the run, which is saved at step {marker['step']}"
+            )
+        if self._stop and result.code != 0:
+            return self._stopped("stopped by a signal before anything new could be saved")
+        if result.code == 0:
+            self._decide("finish", "the run is finished")
+            return 0
+        return None
+
+    def _stopped(self, reason: str) -> int:
+        """Continue after the time limit: requeue the job, unless a chain of jobs continues it."""
+        self._decide("stop", reason)
+        if self.on_time_limit == "requeue":
+            problem = self.allocation.requeue()
+            if problem is None:
+                self._decide("requeue", "the job continues in a new time slot")
+            else:
+                self._decide("exit", f"the job is not requeued: {problem}")
+        return 0
+
+    def _resubmit(self, nodes: Nodes, reason: str) -> int:
+        """Submit the job again without its bad nodes: a requeued job would get the same ones."""
+        bad = sorted(nodes.bad)
+        problem = self.allocation.resubmit(bad)
+        if problem is not None:
+            self._decide("give up", f"{reason}; {problem}", excluded=bad)
+            return 1
+        self._decide("resubmit", reason, excluded=bad)
+        return 0
+
+    def _failure(self, result: StepResult, begin: float) -> Failure:
+        """Find out which rank or node failed first."""
+        hang = [e for e in self._events_since(begin) if e["event"] == "hang"]
+        if hang:
+            missing = hang[-1].get("nodes") or []
+            return Failure(hang[-1].get("message", "a rank hangs"), missing[0] if len(missing) == 1 else None)
+        if result.dead_node is not None:
+            return Failure(f"node {result.dead_node} failed", result.dead_node, is_dead=True)
+        records = sorted(self._failed_ranks(), key=lambda record: record["time"])
+        first = result.killed_task
+        if first is not None:
+            rank, node, how = first
+            log = last_lines(rank_log_path(self.run_dir, rank))
+            return Failure(f"rank {rank} on {node}: {how}", node, log=log)
+        if records:
+            record = records[0]
+            reason = f"rank {record['rank']} on {record['node']}: {record['error']}: {record['message']}"
+            log = last_lines(rank_log_path(self.run_dir, record["rank"]))
+            return Failure(reason, record["node"], record["can_restart"], log=log)
+        tail = result.output[-3:]
+        return Failure(f"the step ended with code {result.code}", None, result.code != _USER_ERROR, log=tail)
+
+    def _marker(self, begin: float) -> dict[str, Any] | None:
+        try:
+            marker = json.loads((self.run_dir / STOPPED).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return marker if marker.get("time", 0) >= begin else None
+
+    def _events_since(self, begin: float) -> list[dict[str, Any]]:
+        found = events_since(self.run_dir / EVENTS, "")
+        return [event for event in found if event.get("time", 0) >= begin]
+
+    def _failed_ranks(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_bytes()) for path in (self.run_dir / LOGS).glob("failed-*.json")]
+
+    def _clear_failures(self) -> None:
+        for path in (self.run_dir / LOGS).glob("failed-*.json"):
+            path.unlink(missing_ok=True)
+
+    def _decide(self, decision: str, reason: str, **fields: Any) -> None:
+        kept = {name: value for name, value in fields.items() if value not in (None, (), [])}
+        self._events.write(SUPERVISE, decision=decision, reason=reason, **kept)
+        where = f" ({kept['node']})" if "node" in kept else ""
+        self.say(f"supervise: {decision}{where}{f': {reason}' if reason else ''}")
+        for line in kept.get("log", ()):
+            self.say(f"  {line}")
+
+
+def _since(begin: float) -> float:
+    return round(time.monotonic() - begin, 3)
+
+
+def supervise(
+    run_file: Annotated[Path, typer.Argument(help="The run file.", show_default=False)],
+    nodes: Annotated[int, typer.Option(help="Nodes that the run needs.", min=1)] = 1,
+    tasks_per_node: Annotated[int, typer.Option(help="Ranks per node.", min=1)] = 1,
+    restarts: Annotated[int, typer.Option(help="How often a failed step is started again.", min=0)] = 3,
+    spares: Annotated[int, typer.Option(help="Nodes of the allocation beyond --nodes.", min=0)] = 0,
+    on_time_limit: Annotated[
+        OnTimeLimit, typer.Option(help="After a stop by a signal: requeue the job, or exit, as in a chain.")
+    ] = OnTimeLimit.requeue,
+    wrap: Annotated[
+        str, typer.Option(help="Put before the command of each rank: 'apptainer exec --nv image.sif'.")
+    ] = "",
+    preflight: Annotated[bool, typer.Option(help="Check every node first (arriero doctor).")] = True,
+    sets: Sets = [],
+) -> None:
+    """Run a training job inside its allocation: check the nodes, start the ranks, restart after failures.
+
+    A job script runs it on the first node; `exec` lets Slurm's signals reach it. It starts the ranks with
+    srun and restarts them from the newest valid checkpoint. A node whose ranks fail twice is left out: a
+    spare takes its place, or the run continues with fewer replicas, or the job is submitted again without the
+    node. SIGTERM and SIGUSR1 are forwarded, and the job is requeued after the save. Without Slurm it starts
+    the ranks on this machine. Decisions are events in RUN/events.jsonl.
+
+    Example: exec arriero launch supervise run.toml --nodes 16 --tasks-per-node 8 --restarts 10 --spares 1
+    """
+    from arriero.config.load import load_run
+    from arriero.model.presets import expand
+    from arriero.train.rundir import run_directory
+
+    config = load_run(run_file, sets, expand).config
+    in_slurm = "SLURM_JOB_ID" in os.environ
+    allocation = Allocation(tasks_per_node) if in_slurm else Local(tasks_per_node)
+    if len(allocation.nodes) < nodes:
+        what = (
+            f"the allocation has {counted(len(allocation.nodes), 'node')}"
+            if in_slurm
+            else "there is no Slurm job"
+        )
+        raise UserError(
+            f"{what}, and --nodes is {nodes}", f"request {nodes + spares} nodes with sbatch --nodes"
+        )
+    program = [*shlex.split(wrap), "arriero"] if wrap else [sys.executable, "-m", "arriero"]
+    given = [word for each in sets for word in ("--set", each)]
+    run_dir = run_directory(config)
+    job = Supervisor(
+        config=config,
+        run_dir=run_dir,
+        allocation=allocation,
+        command=[*program, "train", str(run_file), *given],
+        wanted=Size(nodes, nodes * tasks_per_node),
+        tasks_per_node=tasks_per_node,
+        restarts=restarts,
+        on_time_limit=on_time_limit.value,
+        preflight=partial(failing_nodes, run_dir) if preflight and in_slurm else dict,
+        say=print_line,
+    )
+    code = job.run()
+    report = goodput(run_dir)
+    if report is not None:
+        make_console().print(goodput_table(report))
+    raise typer.Exit(code)
+
+
+def print_line(text: str) -> None:
+    """Print to standard error at once: a job's output is read while it runs."""
+    with suppress(OSError):
+        sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        sys.stderr.flush()
+
+
+def failing_nodes(run_dir: Path) -> dict[str, str]:
+    """Check all nodes of the allocation with `arriero doctor`; return those that fail, with the reason."""
+    folder = run_dir / PREFLIGHT / os.environ["SLURM_JOB_ID"]
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "arriero", "doctor", "--allocation", "--out", str(folder)]
+    code = subprocess.run([*command, "--dir", str(run_dir.parent)], check=False).returncode
+    if code not in (0, 1):
+        print_line(f"supervise: the pre-flight check could not run (code {code}): continuing without it")
+        return {}
+    path = folder / "failing_nodes.txt"
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = (line.split(maxsplit=1) for line in lines if line.strip() and not line.startswith("#"))
+    return {name: " ".join(reason) or "failed" for name, *reason in found}

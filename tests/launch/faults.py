@@ -1,0 +1,290 @@
+"""Faults under a training job on a real Slurm, and what came of each. Every run must end with the losses of
+an undisturbed run, bit for bit.
+
+python tests/launch/faults.py --json faults.json [--only hang]
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from checkpoint.kills import small_disk
+from checkpoint.running import BASE
+from slurm import Slurm, slurm_cluster
+
+STEPS = 60
+SETS = [*BASE, f"train.horizon={STEPS} steps", "checkpoint.every=5 steps", "checkpoint.export=false"]
+PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One injected fault, as `docs/reliability.md` lists it."""
+
+    fault: str
+    outcome: str
+    seconds: float
+    holds: bool
+
+
+class Job:
+    """A job of two ranks on two nodes, with a supervisor."""
+
+    def __init__(self, slurm: Slurm, folder: Path, cache: Path, name: str, *sets: str, **how) -> None:
+        self.slurm, self.name, self.run_dir = slurm, name, folder / name
+        nodes, spares, restarts = how.get("nodes", 2), how.get("spares", 0), how.get("restarts", 2)
+        own = [f"run.name={name}", f"run.dir='{folder}'", f"data.cache='{cache}'", *sets]
+        words = [sys.executable, "-m", "arriero", "launch", "supervise", folder / "run.toml"]
+        words += ["--nodes", nodes, "--tasks-per-node", 1, "--spares", spares, "--restarts", restarts]
+        words += ["--no-preflight", *how.get("more", [])]
+        words += [word for each in [*SETS, *own] for word in ("--set", each)]
+        (folder / "run.toml").write_text('[data]\nsources = ["builtin:stdlib"]\n')
+        self.script = folder / f"{name}.sh"
+        before = how.get("before", "")
+        self.script.write_text(f"#!/bin/bash\n{before}\nexec {' '.join(quoted(word) for word in words)}\n")
+        self.log = folder / f"{name}.log"
+        options = [f"--nodes={nodes + spares}", "--ntasks-per-node=1", "--no-kill", f"--output={self.log}"]
+        options += ["--open-mode=append", f"--job-name={name}", *how.get("options", [])]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            # other clusters on this machine count their jobs from 1 too
+            port = str(free.getsockname()[1])
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = slurm.environment | {"OMP_NUM_THREADS": "1"} | meeting
+        self.id = slurm.submit(self.script, *options, env=environment)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: (self.run_dir / "checkpoints" / f"step-{step:08d}").is_dir(), f"step {step}")
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"{self.name}: no {what}: {self.output()}"
+            time.sleep(0.02)
+
+    def rank(self, number: int) -> tuple[int, str]:
+        """Return process id and node of a rank, from the last start in its log."""
+        log = (self.run_dir / "logs" / f"rank-{number:05d}.log").read_text()
+        found = re.findall(r"rank \d+ of \d+ on (\S+), process (\d+)", log)[-1]
+        return int(found[1]), found[0]
+
+    def finish(self) -> None:
+        state = self.slurm.wait(self.id, seconds=PATIENCE_S)
+        assert state == "COMPLETED", f"{self.name}: {state}: {self.output()}"
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else "no output"
+
+    def events(self) -> list[dict]:
+        return json_lines(self.run_dir / "events.jsonl")
+
+    def decisions(self) -> list[str]:
+        return [event["decision"] for event in self.events() if event["event"] == "supervise"]
+
+    def losses(self) -> dict[int, float]:
+        return {line["step"]: line["loss"] for line in json_lines(self.run_dir / "metrics.jsonl")}
+
+
+def quoted(word: object) -> str:
+    return "'" + str(word).replace("'", "'\\''") + "'"
+
+
+def json_lines(path: Path) -> list[dict]:
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+class Faults:
+    """The cases, with the losses of an undisturbed run to compare with."""
+
+    def __init__(self, slurm: Slurm, folder: Path, cache: Path) -> None:
+        self.slurm, self.folder, self.cache = slurm, folder, cache
+        self._expected: dict[int, float] = {}
+
+    def job(self, name: str, *sets: str, **how) -> Job:
+        return Job(self.slurm, self.folder, self.cache, name, *sets, **how)
+
+    def compare(self, job: Job) -> None:
+        if not self._expected:
+            alone = self.job("undisturbed")
+            alone.finish()
+            self._expected = alone.losses()
+            assert list(self._expected) == list(range(1, STEPS + 1))
+        assert job.losses() == self._expected, f"{job.name}: the losses differ: {job.output()}"
+
+    def undisturbed(self) -> str:
+        job = self.job("plain")
+        job.finish()
+        self.compare(job)
+        assert job.decisions() == ["job", "preflight", "start", "finish", "end of job"], job.decisions()
+        return "submitted, finished"
+
+    def requeue_after_a_signal(self) -> str:
+        job = self.job("signal", "checkpoint.on_usr1=stop")
+        job.wait_for_step(10)
+        self.slurm.run("scancel", "--batch", "--signal=USR1", job.id)
+        job.wait_until(lambda: "requeue" in job.decisions(), "requeue")
+        marker = next(e["step"] for e in job.events() if e["event"] == "signal" and e["saved"])
+        job.finish()
+        self.compare(job)
+        assert self.slurm.job(job.id)["Restarts"] == "1"
+        return f"saved at step {marker}, exit code 0, requeued, continued"
+
+    def time_limit(self) -> str:
+        slow = ["train.horizon=4000 steps", "checkpoint.every=500 steps"]
+        job = self.job("limit", *slow, options=["--time=3", "--signal=B:TERM@60"])
+        job.wait_until(lambda: "requeue" in job.decisions(), "requeue before the time limit")
+        stop = next(e for e in job.events() if e["event"] == "signal")
+        assert stop["saved"], job.output()
+        self.slurm.run("scancel", job.id)
+        self.slurm.wait(job.id)
+        return f"Slurm's signal 60 s before the limit: saved at step {stop['step']}, requeued"
+
+    def killed_rank(self) -> str:
+        job = self.job("killed")
+        job.wait_for_step(10)
+        os.kill(job.rank(1)[0], signal.SIGKILL)
+        job.finish()
+        self.compare(job)
+        failure = next(e for e in job.events() if e.get("decision") == "failure")
+        assert "rank 1" in failure["reason"], failure
+        again = next(e["time"] for e in job.events() if e["event"] == "start" and e["time"] > failure["time"])
+        return f"the step ended, restarted on the same nodes, training {again - failure['time']:.0f} s later"
+
+    def killed_twice(self) -> str:
+        job = self.job("twice", spares=1)
+        for step in (10, 25):
+            job.wait_for_step(step)
+            pid, node = job.rank(1)
+            os.kill(pid, signal.SIGKILL)
+            starts = job.decisions().count("start")
+            job.wait_until(lambda before=starts: job.decisions().count("start") > before, "restart")
+        job.finish()
+        self.compare(job)
+        excluded = [e["node"] for e in job.events() if e.get("decision") == "exclude"]
+        assert excluded == [node], (excluded, job.output())
+        assert job.rank(1)[1] != node
+        return "the node was left out with srun --exclude, a spare took its place"
+
+    def fewer_replicas(self) -> str:
+        layout = ["parallel.dp_replicate=2", "parallel.dp_shard=1"]
+        job = self.job("shrink", *layout)
+        for step in (10, 25):
+            job.wait_for_step(step)
+            os.kill(job.rank(1)[0], signal.SIGKILL)
+            starts = job.decisions().count("start")
+            job.wait_until(lambda before=starts: job.decisions().count("start") > before, "restart")
+        job.finish()
+        assert "shrink" in job.decisions(), job.decisions()
+        steps = job.losses()
+        assert list(steps) == list(range(1, STEPS + 1)), steps
+        return "no spare left: continued with one replica of two and the same global batch"
+
+    def hang(self) -> str:
+        job = self.job("hang", "guard.hang_min_s=6")
+        job.wait_for_step(10)
+        pid, node = job.rank(1)
+        os.kill(pid, signal.SIGSTOP)
+        job.wait_until(lambda: any(e["event"] == "hang" for e in job.events()), "report of the hang")
+        event = next(e for e in job.events() if e["event"] == "hang")
+        assert (event["ranks"], event["nodes"]) == ([1], [node]), event
+        log = (job.run_dir / "logs" / "rank-00000.log").read_text()
+        assert "stacks of all threads" in log
+        job.finish()
+        self.compare(job)
+        return f"named after {event['waited_s']:.0f} s (limit 6 s) with stacks of the others, restarted"
+
+    def dead_node(self) -> str:
+        long = "train.horizon=1500 steps"
+        job = self.job("node", long, "checkpoint.every=100 steps", "guard.hang_min_s=60", spares=1)
+        job.wait_for_step(100)
+        pid, node = job.rank(1)
+        try:
+            self.slurm.kill_node(node)
+            os.kill(pid, signal.SIGKILL)
+            job.wait_until(lambda: job.decisions().count("start") > 1, "restart")
+            excluded = [e["node"] for e in job.events() if e.get("decision") == "exclude"]
+            job.wait_until(lambda: job.rank(1)[1] != node, "rank on another node")
+        finally:
+            self.slurm.run("scancel", job.id, check=False)
+            self.slurm.start_node(node)
+            self.slurm.wait_for_nodes(len(self.slurm.nodes), seconds=90)
+        return f"restarted on the spare node{' (left out: ' + ', '.join(excluded) + ')' if excluded else ''}"
+
+    def full_disk(self) -> str:
+        with small_disk(self.folder / "small", size="26m") as disk:
+            if disk is None:
+                return "not tried: mounting needs root"
+            job = self.job("full", f"run.dir='{disk}'", "checkpoint.keep=9", restarts=0)
+            job.run_dir = disk / "full"
+            state = self.slurm.wait(job.id)
+            failed = [e for e in job.events() if e["event"] == "save failed"]
+            assert state == "FAILED", (state, job.output())
+            assert failed, job.output()
+            assert list(job.losses()) == list(range(1, STEPS + 1))
+        return f"{len(failed)} saves failed and were reported, training continued to the end, exit code 2"
+
+
+CASES = {
+    "submit a job of 2 nodes": Faults.undisturbed,
+    "SIGUSR1 to the job": Faults.requeue_after_a_signal,
+    "time limit of the job": Faults.time_limit,
+    "kill -9 of a rank": Faults.killed_rank,
+    "two failures of one node, with a spare": Faults.killed_twice,
+    "two failures of one node, without a spare": Faults.fewer_replicas,
+    "a rank that hangs (SIGSTOP)": Faults.hang,
+    "a node that dies (slurmd and rank killed)": Faults.dead_node,
+    "disk full at a save": Faults.full_disk,
+}
+
+
+def run_cases(only: str = "") -> list[Case]:
+    from arriero.data.prepare.builtin import prepare_builtin
+
+    cases = []
+    with tempfile.TemporaryDirectory(prefix="faults-") as name, slurm_cluster(Path(name, "s")) as slurm:
+        cache = Path(name, "data")
+        prepare_builtin("builtin:stdlib", cache)
+        Path(name, "runs").mkdir()
+        faults = Faults(slurm, Path(name, "runs"), cache)
+        for fault, inject in CASES.items():
+            if only not in fault:
+                continue
+            begin = time.monotonic()
+            try:
+                outcome, holds = inject(faults), True
+            except (AssertionError, TimeoutError, StopIteration) as error:
+                outcome, holds = f"{type(error).__name__}: {error}", False
+            cases.append(Case(fault, outcome, round(time.monotonic() - begin, 1), holds))
+            sys.stdout.write(f"{cases[-1]}\n")
+            sys.stdout.flush()
+    return cases
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    cases = run_cases(arguments.only)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(case) for case in cases], indent=1) + "\n")
+    sys.exit(not all(case.holds for case in cases))
+
+
+if __name__ == "__main__":
+    main()
