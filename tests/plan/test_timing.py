@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 from arriero.config.fields import ActivationCheckpointing
+from arriero.model.family import families, register_model
+from arriero.model.llama.family import LLAMA
 from arriero.model.presets import load_preset
 from arriero.plan.blocks import Work
 from arriero.plan.hardware import load_cluster
@@ -112,3 +114,14 @@ def test_uneven_stages_wait_for_the_slowest():
     even, _ = pipeline_seconds("1f1b", [fast] * 4, 4, 1, 32)
     uneven, _ = pipeline_seconds("1f1b", [fast, fast, slow, fast], 4, 1, 32)
     assert uneven > 1.8 * even
+
+
+def test_the_block_of_a_registered_family_is_traced_and_takes_as_long():
+    mine = replace(LLAMA, name="mine", block_memory=None, presets=None)
+    register_model(mine)
+    try:
+        known = step_time(WORK, Rates(H100)).seconds
+        other = replace(WORK, spec=replace(WORK.spec, family="mine"))
+        assert step_time(other, Rates(H100)).seconds == pytest.approx(known, rel=0.05)
+    finally:
+        del families()["mine"]

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from arriero.config.fields import ActivationCheckpointing
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
+from arriero.model.costs import block_costs
+from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec
 from arriero.plan.layout import Layout
 from arriero.plan.rates import Group, Passes, Precision, Rates
@@ -161,35 +163,64 @@ class BlockTime(NamedTuple):
 
 
 def block_time(work: Work, rates: Rates) -> BlockTime:
-    """Return the time of one block of one rank for one micro-batch."""
-    spec, layout, tokens = work.spec, work.layout, work.tokens
-    tp, dim, precision = layout.tp, spec.dim, work.precision
+    """Return the time of one block of one rank for one micro-batch.
+
+    Built-in families have formulas; the block of another family is traced.
+    """
+    known = family_of(work.spec.family).block_memory is not None
+    matmul, attention, elementwise = (_formulas if known else _traced)(work, rates)
+    recompute = _recomputed(work, matmul, attention, elementwise)
+    if work.ffn_tile:
+        spec, ffn = work.spec, work.spec.ffn / work.layout.tp
+        wide = (ffn_matrices(spec) - 1) * ffn
+        tiles = rates.linear(work.tokens, spec.dim, wide, work.precision).forward
+        tiles += rates.linear(work.tokens, ffn, spec.dim, work.precision).forward
+        recompute += (1 - work.recompute) * tiles
+    tensor, context = _tensor_parallel(work, rates), _context(work, rates, attention)
+    return BlockTime(matmul, attention, elementwise, recompute, tensor, context)
+
+
+def _formulas(work: Work, rates: Rates) -> tuple[Passes, Passes, Passes]:
+    """Return the seconds of matmuls, attention and elementwise kernels of a Llama or GPT-2 block."""
+    spec, tp, dim = work.spec, work.layout.tp, work.spec.dim
     query, kv = spec.attention_width / tp, spec.kv_heads * spec.head_dim / tp
-    matrices, ffn = ffn_matrices(spec), spec.ffn / tp
-    shapes = [(dim, query + 2 * kv), (query, dim), (dim, (matrices - 1) * ffn), (ffn, dim)]
+    ffn = spec.ffn / tp
+    shapes = [(dim, query + 2 * kv), (query, dim), (dim, (ffn_matrices(spec) - 1) * ffn), (ffn, dim)]
     matmul = Passes(0.0, 0.0)
     for inputs, outputs in shapes:
-        matmul += rates.linear(tokens, inputs, outputs, precision)
-    heads, kv_heads = spec.heads / tp, spec.kv_heads / tp
+        matmul += rates.linear(work.tokens, inputs, outputs, work.precision)
     # Ulysses gathers the tokens of its group for a share of the heads; a ring divides the causal work evenly
     attention = rates.attention(
         work.micro_batch,
         work.seq_len,
-        heads / work.ulysses / work.ring,
-        max(1.0, kv_heads / work.ulysses),
+        spec.heads / tp / work.ulysses / work.ring,
+        max(1.0, spec.kv_heads / tp / work.ulysses),
         spec.head_dim,
-        precision,
+        work.precision,
         work.attended,
     )
-    elementwise = _elementwise(work, rates)
-    recompute = _recomputed(work, matmul, attention, elementwise)
-    if work.ffn_tile:
-        recompute += (1 - work.recompute) * (
-            rates.linear(tokens, dim, (matrices - 1) * ffn, precision).forward
-            + rates.linear(tokens, ffn, dim, precision).forward
-        )
-    tensor, context = _tensor_parallel(work, rates), _context(work, rates, attention)
-    return BlockTime(matmul, attention, elementwise, recompute, tensor, context)
+    return matmul, attention, _elementwise(work, rates)
+
+
+def _traced(work: Work, rates: Rates) -> tuple[Passes, Passes, Passes]:
+    """Return the same of a block that is traced on the meta device, operator by operator."""
+    spec, tp, tokens = work.spec, work.layout.tp, work.tokens
+    costs = block_costs(spec, work.compiled, work.compute_bytes)
+    length = work.attended or work.seq_len
+    matmul, moved, flops = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
+    for number, operations in enumerate((costs.forward, costs.backward)):
+        for each in operations:
+            if each.kind == "matmul":
+                rows, columns, inner = (tokens if size is None else size for size in each.shape)
+                whole = each.flops_at(round(tokens), length)
+                matmul[number] += rates.matmul(whole, rows, columns, inner, work.precision) / tp
+            elif each.kind == "attention":
+                flops[number] += each.flops_at(round(tokens), length) / tp
+            else:
+                moved[number] += rates.bytes(each.bytes_at(round(tokens))) / tp
+    masked = work.attended is not None
+    attention = rates.fused_attention(flops[0], flops[1], work.seq_len, spec.head_dim, masked)
+    return Passes(*matmul), attention, Passes(*moved)
 
 
 def ffn_matrices(spec: ModelSpec) -> int:

@@ -74,11 +74,15 @@ class Rates:
         """Return the seconds of a linear layer; backward computes the gradients of inputs and weights."""
         if found := self._op("linear", precision, tokens=tokens, inputs=inputs, outputs=outputs):
             return found
-        flops, rate = 2 * tokens * inputs * outputs, self.peak(precision)
-        forward = flops / (rate * self._shape(tokens, outputs, inputs))
-        to_inputs = flops / (rate * self._shape(tokens, inputs, outputs))
-        to_weights = flops / (rate * self._shape(inputs, outputs, tokens))
+        flops = 2 * tokens * inputs * outputs
+        forward = self.matmul(flops, tokens, outputs, inputs, precision)
+        to_inputs = self.matmul(flops, tokens, inputs, outputs, precision)
+        to_weights = self.matmul(flops, inputs, outputs, tokens, precision)
         return Passes(forward, to_inputs + to_weights)
+
+    def matmul(self, flops: float, rows: float, columns: float, inner: float, precision: Precision) -> float:
+        """Return the seconds of a matmul of this shape by the roofline."""
+        return flops / (self.peak(precision) * self._shape(rows, columns, inner))
 
     def peak(self, precision: Precision) -> float:
         """Return the FLOP/s that large matmuls reach."""
@@ -121,18 +125,23 @@ class Rates:
                 return found
         elif found := self._op("attention", precision, **shape):
             return found
-        device, rates = self.cluster.device, self.cluster.device.rates
         flops = 2 * batch * seq_len * (attended or seq_len) * heads * head_dim
+        return self.fused_attention(flops, 2.5 * flops, seq_len, head_dim, attended is not None)
+
+    def fused_attention(
+        self, forward_flops: float, backward_flops: float, seq_len: float, head_dim: int, masked: bool
+    ) -> Passes:
+        """Return the seconds of a fused attention kernel by the roofline, from its FLOPs."""
+        device, rates = self.cluster.device, self.cluster.device.rates
         peak = 1e12 * (device.bf16 or device.fp32 or 1) * device.clock
         peak *= 1.0 if head_dim >= 128 else _SMALL_HEAD_RATE
         peak *= seq_len / (seq_len + _FULL_ATTENTION)
-        if attended is not None:
-            peak *= _DOCUMENT_RATE
+        peak *= _DOCUMENT_RATE if masked else 1.0
         forward, backward = rates.attention, rates.attention_backward
         if self.kernel != "best":
             forward = rates.flash2 * (_FLASH1_RATE if self.kernel == "flash1" else 1.0)
             backward = 0.85 * forward
-        return Passes(flops / (peak * forward), 2.5 * flops / (peak * backward))
+        return Passes(forward_flops / (peak * forward), backward_flops / (peak * backward))
 
     def bytes(self, count: float) -> float:
         """Return the seconds of kernels that are limited by memory, from the bytes they read and write."""
