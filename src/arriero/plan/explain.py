@@ -19,8 +19,8 @@ _NAMES = {
     "pp": "sending between stages",
     "offload": "offloading",
 }
-# more slots than this are not drawn
-_MOST_SLOTS = 4000
+# so many fit on a page
+_MOST_SLOTS = 192
 
 
 def explanation(plan: Plan) -> list[str]:
@@ -207,17 +207,23 @@ def plan_facts(plan: Plan, rates: Rates, top: int | None = None) -> dict[str, An
     if plan.candidates:
         facts["explanation"] = explanation(plan)
         facts["whole_run"] = whole_run(plan, plan.best, rates)
-        facts["timeline"] = [asdict(slot) for slot in pipeline_slots(plan.best)]
+        slots, count = pipeline_slots(plan.best)
+        facts["timeline"] = [asdict(slot) for slot in slots]
+        facts["timeline_micro_batches"] = count
     return facts
 
 
-def pipeline_slots(candidate: Candidate) -> list[Any]:
-    """Return the timeline of a candidate's pipeline; empty without one, or if it is too long to draw."""
-    choice, time = candidate.choice, candidate.time
+def pipeline_slots(candidate: Candidate) -> tuple[list[Any], int]:
+    """Return the timeline of a candidate's pipeline, and the number of its micro-batches.
+
+    It is empty without a pipeline. A long one is played with fewer micro-batches, a multiple of the stages.
+    """
+    choice, time, pp = candidate.choice, candidate.time, candidate.choice.layout.pp
     count = candidate.work.micro_batches
-    if choice.layout.pp == 1 or 2 * len(time.stages) * count > _MOST_SLOTS:
-        return []
-    return simulate(choice.schedule, time.stages, choice.layout.pp, choice.stages_per_rank, count)
+    if pp == 1:
+        return [], 0
+    count = min(count, max(2, _MOST_SLOTS // (2 * len(time.stages) * pp)) * pp)
+    return simulate(choice.schedule, time.stages, pp, choice.stages_per_rank, count), count
 
 
 def _seconds(seconds: float) -> str:

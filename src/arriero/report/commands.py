@@ -16,6 +16,7 @@ from arriero.plan.candidates import Candidate, Plan
 from arriero.plan.explain import candidate_facts, compared, plan_facts, whole_run
 from arriero.plan.hardware import Cluster, cluster_names, cluster_of_device, load_cluster
 from arriero.plan.measured import Measured, cached_measurements, read_measured
+from arriero.report.plan_page import plan_page
 from arriero.report.plan_text import show_comparison, show_nothing, show_plan, show_scaling
 from arriero.ui import Console, make_console, print_json
 from arriero.units import counted
@@ -71,6 +72,9 @@ def plan(
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the run file with the best layout.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with charts of time and memory.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank parallel layouts of a run on a cluster by predicted speed, without a GPU.
@@ -83,6 +87,7 @@ def plan(
     Example: arriero plan run.toml --cluster frontier --nodes 64
     """
     check_writable("--write", write)
+    check_writable("--html", html)
     config = load_run(run_file, sets, expand).config
     where, devices = _target(cluster, nodes, gpus, device)
     question = Question(
@@ -113,6 +118,9 @@ def plan(
     if write is not None:
         write_run_file(write, run_file, sets, found)
         output["written"] = str(write)
+    if html is not None:
+        html.write_text(plan_page(plan_facts(found, rates)), encoding="utf-8")
+        output["html"] = str(html)
     if as_json:
         print_json(output)
         return
@@ -121,6 +129,8 @@ def plan(
         show_comparison(console, found.best, other)
     if write is not None:
         console.plain(f"written: {write}")
+    if html is not None:
+        console.plain(f"written: {html}")
 
 
 def _target(
