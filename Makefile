@@ -8,6 +8,7 @@ PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo check quick test docs gpu peers-gpu parity planner-accuracy bench-small bench-costs bench-data reliability test-oldest test-peers clean
+.PHONY: federation-quality bench-federation
 
 # Removes the run first: a finished run would only print its result.
 demo: $(VENV)/.installed
@@ -59,6 +60,14 @@ bench-costs: $(VENV)/.installed-test
 # Data preparation and reading, beside other systems that are installed. ARGS="--size 1GB".
 bench-data: $(VENV)/.installed-test
 	$(VENV)/bin/python -m benchmarks.data $(ARGS)
+
+# Federated against centralised training; writes a table and a plot into docs/federation.md.
+federation-quality: $(VENV)/.installed-test
+	$(VENV)/bin/python -m benchmarks.federation_quality --work $$(mktemp -d) --write docs/federation.md
+
+# Throughput and memory of the aggregation against a plain copy. ARGS="--layers 2 --members 4".
+bench-federation: $(VENV)/.installed-test
+	$(VENV)/bin/python -m benchmarks.federation_speed $(ARGS)
 
 # The oldest torch the package allows; its only build is the CUDA one, which also runs on CPU.
 test-oldest: .venv-oldest/.installed-test

@@ -55,6 +55,7 @@ class Demo:
 
     config: FederationConfig
     centralised: Path
+    sets: tuple[str, ...] = ()
 
 
 def make_demo(
@@ -63,10 +64,15 @@ def make_demo(
     rounds: int = ROUNDS,
     steps: int = STEPS,
     outer: dict[str, object] | None = None,
+    sets: tuple[str, ...] = (),
+    batch: int = BATCH,
     cache: Path = Path("data"),
     progress: ProgressCallback = no_progress,
 ) -> Demo:
-    """Write the run files of a federation on disjoint parts of the embedded corpus."""
+    """Write the run files of a federation on disjoint parts of the embedded corpus.
+
+    `sets` overrides keys of all run files; `batch` is the batch of one site.
+    """
     prepared = prepare_builtin(STDLIB, cache, progress)
     tokenizer = (prepared / "tokenizer.json").absolute()
     texts = split_corpus(cache.absolute() / "federation", sites)
@@ -75,9 +81,9 @@ def make_demo(
     total = rounds * steps
     folder.mkdir(parents=True, exist_ok=True)
     for name, source in zip(names, sources, strict=True):
-        content = _RUN.format(name=name, sources=source, batch=BATCH, steps=total)
+        content = _RUN.format(name=name, sources=source, batch=batch, steps=total)
         publish_file(folder / f"{name}.toml", content.encode())
-    both = _RUN.format(name="centralised", sources=", ".join(sources), batch=BATCH * sites, steps=total)
+    both = _RUN.format(name="centralised", sources=", ".join(sources), batch=batch * sites, steps=total)
     publish_file(folder / "centralised.toml", both.encode())
     table = {
         "federation": {
@@ -90,9 +96,9 @@ def make_demo(
             "tokenizer": str(tokenizer),
         },
         "outer": outer or {},
-        "sites": [{"name": name, "run_file": f"{name}.toml"} for name in names],
+        "sites": [{"name": name, "run_file": f"{name}.toml", "set": sets} for name in names],
     }
-    return Demo(parse_federation(table, "the demo", folder), folder / "centralised.toml")
+    return Demo(parse_federation(table, "the demo", folder), folder / "centralised.toml", sets)
 
 
 def split_corpus(folder: Path, parts: int) -> list[Path]:
@@ -111,5 +117,5 @@ def train_centralised(demo: Demo, folder: Path) -> float | None:
     """Train one model on the data of all sites; return its validation loss."""
     from arriero.train.run import run
 
-    config = load_run(demo.centralised, [f"run.dir='{folder}'"], expand).config
+    config = load_run(demo.centralised, [*demo.sets, f"run.dir='{folder}'"], expand).config
     return run(config).last_eval_loss

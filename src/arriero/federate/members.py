@@ -6,7 +6,10 @@ a manifest with the sha256 of every other file and of itself.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -25,12 +28,14 @@ from arriero.checkpoint.formats.tensor_files import (
 )
 from arriero.errors import UserError
 from arriero.federate.outer import (
+    CHUNK,
     Codec,
-    Geometry,
     OuterOptimizer,
     Part,
     chunks,
+    cosines,
     encode,
+    inner_products,
     outer_step,
     planned,
     pseudo_gradient,
@@ -42,6 +47,7 @@ from arriero.model.name_maps import has_hf_names, hf_from_own
 GLOBAL, MEMBER = "federation.json", "member.json"
 FORMAT = 1
 OUTER = "outer"
+_PARTS_BYTES = 2**28
 _SHARDS = WriteOptions(dtype=torch.float32)
 
 
@@ -289,7 +295,7 @@ def aggregate(
     total: float | None = None,
     advance: Advance = no_progress,
 ) -> GlobalManifest:
-    """Publish the next global model, read and written in parts of one million elements.
+    """Publish the next global model, read and written in parts of 262,144 elements by a few threads.
 
     Members are summed in the order of site and round, so the result does not depend on the order in which
     they are given. `total` is the weight of a full round, the sum of the members' weights if not given.
@@ -297,13 +303,14 @@ def aggregate(
     known = open_global(base, verify=False)
     ordered = sorted(contributions, key=lambda each: (each.site, each.round))
     total = math.fsum(each.weight for each in ordered) if total is None else total
-    geometry, files = Geometry.of(len(ordered)), dict(known.files)
+    products = torch.zeros(len(ordered), len(ordered), dtype=torch.float64)
+    files = dict(known.files)
     with staged_directory(target) as making:
         for name in known.files:
             if Path(name).name in EXTRA_FILES or name.endswith(".json"):
                 link_or_copy(base / name, making / name, "copy")
         for name in known.weights:
-            files |= _aggregate_file(base, making, name, ordered, optimizer, total, geometry, advance)
+            files |= _aggregate_file(base, making, name, ordered, optimizer, total, products, advance)
         stale = {each for each in files if each.startswith(f"{OUTER}/")} - _state_files(known, optimizer)
         files = {each: digest for each, digest in files.items() if each not in stale}
         manifest = GlobalManifest(
@@ -316,9 +323,9 @@ def aggregate(
             parent=known.model,
             members=tuple(
                 {"site": each.site, "round": each.round, "weight": each.weight, "norm": norm}
-                for each, norm in zip(ordered, geometry.norms, strict=True)
+                for each, norm in zip(ordered, products.diagonal().sqrt().tolist(), strict=True)
             ),
-            cosines=tuple(map(tuple, geometry.cosines)),
+            cosines=tuple(map(tuple, cosines(products))),
         )
         write_manifest(making, manifest)
     return manifest
@@ -335,7 +342,7 @@ def _aggregate_file(
     members: Sequence[Contribution],
     optimizer: OuterOptimizer,
     total: float,
-    geometry: Geometry,
+    products: Tensor,
     advance: Advance,
 ) -> dict[str, str]:
     """Write one file of weights and its outer state; return the checksums."""
@@ -355,22 +362,41 @@ def _aggregate_file(
         made |= {
             f"{OUTER}/{kind}/{name}": opened(making / OUTER / kind / name) for kind in optimizer.state_names
         }
-        for each, meta in weights.tensors.items():
-            for start, stop in chunks(meta):
-                current = weights.read_flat(each, start, stop)
-                parts = [
-                    _part(member, delta, own, weights, each, start, stop)
-                    for member, delta, own in zip(members, deltas, bases, strict=True)
-                ]
-                geometry.add(current, parts)
-                before = {kind: reader.read_flat(each, start, stop) for kind, reader in state.items()}
-                gradient = pseudo_gradient(current, parts, total)
-                new, after = outer_step(current, gradient, before, optimizer)
-                made[name].write(new)
-                for kind, values in after.items():
-                    made[f"{OUTER}/{kind}/{name}"].write(values)
-                advance(stop - start)
+
+        def compute(place: tuple[str, int, int]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+            current = weights.read_flat(*place)
+            parts = [
+                _part(member, delta, own, weights, *place)
+                for member, delta, own in zip(members, deltas, bases, strict=True)
+            ]
+            before = {kind: reader.read_flat(*place) for kind, reader in state.items()}
+            gradient = pseudo_gradient(current, parts, total)
+            return *outer_step(current, gradient, before, optimizer), inner_products(current, parts)
+
+        places = [(each, *bounds) for each, meta in weights.tensors.items() for bounds in chunks(meta)]
+        for new, after, product in _in_order(compute, places, len(members)):
+            products += product
+            made[name].write(new)
+            for kind, values in after.items():
+                made[f"{OUTER}/{kind}/{name}"].write(values)
+            advance(new.nbytes)
     return {path: writer.sha256 for path, writer in made.items()}
+
+
+def _in_order(work: Callable[[Any], Any], items: Sequence[Any], members: int) -> Iterator[Any]:
+    """Apply `work` by threads, a few items ahead; yield the results in order.
+
+    Their number is such that the parts in memory stay below a gigabyte.
+    """
+    threads = max(1, min(8, os.cpu_count() or 1, _PARTS_BYTES // (8 * CHUNK * (members + 8))))
+    with ThreadPoolExecutor(threads) as pool:
+        ahead: deque[Any] = deque()
+        for item in items:
+            ahead.append(pool.submit(work, item))
+            if len(ahead) > 2 * threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def _part(

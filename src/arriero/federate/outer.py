@@ -17,7 +17,7 @@ OuterName = Literal["fedavg", "nesterov", "fedadam"]
 Codec = Literal["bf16", "int8", "fp32"]
 
 BLOCK = 256  # elements that share a scale of the int8 codec
-CHUNK = BLOCK * 2**12
+CHUNK = BLOCK * 2**10
 SCALE = ".scale"
 _STATE: dict[str, tuple[str, ...]] = {
     "fedavg": (),
@@ -88,22 +88,24 @@ def outer_step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the new weights and the new state, both in the dtype of `base`; missing state is zero."""
     delta, share = gradient.delta, gradient.share
-    kept = {name: state[name].double() for name in optimizer.state_names if name in state}
-    new = {name: kept.get(name, torch.zeros_like(delta)) for name in optimizer.state_names}
+    new = {
+        name: state[name].to(torch.float64, copy=True) if name in state else torch.zeros_like(delta)
+        for name in optimizer.state_names
+    }
     if optimizer.name == "fedavg":
         if gradient.mean is not None and share * optimizer.lr == 1:
             # base - (base - local) would round
             return gradient.mean.to(base.dtype), {}
         step = delta * optimizer.lr
     elif optimizer.name == "nesterov":
-        new["momentum"] = new["momentum"] * optimizer.momentum**share + delta
-        step = optimizer.lr * (delta + share * optimizer.momentum * new["momentum"])
+        new["momentum"].mul_(optimizer.momentum**share).add_(delta)
+        step = delta.add(new["momentum"], alpha=share * optimizer.momentum).mul_(optimizer.lr)
     else:
         beta1, beta2, full = optimizer.momentum**share, optimizer.beta2**share, delta / share
         new["momentum"] = beta1 * new["momentum"] + (1 - beta1) * full
         new["variance"] = beta2 * new["variance"] + (1 - beta2) * full.square()
         step = share * optimizer.lr * new["momentum"] / (new["variance"].sqrt() + optimizer.eps)
-    weights = (base.double() - step).to(base.dtype)
+    weights = base.to(torch.float64, copy=True).sub_(step).to(base.dtype)
     return weights, {name: tensor.to(base.dtype) for name, tensor in new.items()}
 
 
@@ -192,27 +194,14 @@ def read_delta(source: Source, codec: Codec, name: str, start: int, stop: int) -
     return decode_int8(values, source.read_flat(name + SCALE, start // BLOCK, -(-stop // BLOCK)))
 
 
-@dataclass
-class Geometry:
-    """Inner products of the members' deltas, summed over parts: norms, and cosines between sites."""
+def inner_products(base: Tensor, parts: Sequence[Part]) -> Tensor:
+    """Return the inner products of the members' deltas in one part of a tensor."""
+    rows = [base - part.values if part.is_local else part.values.float() for part in parts]
+    stacked = torch.stack([row.view(-1) for row in rows])
+    return (stacked @ stacked.T).double()
 
-    products: Tensor
 
-    @staticmethod
-    def of(members: int) -> "Geometry":
-        return Geometry(torch.zeros(members, members, dtype=torch.float64))
-
-    def add(self, base: Tensor, parts: Sequence[Part]) -> None:
-        rows = [base - p.values if p.is_local else p.values.float() for p in parts]
-        stacked = torch.stack([row.view(-1) for row in rows])
-        self.products += (stacked @ stacked.T).double()
-
-    @property
-    def norms(self) -> list[float]:
-        return self.products.diagonal().sqrt().tolist()
-
-    @property
-    def cosines(self) -> list[list[float]]:
-        norms = self.products.diagonal().sqrt()
-        # the cosine with a delta of zero is 0
-        return (self.products / norms.outer(norms).clamp(min=1e-300)).tolist()
+def cosines(products: Tensor) -> list[list[float]]:
+    """Return the cosines between deltas; the cosine with a delta of zero is 0."""
+    norms = products.diagonal().sqrt()
+    return (products / norms.outer(norms).clamp(min=1e-300)).tolist()

@@ -1,0 +1,224 @@
+"""Held-out loss of federated training against one run with all data and against a site alone.
+
+`python -m benchmarks.federation_quality --write docs/federation.md` trains on disjoint parts of the embedded
+corpus, with as many tokens each time, and writes the table and docs/img/federation.svg. Methods can be
+measured by processes of their own (`--methods`, `--save`) and put together later (`--results`).
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from arriero.config.load import load_run
+from arriero.federate.coordinator import Coordinator
+from arriero.federate.demo import make_demo, train_centralised
+from arriero.federate.local import run_local
+from arriero.federate.rounds import Assignment
+from arriero.federate.site import SitePaths, evaluate_global
+from arriero.federate.status import final_losses
+from arriero.model.presets import expand
+
+SETS = (
+    "model.dim=128",
+    "model.layers=2",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.ffn=344",
+    "model.head_dim=32",
+)
+BEGIN, END = "<!-- quality -->", "<!-- quality end -->"
+METHODS = {
+    "DiLoCo, bf16": {"optimizer": "nesterov", "codec": "bf16"},
+    "DiLoCo, int8": {"optimizer": "nesterov", "codec": "int8"},
+    "FedAvg, bf16": {"optimizer": "fedavg", "codec": "bf16"},
+}
+COLOURS = ("#1b6ca8", "#d1495b", "#2e7d32", "#8e6c8a", "#e09f3e", "#555555")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("federation-quality"))
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=50, help="inner steps per round (H)")
+    parser.add_argument("--batch", type=int, default=512, help="tokens per step and site")
+    parser.add_argument("--sites", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--lr", type=float, default=0.7)
+    parser.add_argument("--methods", nargs="+", default=["centralised", "one site alone", *METHODS])
+    parser.add_argument("--save", type=Path, help="write the measurements as JSON")
+    parser.add_argument("--results", type=Path, nargs="+", help="read measurements instead of measuring")
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    if given.results:
+        results = [row for path in given.results for row in json.loads(path.read_text())]
+    else:
+        results = [row for count in given.sites for row in measure(given, count)]
+    order = ["centralised", "one site alone", *METHODS]
+    results.sort(key=lambda row: (row["sites"], order.index(row["method"])))
+    text = table(results, given)
+    print(text)
+    if given.save:
+        given.save.write_text(json.dumps(results, indent=1))
+    if given.write:
+        page = given.write.read_text()
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        given.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        (given.write.parent / "img" / "federation.svg").write_text(plot(results))
+
+
+def measure(given: argparse.Namespace, count: int) -> list[dict]:
+    """Return one row per method for a number of sites."""
+    folder, rows = given.work / f"{count}-sites", []
+    common = {
+        "sites": count,
+        "rounds": given.rounds,
+        "steps": given.steps,
+        "sets": SETS,
+        "batch": given.batch,
+    }
+    demo = make_demo(folder / "all", **common)
+    for name in given.methods:
+        started = time.monotonic()
+        if name == "centralised":
+            train_centralised(demo, folder)
+            rows.append(row(count, name, evaluate_run(demo, folder / "centralised", folder), started))
+        elif name == "one site alone":
+            alone = alone_run(demo, folder, given, count)
+            rows.append(row(count, name, evaluate_run(demo, alone, folder), started))
+        else:
+            rows.append(federate(given, count, name, folder, common))
+    return rows
+
+
+def federate(given: argparse.Namespace, count: int, name: str, folder: Path, common: dict) -> dict:
+    started, outer = time.monotonic(), METHODS[name]
+    if outer["optimizer"] == "nesterov":
+        outer = outer | {"lr": given.lr, "momentum": given.momentum}
+    place = folder / name.replace(", ", "-").lower()
+    coordinator = Coordinator(None, make_demo(place, outer=outer, **common).config)
+    coordinator.prepare()
+    run_local(coordinator, lambda made: print(f"{count} sites, {name}: round {made.round}", flush=True))
+    done = row(count, name, final_losses(coordinator), started)
+    return done | {"curve": curve(coordinator), "bytes": shipped(coordinator)}
+
+
+def row(count: int, name: str, losses: dict[str, float], started: float) -> dict:
+    mean = sum(losses.values()) / len(losses)
+    return {
+        "sites": count,
+        "method": name,
+        "loss": mean,
+        "losses": losses,
+        "seconds": time.monotonic() - started,
+    }
+
+
+def alone_run(demo, folder: Path, given: argparse.Namespace, count: int) -> Path:
+    """Train the first site alone with the tokens of all sites."""
+    from arriero.train.run import run
+
+    sets = [*SETS, f"run.dir='{folder}'", "run.name=alone", f"train.batch='{given.batch * count} tok'"]
+    return run(load_run(Path(demo.config.sites[0].run_file), sets, expand).config).run_dir
+
+
+def evaluate_run(demo, run_dir: Path, folder: Path) -> dict[str, float]:
+    """Evaluate the last checkpoint of a run on the held-out data of every site, as `fed run` does."""
+    from arriero.checkpoint.convert import open_model
+    from arriero.checkpoint.directory import resolve_checkpoint
+    from arriero.federate.members import publish_first_model
+
+    coordinator = Coordinator(None, demo.config)
+    coordinator.prepare()
+    model = folder / f"model-of-{run_dir.name}"
+    if not model.is_dir():
+        publish_first_model(open_model(resolve_checkpoint(run_dir)), model, coordinator.optimizer)
+    losses = {}
+    for site in demo.config.sites:
+        order = Assignment(site.name, 0, 0, 0, 10**6, "bf16", "continue", 0.0)
+        work = folder / "evaluate" / f"{run_dir.name}-{site.name}"
+        work.mkdir(parents=True, exist_ok=True)
+        losses[site.name] = evaluate_global(
+            order, SitePaths(model, coordinator.run_file(site.name), work, work)
+        )
+    return losses
+
+
+def curve(coordinator: Coordinator) -> list[float]:
+    """Return the held-out loss of the global model before each round, and of the last one."""
+    points = []
+    for number in range(coordinator.rounds.number):
+        losses = [member.manifest.eval_before for member in coordinator.rounds.members(number).values()]
+        points.append(sum(losses) / len(losses))
+    final = final_losses(coordinator)
+    return [*points, sum(final.values()) / len(final)]
+
+
+def shipped(coordinator: Coordinator) -> int:
+    members = [m for n in range(coordinator.rounds.number) for m in coordinator.rounds.members(n).values()]
+    return sum(member.manifest.bytes for member in members)
+
+
+def table(results: list[dict], given: argparse.Namespace) -> str:
+    tokens = given.rounds * given.steps * given.batch
+    lines = [
+        f"{given.rounds} rounds of H = {given.steps} steps, {given.batch} tokens per step and site "
+        f"({tokens:,} tokens per site; the other runs train as many in all). Losses are means over the "
+        "held-out data of all sites.",
+        "",
+        "| sites | method | held-out loss | against centralised | shipped by all sites |",
+        "|---|---|---|---|---|",
+    ]
+    central = {each["sites"]: each["loss"] for each in results if each["method"] == "centralised"}
+    for each in results:
+        is_reference = each["method"] == "centralised" or each["sites"] not in central
+        against = "" if is_reference else f"{each['loss'] / central[each['sites']] - 1:+.1%}"
+        size = f"{each['bytes'] / 1e6:.0f} MB" if "bytes" in each else ""
+        lines.append(f"| {each['sites']} | {each['method']} | {each['loss']:.4f} | {against} | {size} |")
+    return "\n".join(lines)
+
+
+def plot(results: list[dict]) -> str:
+    """Draw the held-out loss of the global models over the rounds."""
+    curves = [(f"{r['sites']} sites, {r['method']}", r["curve"]) for r in results if "curve" in r]
+    width, height, left, top = 640, 360, 50, 20
+    high = max(max(points) for _, points in curves)
+    low = min(min(points) for _, points in curves)
+    low = min([low, *(r["loss"] for r in results)])
+    rounds = max(len(points) for _, points in curves) - 1
+
+    def place(number: float, loss: float) -> str:
+        x = left + number / rounds * (width - left - 10)
+        return f"{x:.1f},{top + (high - loss) / (high - low) * (height - top - 40):.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">'
+    ]
+    parts += [f'<rect width="{width}" height="{height}" fill="white"/>']
+    for tick in range(5):
+        loss = low + (high - low) * tick / 4
+        y = place(0, loss).split(",")[1]
+        parts += [f'<line x1="{left}" x2="{width - 10}" y1="{y}" y2="{y}" stroke="#ddd"/>']
+        parts += [f'<text x="5" y="{y}" font-size="11">{loss:.2f}</text>']
+    for i, (name, points) in enumerate(curves):
+        line = " ".join(place(number, loss) for number, loss in enumerate(points))
+        colour = COLOURS[i % len(COLOURS)]
+        parts += [f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>']
+        parts += [
+            f'<text x="{width - 200}" y="{top + 14 * i + 10}" font-size="11" fill="{colour}">{name}</text>'
+        ]
+    for each in results:
+        if each["method"] == "centralised":
+            y = place(0, each["loss"]).split(",")[1]
+            parts += [
+                f'<line x1="{left}" x2="{width - 10}" y1="{y}" y2="{y}" stroke="black" stroke-dasharray="4"/>'
+            ]
+            parts += [
+                f'<text x="{left + 5}" y="{y}" dy="-4" font-size="11">centralised ({each["sites"]})</text>'
+            ]
+    parts += [f'<text x="{width // 2 - 20}" y="{height - 8}" font-size="12">rounds</text>', "</svg>"]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    main()
