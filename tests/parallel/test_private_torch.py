@@ -17,12 +17,14 @@ SOURCE = Path(__file__).parents[2] / "src" / "arriero"
 
 # what is used -> the one file that uses it
 PRIVATE = {
+    "torch._C._accelerator_setAllocatorSettings": "train/device.py",
     "torch._C._distributed_c10d": "parallel/shared_gpu.py",
     "torch._C._distributed_c10d._dump_fr_trace": "train/hang.py",
     "torch._foreach_mul_": "train/optim/rules.py",
     "torch._foreach_norm": "train/optim/optimizer.py",
     "torch._functorch.aot_autograd.aot_function": "model/trace.py",
     "torch._functorch.aot_autograd.make_boxed_func": "model/trace.py",
+    "torch._functorch.config": "model/trace.py",
     "torch._functorch.config.activation_memory_budget": "parallel/activation_checkpointing.py",
     "torch._fused_adamw_": "train/optim/rules.py",
     "torch._functorch.partitioners.min_cut_rematerialization_partition": "model/trace.py",

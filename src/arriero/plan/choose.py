@@ -64,12 +64,10 @@ class Chooser:
 
     def best(self) -> tuple[Plan, bool]:
         """Return the cheapest plan that fits and True, or the smallest one and False."""
+        key, given = "memory.loss_chunk", self.draft.config.memory.loss_chunk
         default = loss_chunk(self.draft)
-        chunks = [default]
-        if (
-            self._is_open("memory.loss_chunk", self.draft.config.memory.loss_chunk)
-            and self.draft.machine.is_gpu
-        ):
+        chunks = [self.kept[key] if given == "auto" and key in self.kept else default]
+        if given == "auto" and key not in self.kept and self.draft.machine.is_gpu:
             chunks += [chunk for chunk in _CHUNKS if not default or chunk < default]
         smallest = None
         for chunk in chunks:
@@ -84,9 +82,6 @@ class Chooser:
                     smallest = plan
         assert smallest is not None
         return smallest, False
-
-    def _is_open(self, key: str, value: object) -> bool:
-        return value in ("auto", None) and key not in self.kept
 
     def _combinations(self, chunk: int | Literal[False]) -> Iterator[Choices]:
         for sync, reshard in product(self._syncs(), self._reshards()):

@@ -300,7 +300,7 @@ def _micro_batch_sizes(
         sizes = _allowed_sizes(draft, asked, stages, sequences, phase.seq_len // draft.layout.cp)
         if not sizes:
             problems.append(_indivisible(draft, asked, sequences, key))
-        elif i < len(started) and started[i] <= sequences:
+        elif i < len(started) and (started[i] in sizes or (draft.layout.pp == 1 and started[i] <= sequences)):
             sizes = [started[i]]
         found.append(sizes)
     return found

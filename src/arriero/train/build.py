@@ -49,7 +49,14 @@ from arriero.train.optim.optimizer import Optimizer
 from arriero.train.plan_file import PlanFile
 from arriero.train.rank_process import GarbageCollection, RankLog
 from arriero.train.resume import CheckpointLoader, StartingPoint, checkpoint_ranks, start_run
-from arriero.train.rundir import check_run_directory, open_run_directory, run_directory, starts_over
+from arriero.train.rundir import (
+    check_run_directory,
+    open_run_directory,
+    run_directory,
+    started_with,
+    starts_over,
+    write_settings,
+)
 from arriero.train.saving import Saver, merge_over_stages
 from arriero.train.schedule import Cadence, LearningRates
 from arriero.train.session import RunRecord, Session, SessionData
@@ -77,7 +84,8 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
     """Choose the device of this rank and resolve the run for it."""
     check_run_directory(config)
     device = choose_device(config.run.device, world.local_rank, world.local_size, config.run.share_gpu)
-    return Arrangement(resolve(config, device.machine(world.local_size), world.size), world, device)
+    machine = device.machine(world.local_size)
+    return Arrangement(resolve(config, machine, world.size, started_with(config)), world, device)
 
 
 def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[Hook] = ()) -> Session:
@@ -106,6 +114,7 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
         start.decision,
     ]
     ranks.on_leader(lambda: open_run_directory(config))
+    ranks.on_leader(lambda: write_settings(config, plan.resolved.open_settings))
     forecasts = forecast(streams, total_steps(config), plan.resolved.spec.vocab_size)
     batches = _loader(plan, mesh, streams, start.sample)
     max_steps = max_steps_by_epochs(streams)

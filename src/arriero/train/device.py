@@ -1,4 +1,7 @@
-"""The device a process computes on, as torch reports it."""
+"""The device a process computes on, as torch reports it, and what to do when its memory runs out.
+
+Private torch API used here, tested with 2.11 and 2.13: `_C._accelerator_setAllocatorSettings`.
+"""
 
 import os
 import resource
@@ -12,8 +15,12 @@ from arriero.errors import UserError
 from arriero.kernels.float8 import computes_float8
 from arriero.parallel.world import RENDEZVOUS, world_from
 from arriero.plan.hardware import Machine, available_ram, peak_of, proc_bytes
-from arriero.units import counted
+from arriero.plan.resolve import Resolved
+from arriero.units import counted, human_bytes
 
+# torch reads the first of them that is set
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -81,6 +88,7 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1, share_g
             "start one process per GPU, set run.device = 'cpu', or for tests run.share_gpu = true",
         )
     device = torch.device("cuda", 0 if bound else local_rank % visible)
+    _set_up_allocator()
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
     peak = peak_of(properties.name)
@@ -100,6 +108,65 @@ def _check_no_gpu_was_allocated() -> None:
         f"Slurm allocated {counted(int(gpus), 'GPU')} on this node, but {why}",
         "request GPUs with --gpus-per-node and without --gpu-bind=none, or set run.device = 'cpu'",
     )
+
+
+def _set_up_allocator() -> None:
+    """Let the allocator grow its segments, unless the user has configured it.
+
+    Reserved memory is then 1 % above allocated memory at the same speed; without it, up to 13 % (one H200).
+    """
+    if torch.version.hip is None and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def out_of_memory(error: BaseException, resolved: Resolved, device: Device) -> UserError | None:
+    """Return the error of a run whose memory ran out: prediction, usage and the next setting to try.
+
+    None if the error has another cause. A compiled step raises an error of the compiler with its cause.
+    """
+    seen: BaseException | None = error
+    while seen is not None and not _says_out_of_memory(seen):
+        seen = seen.__cause__ or seen.__context__
+    if seen is None:
+        return None
+    predicted = human_bytes(resolved.predicted_bytes)
+    what = f"the memory of {device.name} ran out; the predicted peak is {predicted}"
+    if device.is_gpu:
+        place = device.torch_device
+        free, total = torch.cuda.mem_get_info(place)
+        own, reserved = torch.cuda.max_memory_allocated(place), torch.cuda.memory_reserved(place)
+        others = total - free - reserved
+        what += (
+            f", this process allocated up to {human_bytes(own)} and reserved {human_bytes(reserved)} of "
+            f"{human_bytes(total)}, {human_bytes(others)} are used by other processes and the driver"
+        )
+    else:
+        what += f", this process used up to {human_bytes(device.peak_memory())}"
+    return UserError(what, f"set {_next_setting(resolved)}; the run resumes from its newest checkpoint")
+
+
+def _says_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in _OUT_OF_MEMORY)
+
+
+def _next_setting(resolved: Resolved) -> str:
+    """Return the setting that costs least speed of those that save memory."""
+    size, checkpointing = resolved.micro_batch, resolved.activation_checkpointing
+    if resolved.layout.uses_fsdp and resolved.reshard is False and resolved.layout.pp == 1:
+        return "parallel.reshard = 'always'"
+    if size > 1:
+        return f"train.micro_batch = {size // 2}"
+    if checkpointing.kind not in ("full", "selective", "attention"):
+        return "memory.activation_checkpointing = 'selective'"
+    if checkpointing.kind != "full":
+        return "memory.activation_checkpointing = 'full'"
+    if not resolved.loss_chunk or resolved.loss_chunk > 1024:
+        return "memory.loss_chunk = 1024"
+    if not resolved.config.memory.offload_activations:
+        return "memory.offload_activations = true"
+    return "parallel.dp_shard or parallel.cp higher, on more devices"
 
 
 def make_deterministic() -> None:

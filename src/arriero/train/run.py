@@ -87,6 +87,7 @@ def _run_rank(config: RunConfig, hooks: "Sequence[Hook]", is_child: bool) -> Run
 
 def _train(config: RunConfig, world: World, hooks: "Sequence[Hook]", refusal: UserError | None) -> RunResult:
     from arriero.train.build import arrange
+    from arriero.train.device import out_of_memory
     from arriero.train.finish import outcome_if_ended
     from arriero.train.hooks import Recorder
     from arriero.train.loop import train
@@ -97,8 +98,16 @@ def _train(config: RunConfig, world: World, hooks: "Sequence[Hook]", refusal: Us
         if refusal is not None:
             raise refusal
         return _result(config, outcome, recorder)
-    with _session(plan, [recorder, *hooks], refusal) as session:
-        return _result(config, train(session), recorder)
+    try:
+        with _session(plan, [recorder, *hooks], refusal) as session:
+            return _result(config, train(session), recorder)
+    except Exception as error:
+        if (
+            isinstance(error, UserError)
+            or (memory := out_of_memory(error, plan.resolved, plan.device)) is None
+        ):
+            raise
+        raise memory from error
 
 
 @contextmanager

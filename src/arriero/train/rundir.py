@@ -1,9 +1,12 @@
 """The run directory: its lock, its run file, and whether a run may use it."""
 
+import json
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
-from arriero.config.fields import to_toml, toml_value
+from arriero.config.fields import ActivationCheckpointing, to_toml, toml_value
 from arriero.config.load import config_from_toml
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
@@ -14,6 +17,8 @@ from arriero.files import locked, publish_file
 from arriero.train.schedule import LearningRates
 
 _RUN_FILE = "run.toml"
+# derived settings that decide the order of sums, which a resumed run keeps
+_SETTINGS = "settings.json"
 # keys that a new run may change when it starts from a checkpoint of another run
 _FORKABLE = (
     "optim.lr",
@@ -126,6 +131,28 @@ def open_run_directory(config: RunConfig) -> Path:
             f"{directory} cannot be written ({error})", "set run.dir to a directory you may write"
         ) from None
     return directory
+
+
+def write_settings(config: RunConfig, settings: Mapping[str, Any]) -> None:
+    """Store the derived settings of a run, for `started_with`."""
+    publish_file(run_directory(config) / _SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
+
+
+def started_with(config: RunConfig) -> dict[str, Any]:
+    """Return the derived settings that a run was started with; none for a new run."""
+    path = run_directory(config) / _SETTINGS
+    if not path.exists():
+        return {}
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        ActivationCheckpointing.parse(stored["memory.activation_checkpointing"])
+        counts = [*stored["train.micro_batch"], int(stored["memory.loss_chunk"] or 1)]
+        if stored["parallel.sync"] not in ("last", "each") or not all(count > 0 for count in counts):
+            raise ValueError("a value is out of range")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        what = f"{path} is damaged ({type(error).__name__}: {error})"
+        raise UserError(what, "delete it: the settings are derived again") from None
+    return stored
 
 
 def _differences(there: RunConfig, here: RunConfig) -> dict[str, tuple[str, str]]:
