@@ -20,7 +20,9 @@ def corpus_and_command(folder, tokenizer_file, real_texts):
 
 def test_an_array_of_jobs_prepares_the_same_bytes_as_one_process(tmp_path, tokenizer_file, real_texts, slurm):
     arguments = corpus_and_command(tmp_path, tokenizer_file, real_texts)
-    done = slurm.run(sys.executable, "-m", "arriero", *arguments, "--partition", "debug", cwd=tmp_path)
+    done = slurm.run(
+        sys.executable, "-m", "arriero", *arguments, "--site", "generic", "--partition", "debug", cwd=tmp_path
+    )
     array, finish = re.findall(r"job (\d+)", done.stdout)
     state = slurm.wait(finish)
     logs = {path.name: path.read_text() for path in (tmp_path / "set").rglob("*.log")}
@@ -38,7 +40,7 @@ def test_an_array_of_jobs_prepares_the_same_bytes_as_one_process(tmp_path, token
 
 def test_the_scripts_can_be_seen_before_anything_is_submitted(tmp_path, tokenizer_file, real_texts, arriero):
     arguments = corpus_and_command(tmp_path, tokenizer_file, real_texts)
-    done = arriero(*arguments, "--dry-run", "--account", "proj_1", "--workers", 4)
+    done = arriero(*arguments, "--dry-run", "--site", "lumi", "--account", "proj_1", "--workers", 4)
     assert done.returncode == 0, done.stderr
     for line in ("--array=0-2", "--account=proj_1", "--cpus-per-task=4", "--time=10", "--requeue"):
         assert f"#SBATCH {line}\n" in done.stdout

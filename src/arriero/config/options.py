@@ -28,6 +28,24 @@ Key = Annotated[
         autocompletion=lambda incomplete: _completed(incomplete, ""),
     ),
 ]
+SiteName = Annotated[
+    str | None,
+    typer.Option(
+        "--site",
+        help="A site of `arriero launch sites`, or a TOML file. site.toml overrides its values.",
+        show_default="the one that site.toml names",
+        autocompletion=lambda: _sites(),
+    ),
+]
+Account = Annotated[str | None, typer.Option(help="Account (project) of the job.", show_default="site")]
+Partition = Annotated[str | None, typer.Option(help="Partition of the job.", show_default="site")]
+TimeLimit = Annotated[
+    str | None, typer.Option(help="Time limit: 24:00:00 or 2-00:00:00.", show_default="site")
+]
+SbatchOptions = Annotated[
+    list[str],
+    typer.Option("--sbatch", metavar="NAME=VALUE", help="Another option of sbatch: qos=debug. Repeatable."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -87,3 +105,9 @@ def _completed(incomplete: str, after: str) -> list[str]:
 
     keys = [key for key in all_keys(RunConfig) if not key.startswith(("data.phases.", "optim.groups."))]
     return [f"{key}{after}" for key in keys if key.startswith(incomplete)]
+
+
+def _sites() -> list[str]:
+    from arriero.config.site import site_names
+
+    return list(site_names())

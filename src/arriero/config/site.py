@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -187,6 +187,23 @@ def load_site(name: str | None = None, overrides: Mapping[str, Any] | None = Non
             _validated(base, _merge(merged, values), str(path))
             merged = _merge(merged, values)
     return _validated(base, _merge(merged, overrides or {}), "the command line")
+
+
+def chosen_site(
+    name: str | None,
+    account: str | None = None,
+    partition: str | None = None,
+    time: str | None = None,
+    options: Sequence[str] = (),
+) -> Site:
+    """Return the site with the values of the command line."""
+    given = {"account": account, "partition": partition, "time": time}
+    site = load_site(name, {"slurm": {key: value for key, value in given.items() if value is not None}})
+    if not options:
+        return site
+    words = [option if option.startswith("-") else f"--{option}" for option in options]
+    own = site.slurm.model_copy(update={"options": (*site.slurm.options, *words)})
+    return site.model_copy(update={"slurm": own})
 
 
 def _shipped(name: str) -> dict[str, Any]:

@@ -10,32 +10,16 @@ import typer
 
 from arriero import slurm
 from arriero.config.load import config_from_toml, load_run
-from arriero.config.options import AsJson, Sets
+from arriero.config.options import Account, AsJson, Partition, SbatchOptions, Sets, SiteName, TimeLimit
 from arriero.config.schema import RunConfig
-from arriero.config.site import Site, load_site, site_names
+from arriero.config.site import Site, chosen_site, load_site, site_names
 from arriero.errors import UserError
 from arriero.launch.jobs import Job, JobRequest, render, submit_chain
 from arriero.model.presets import expand
 from arriero.ui import Console, Table, facts, make_console, print_json
 
 RunFileToStart = Annotated[Path, typer.Argument(help="The run file.", show_default=False)]
-SiteName = Annotated[
-    str | None,
-    typer.Option(
-        "--site",
-        help="A site of `arriero launch sites`, or a TOML file. site.toml overrides its values.",
-        show_default="the one that site.toml names",
-        autocompletion=lambda: list(site_names()),
-    ),
-]
 Nodes = Annotated[int, typer.Option(min=1, help="Nodes to train on.")]
-Account = Annotated[str | None, typer.Option(help="Account (project) of the job.", show_default="site")]
-Partition = Annotated[str | None, typer.Option(help="Partition of the job.", show_default="site")]
-Time = Annotated[str | None, typer.Option(help="Time limit: 24:00:00 or 2-00:00:00.", show_default="site")]
-Options = Annotated[
-    list[str],
-    typer.Option("--sbatch", metavar="NAME=VALUE", help="Another option of sbatch: qos=debug. Repeatable."),
-]
 TasksPerNode = Annotated[
     int | None, typer.Option(min=1, help="Ranks per node.", show_default="GPUs per node of the site")
 ]
@@ -52,23 +36,6 @@ Plans = Annotated[bool, typer.Option(help="Plan the layout if the run file sets 
 Preflight = Annotated[bool, typer.Option(help="Check every node before training (arriero doctor).")]
 
 
-def chosen_site(
-    name: str | None,
-    account: str | None = None,
-    partition: str | None = None,
-    limit: str | None = None,
-    options: list[str] | None = None,
-) -> Site:
-    """Return the site with the values of the command line."""
-    given = {"account": account, "partition": partition, "time": limit}
-    site = load_site(name, {"slurm": {key: value for key, value in given.items() if value is not None}})
-    if not options:
-        return site
-    words = [option if option.startswith("-") else f"--{option}" for option in options]
-    own = site.slurm.model_copy(update={"options": (*site.slurm.options, *words)})
-    return site.model_copy(update={"slurm": own})
-
-
 def render_job(
     run_file: RunFileToStart,
     site: SiteName = None,
@@ -78,8 +45,8 @@ def render_job(
     restarts: Restarts = 3,
     account: Account = None,
     partition: Partition = None,
-    time: Time = None,
-    sbatch: Options = [],
+    time: TimeLimit = None,
+    sbatch: SbatchOptions = [],
     save_seconds: SaveSeconds = None,
     plan: Plans = True,
     preflight: Preflight = True,

@@ -1,18 +1,14 @@
 """`arriero data prepare` and `train-tokenizer`."""
 
 import shlex
-import shutil
-import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from arriero.config.options import read_size
+from arriero.config.options import Account, Partition, SbatchOptions, SiteName, TimeLimit, read_size
+from arriero.config.site import Site, chosen_site
 from arriero.errors import UserError
 
 if TYPE_CHECKING:
@@ -119,9 +115,11 @@ def prepare(
     workers: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit a Slurm array.")] = False,
     tasks: Annotated[int, typer.Option(min=1, help="Slurm: size of the array.")] = 16,
-    partition: Annotated[str | None, typer.Option(help="Slurm: partition.")] = None,
-    account: Annotated[str | None, typer.Option(help="Slurm: account.")] = None,
-    time: Annotated[str, typer.Option(help="Slurm: time limit of each job.")] = "04:00:00",
+    site: SiteName = None,
+    account: Account = None,
+    partition: Partition = None,
+    time: TimeLimit = None,
+    sbatch: SbatchOptions = [],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Slurm: print the scripts without submitting them.")
     ] = False,
@@ -160,7 +158,8 @@ def prepare(
             "--chat excludes --template, --bos and --eos", "the chat template writes all of a chat"
         )
     if slurm:
-        _prepare_on_slurm(request, Cluster(partition, account, time, tasks, workers), dry_run)
+        where = chosen_site(site, account, partition, time, sbatch)
+        _prepare_on_slurm(request, where, tasks, workers, dry_run)
     elif part is not None:
         _prepare_part(request, part, workers)
     else:
@@ -267,77 +266,35 @@ def _prepare_part(request: "PrepareRequest", part: str, workers: int) -> None:
         make_shards(preparation, part_of(preparation, which), workers, bar)
 
 
-def _prepare_on_slurm(request: "PrepareRequest", cluster: "Cluster", dry_run: bool) -> None:
+def _prepare_on_slurm(request: "PrepareRequest", site: Site, tasks: int, workers: int, dry_run: bool) -> None:
+    """Submit an array of jobs that make the shards, and a job after it that writes the manifest."""
+    from arriero import slurm
     from arriero.data.commands.prepare_progress import show_submission
     from arriero.data.prepare.planning import draft
     from arriero.data.prepare.prepare import plan_for_slurm
 
+    site.require_account()
     preparation = draft(request) if dry_run else plan_for_slurm(request)
-    tasks = max(1, min(cluster.tasks, len(preparation.unfinished())))
-    command = [sys.executable, "-m", "arriero", *request.command()]
-    array = array_script(command, cluster, tasks, preparation.work)
-    finish = finish_script(command, cluster, preparation.work)
+    folder, tasks = preparation.work.absolute(), max(1, min(tasks, len(preparation.unfinished())))
+    command = shlex.join([*request.command(), "--workers", str(workers)])
+    array = slurm.JobScript(
+        name="arriero-prepare",
+        title=f"Tokenise: task i of {tasks} makes every {tasks}-th shard and skips finished ones.",
+        log=folder / "part-%a.log",
+        commands=[f'exec {slurm.program()} {command} --part "$SLURM_ARRAY_TASK_ID/{tasks}"'],
+        cpus_per_task=workers,
+        options=[f"--array=0-{tasks - 1}"],
+    )
+    finish = slurm.JobScript(
+        name="arriero-finish",
+        title="Make the shards of failed tasks and write the manifest.",
+        log=folder / "finish.log",
+        commands=[f"exec {slurm.program()} {command}"],
+        cpus_per_task=workers,
+    )
     if dry_run:
-        typer.echo(f"{array}\n{finish}", nl=False)
+        typer.echo(f"{array.render(site, folder)}\n{finish.render(site, folder)}", nl=False)
         return
-    paths = [preparation.work / name for name in ("array.sh", "finish.sh")]
-    for path, script in zip(paths, (array, finish), strict=True):
-        path.write_text(script)
-    show_submission(preparation, tasks, submit(*paths))
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Resources that the Slurm jobs request."""
-
-    partition: str | None = None
-    account: str | None = None
-    time: str = "04:00:00"
-    tasks: int = 16
-    cpus: int = 1
-
-
-def array_script(command: Sequence[str], cluster: Cluster, tasks: int, logs: Path) -> str:
-    """Return the script of the array: task i of n makes every n-th shard and skips finished ones."""
-    part = [*command, "--workers", str(cluster.cpus), "--part"]
-    head = _head("arriero-prepare", cluster, logs / "part-%a.log", [f"--array=0-{tasks - 1}"])
-    return f'{head}\nexec {shlex.join(part)} "$SLURM_ARRAY_TASK_ID/{tasks}"\n'
-
-
-def finish_script(command: Sequence[str], cluster: Cluster, logs: Path) -> str:
-    """Return the script that makes the shards of failed tasks and writes the manifest."""
-    head = _head("arriero-finish", cluster, logs / "finish.log", [])
-    return f"{head}\nexec {shlex.join([*command, '--workers', str(cluster.cpus)])}\n"
-
-
-def submit(array: Path, finish: Path) -> tuple[str, str]:
-    """Submit the array and the job that follows it; return their ids."""
-    if shutil.which("sbatch") is None:
-        raise UserError("sbatch is not on this machine", "run on a login node, or without --slurm")
-    first = _sbatch([str(array)])
-    return first, _sbatch([f"--dependency=afterany:{first}", str(finish)])
-
-
-def _head(name: str, cluster: Cluster, log: Path, more: Sequence[str]) -> str:
-    options = [
-        f"--job-name={name}",
-        *([f"--partition={cluster.partition}"] if cluster.partition else []),
-        *([f"--account={cluster.account}"] if cluster.account else []),
-        f"--time={cluster.time}",
-        "--ntasks=1",
-        f"--cpus-per-task={cluster.cpus}",
-        f"--output={log}",
-        "--open-mode=append",
-        "--requeue",
-        *more,
-    ]
-    return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options)])
-
-
-def _sbatch(arguments: Sequence[str]) -> str:
-    done = subprocess.run(["sbatch", "--parsable", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(
-            f"Slurm rejected the job: {done.stderr.strip()}", "check --partition, --account and --time"
-        )
-    return done.stdout.strip().partition(";")[0]
+    first = slurm.submit(array.write(site, folder, "array.sbatch"))
+    last = slurm.submit(finish.write(site, folder, "finish.sbatch"), f"--dependency=afterany:{first}")
+    show_submission(preparation, tasks, (first, last))
