@@ -132,7 +132,8 @@ def _script(
         nodes=request.nodes + request.spares,
         tasks_per_node=tasks,
         gpus_per_node=site.slurm.gpus_per_node,
-        options=[f"--signal=B:TERM@{signal_s}"],
+        # the supervisor continues without a node that fails
+        options=["--no-kill", f"--signal=B:TERM@{signal_s}"],
         variables={"OMP_NUM_THREADS": threads},
     )
 
