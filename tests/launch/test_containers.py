@@ -1,4 +1,4 @@
-"""Container definitions, read by a strict checker and by apptainer, and the script that builds the RCCL plugin."""
+"""Container definitions, read by a strict checker and by apptainer; the script that builds RCCL's plugin."""
 
 import re
 import shutil
@@ -13,9 +13,8 @@ from slurm import require_program
 REPOSITORY = Path(__file__).parents[2]
 DEFINITIONS = sorted((REPOSITORY / "containers").glob("*.def"))
 PLUGIN = REPOSITORY / "recipes" / "install_ofi_rccl.sh"
-SECTIONS = {
-    "arguments", "files", "labels", "post", "environment", "test", "runscript", "startscript", "help", "setup", "pre",
-}  # fmt: skip
+SECTIONS = {"arguments", "files", "labels", "post", "environment", "test", "runscript", "startscript"}
+SECTIONS |= {"help", "setup", "pre"}
 HEADERS = {"Bootstrap", "From", "Stage", "Fingerprints"}
 SHELL = ("post", "environment", "test", "runscript")
 

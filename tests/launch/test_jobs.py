@@ -65,8 +65,8 @@ def run_arriero(slurm, tmp_path, corpus_cache):
 def wait_for_step(run_dir, step):
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
-        lines = (run_dir / "metrics.jsonl").read_text().count("\n") if run_dir.exists() else 0
-        if lines >= step:
+        path = run_dir / "metrics.jsonl"
+        if path.exists() and path.read_text().count("\n") >= step:
             return
         time.sleep(0.05)
     raise TimeoutError(f"no step {step} in {run_dir}")
@@ -76,14 +76,14 @@ def log_of(status):
     return "\n".join(open(job["log"]).read() for job in status["jobs"])  # noqa: PTH123
 
 
-def test_a_chain_of_two_jobs_continues_bit_identically_and_status_follows_it(slurm, tmp_path, run_arriero):
+def test_a_chain_of_jobs_continues_bit_identically_and_status_follows_it(slurm, tmp_path, run_arriero):
     options = ["--nodes", 2, "--tasks-per-node", 2, "--no-preflight", "--hours", 0.9, "--json"]
     jobs = run_arriero("launch", "chain", "chained.toml", *options)["jobs"]
-    assert len(jobs) == 2
+    assert len(jobs) == 3
     run = tmp_path / "runs" / "chained"
     wait_for_step(run, 10)
     during = run_arriero("launch", "status", "chained.toml", "--json")
-    assert [job["state"] for job in during["jobs"]] == ["RUNNING", "PENDING"]
+    assert [job["state"] for job in during["jobs"]] == ["RUNNING", "PENDING", "PENDING"]
     assert 10 <= during["last"]["step"] < STEPS
     assert during["ends_in_s"] > 0
     # what --signal=B:TERM does before the time limit
@@ -91,10 +91,12 @@ def test_a_chain_of_two_jobs_continues_bit_identically_and_status_follows_it(slu
     assert slurm.wait(jobs[0]) == "COMPLETED", log_of(during)
     stopped = max(losses(run))
     assert stopped < STEPS
-    assert slurm.wait(jobs[1]) == "COMPLETED", log_of(during)
+    assert slurm.wait(jobs[2]) == "COMPLETED", log_of(during)
     after = run_arriero("launch", "status", "runs/chained", "--json")
     assert after["finished"]
+    # the third job found the run finished
     assert (after["last"]["step"], after["restarts"]) == (STEPS, 1)
-    assert [job["state"] for job in after["jobs"]] == ["COMPLETED", "COMPLETED"]
+    assert [job["state"] for job in after["jobs"]] == ["COMPLETED"] * 3
+    assert 0 < after["goodput"]["goodput"] < 1
     run_arriero("train", "alone.toml", "--nproc", "4")
     assert losses(run) == losses(tmp_path / "runs" / "alone")

@@ -119,7 +119,7 @@ def status(
     sets: Sets = [],
     as_json: AsJson = False,
 ) -> None:
-    """Show the jobs of a run, its last step, speed, predicted end, checkpoints and restarts.
+    """Show the jobs of a run, its last step, speed, predicted end, checkpoints, restarts and goodput.
 
     Example: arriero launch status run.toml
     """

@@ -145,11 +145,14 @@ def _laid_out(
     from arriero.plan.hardware import load_cluster
     from arriero.plan.resolve import resolve
 
-    given = [axis for axis in AXES if axis in config.parallel.model_fields_set]
+    degrees = {
+        axis: getattr(config.parallel, axis) for axis in AXES if axis in config.parallel.model_fields_set
+    }
+    given = [axis for axis, degree in degrees.items() if degree != "auto"]
     if site.cluster is None:
         return config, None, ("layout", "not checked", f"the site {site.name} names no cluster file")
     cluster = load_cluster(site.cluster)
-    if given or not request.plans:
+    if (given and "auto" not in degrees.values()) or not request.plans:
         layout = resolve(config, cluster.machine, ranks).layout
         why = f"{', '.join(f'parallel.{axis}' for axis in given)} in the run file" if given else "--no-plan"
         return config, None, ("layout", str(layout), f"{why}; it is legal and fits")

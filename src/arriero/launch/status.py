@@ -11,6 +11,7 @@ from arriero.config.schema import RunConfig
 from arriero.config.timeline import total_steps
 from arriero.events import EVENTS, START_OVER, events_since
 from arriero.launch.jobs import is_finished, launch_folder, metrics
+from arriero.train.goodput import goodput
 from arriero.train.rundir import run_directory
 from arriero.ui import Console, Table, facts
 from arriero.units import counted, human_count, human_time
@@ -32,6 +33,7 @@ class Status:
     ends_in_s: float | None
     checkpoints: list[int]
     restarts: int
+    goodput: dict[str, Any] | None
     last_event: dict[str, Any]
 
     def describe(self) -> dict[str, Any]:
@@ -61,7 +63,8 @@ def read_status(config: RunConfig) -> Status:
         tokens_per_s=rate,
         ends_in_s=ends_in,
         checkpoints=[saved.step for saved in stored if saved.problem is None],
-        restarts=sum(event["event"] == "start" for event in history[1:]),
+        restarts=max(0, sum(event["event"] == "start" for event in history) - 1),
+        goodput=report.describe() if (report := goodput(run_dir)) is not None else None,
         last_event=history[-1] if history else {},
     )
 
@@ -111,6 +114,11 @@ def show_status(console: Console, status: Status) -> None:
     newest = f"newest step {status.checkpoints[-1]:,}" if status.checkpoints else ""
     rows.append(("checkpoints", f"{len(status.checkpoints)}", newest))
     rows.append(("restarts", f"{status.restarts}"))
+    if status.goodput is not None:
+        lost = sorted(status.goodput["lost_device_s"].items(), key=lambda item: -item[1])[:3]
+        total = status.goodput["allocated_device_s"] or 1.0
+        causes = ", ".join(f"{cause} {seconds / total:.1%}" for cause, seconds in lost if seconds)
+        rows.append(("goodput", f"{status.goodput['goodput']:.1%}", f"lost: {causes}" if causes else ""))
     console.print(facts(rows))
     if not status.jobs:
         console.plain("no job was submitted with `arriero launch submit` or `chain`")

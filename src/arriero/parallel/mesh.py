@@ -87,7 +87,9 @@ class Mesh:
             return values[None]
         # gloo does not accept an output with more dimensions than the input
         rows = torch.empty(self.world.size * len(values), dtype=values.dtype, device=values.device)
-        dist.all_gather_into_tensor(rows, values)
+        # torch 2.13 has a new name and warns about the old one
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(rows, values)
         return rows.view(self.world.size, len(values))
 
     def min_over_all(self, value: int) -> int:
