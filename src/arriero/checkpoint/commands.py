@@ -267,7 +267,7 @@ def _tensor_table(made: "Manifest") -> Table:
 if TYPE_CHECKING:
     from arriero.checkpoint.formats.model_reader import ModelReader, WriteOptions
 
-Format = Literal["hf", "meta", "dcp", "torch"]
+Format = Literal["hf", "meta", "dcp", "torch", "peft"]
 Rule = Literal["llama2", "llama3"]
 Dtype = Annotated[
     Literal["bf16", "fp16", "fp32"] | None,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,8 @@ from arriero.checkpoint.formats.dcp_directory import (
 from arriero.checkpoint.formats.hf_directory import open_hf, write_hf
 from arriero.checkpoint.formats.meta_directory import open_meta, write_meta
 from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, ModelReader, WriteOptions
+from arriero.checkpoint.formats.peft_directory import CONFIG as ADAPTER
+from arriero.checkpoint.formats.peft_directory import open_peft, write_peft
 from arriero.checkpoint.formats.tensor_files import Advance, no_progress
 from arriero.data.text.hub import local_model
 from arriero.errors import UserError
@@ -26,13 +29,19 @@ from arriero.files import check_free_space, staged_directory
 from arriero.model.family import build_model
 from arriero.model.language_model import LanguageModel
 
-Format = Literal["hf", "meta", "dcp", "torch"]
+Format = Literal["hf", "meta", "dcp", "torch", "peft"]
 Write = Callable[[ModelReader, Path, WriteOptions, Advance], None]
 
-WRITERS: dict[str, Write] = {"hf": write_hf, "meta": write_meta, "dcp": write_dcp, "torch": write_torch}
+WRITERS: dict[str, Write] = {
+    "hf": write_hf,
+    "meta": write_meta,
+    "dcp": write_dcp,
+    "torch": write_torch,
+    "peft": write_peft,
+}
 _LOOKED_FOR = (
     "config.json and *.safetensors or pytorch_model.bin (Hugging Face), "
-    f"params.json and consolidated.*.pth (Meta), .metadata (DCP), {TORCH_NAME} (torch)"
+    f"params.json and consolidated.*.pth (Meta), .metadata (DCP), {TORCH_NAME} (torch), {ADAPTER} (PEFT)"
 )
 _CHUNK = 1 << 22
 
@@ -48,6 +57,8 @@ def open_model(path: Path) -> ModelReader:
         raise UserError(f"{path} is a file", f"give the directory it is in, or a file like {TORCH_NAME}")
     if (path / ".metadata").is_file():
         return open_dcp(path)
+    if (path / ADAPTER).is_file():
+        return open_peft(path, partial(_open_base, path))
     if (path / "params.json").is_file() or any(path.glob("consolidated.*.pth")):
         return open_meta(path)
     if (path / TORCH_NAME).is_file():
@@ -62,6 +73,17 @@ def open_model(path: Path) -> ModelReader:
         names = " or ".join(map(str, inside))
         raise UserError(f"{path} is a run, not a model", f"give {names}")
     raise UserError(f"{path} holds no model: looked for {_LOOKED_FOR}", "check the path")
+
+
+def _open_base(adapter: Path, name: str) -> ModelReader:
+    """Open the base model that an adapter names: a path, also beside the adapter, or a model of the hub."""
+    places = [each for each in (Path(name), adapter / name) if each.exists()]
+    base = places[0] if places else local_model(f"hf://{name}")
+    if (base / ADAPTER).is_file():
+        raise UserError(
+            f"{adapter} names {base} as its base, which is an adapter too", "merge that one first"
+        )
+    return open_model(_model_directory(base))
 
 
 def find_model(path: str | Path) -> ModelReader:
@@ -151,7 +173,7 @@ def average(sources: Sequence[ModelReader], weights: Sequence[float] | None = No
         return total.to(first.tensors[name].dtype)
 
     where = f"the mean of {', '.join(source.where for source in sources)}"
-    return replace(first, where=where, load=load, load_slice=None)
+    return replace(first, where=where, load=load, load_slice=None, adapter=None)
 
 
 def _add(total: Tensor, tensor: Tensor, share: float) -> None:

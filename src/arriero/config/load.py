@@ -374,6 +374,21 @@ def _momentum_is_used(optim) -> Iterator[Problem]:
         yield Problem("optim.momentum", what, "remove it, or set optim.name to 'muon' or 'sgd'")
 
 
+def _lora_fits_the_rest(lora, optim, precision, memory) -> Iterator[Problem]:
+    if not lora.rank:
+        return
+    if precision.float8 != "off":
+        yield Problem(
+            "precision.float8", "does not work with lora.rank", "set it to 'off', or lora.rank = false"
+        )
+    if optim.freeze:
+        what = "has no meaning with lora.rank: only the adapters are trained"
+        yield Problem("optim.freeze", what, "remove it")
+    if lora.dropout and memory.ffn_tile:
+        what = "recomputes tiles without their dropout (lora.dropout)"
+        yield Problem("memory.ffn_tile", what, "set it to false, or lora.dropout = 0")
+
+
 _RULES: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("data", "model"), _sequence_fits_model),
     (("data", "train"), _batch_is_whole_sequences),
@@ -385,4 +400,5 @@ _RULES: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("schedule",), _decay_is_wsd),
     (("eval",), _eval_has_data),
     (("optim",), _momentum_is_used),
+    (("lora", "optim", "precision", "memory"), _lora_fits_the_rest),
 ]

@@ -287,6 +287,22 @@ class OptimSection(Section):
     )
 
 
+class LoraSection(Section):
+    rank: Positive | Literal[False] = Field(
+        False, description="Rank of the LoRA adapters; false trains the model itself."
+    )
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        16.0, description="The product of an adapter is multiplied by alpha / rank."
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Dropout of the input of an adapter, during training."
+    )
+    targets: tuple[str, ...] = Field(
+        ("blocks.*.attention.q", "blocks.*.attention.v"),
+        description="Linear layers that get an adapter, by name pattern: 'blocks.*.ffn.*'.",
+    )
+
+
 class ScheduleSection(Section):
     kind: Literal["constant", "linear", "cosine", "wsd", "frontier", "fms", "fms-annealing"] = Field(
         "cosine", description="Shape of the learning rate over tokens; 'wsd' is warm-up, stable, decay."
@@ -550,6 +566,9 @@ class RunConfig(Section):
         default_factory=TrainSection, description="Batch sizes and length of training."
     )
     optim: OptimSection = Field(default_factory=OptimSection, description="The optimizer.")
+    lora: LoraSection = Field(
+        default_factory=LoraSection, description="Train low-rank adapters beside the frozen model (LoRA)."
+    )
     schedule: ScheduleSection = Field(
         default_factory=ScheduleSection, description="The learning-rate schedule."
     )

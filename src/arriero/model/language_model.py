@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from arriero.model.attention import AttentionCore, Mask
 from arriero.model.layers import Block, Head, Rope, Rotation
+from arriero.model.lora import A, is_adapter
 from arriero.model.spec import ModelSpec
 
 # Returns the local part of a parameter and its offset in the whole.
@@ -129,6 +130,12 @@ class LanguageModel(nn.Module):
         """Return how the parameter of that name is initialised."""
         raise NotImplementedError
 
+    def _rule(self, name: str, width: int) -> InitRule:
+        if is_adapter(name):
+            # the variance of PEFT's uniform distribution; B is zero, so that training starts from the model
+            return InitRule(std=(3 * width) ** -0.5) if name.endswith(A) else InitRule()
+        return self.init_rule(name)
+
     def init_weights(self, seed: int, local_shard: LocalShard = whole) -> None:
         """Initialise every parameter and buffer. `local_shard` returns the local part of a parameter and its
         offset."""
@@ -137,7 +144,7 @@ class LanguageModel(nn.Module):
             name = plain_name(wrapped)
             if self.spec.tied and name == "head.weight":
                 name = "embedding.weight"
-            fill(parameter, name, self.init_rule(name), seed, local_shard)
+            fill(parameter, name, self._rule(name, parameter.shape[-1]), seed, local_shard)
         for module in self.modules():
             if isinstance(module, Rope):
                 module.reset()

@@ -194,7 +194,7 @@ class TiledBlock(Block):
         x_BTD = x_BTD + self.attention(y_BTD, rotation, mask)
         if x_BTD.shape[1] <= self.tile:
             return self.feed_forward_of_tile(x_BTD)
-        weights = [*self.ffn_norm.parameters(), *self.ffn.parameters()]
+        weights = [p for part in (self.ffn_norm, self.ffn) for p in part.parameters() if p.requires_grad]
         return apply_in_tiles(self.feed_forward_of_tile, x_BTD, self.tile, weights)
 
 

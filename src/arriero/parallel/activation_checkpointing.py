@@ -42,11 +42,16 @@ _REDUCTIONS = ("max",)
 
 
 def apply_activation_checkpointing(
-    model: LanguageModel, checkpointing: ActivationCheckpointing, layers: int, offload: bool | float = False
+    model: LanguageModel,
+    checkpointing: ActivationCheckpointing,
+    layers: int,
+    offload: bool | float = False,
+    keeps_rng: bool = False,
 ) -> None:
     """Wrap the blocks that recompute activations, and those that offload them.
 
-    `layers` is the number of blocks of the whole model, and `offload` the fraction of them to offload.
+    `layers` is the number of blocks of the whole model, and `offload` the fraction of them to offload. Blocks
+    that draw random numbers need `keeps_rng`.
     """
     # set for every run, because it belongs to the process
     budget = float(checkpointing.amount) if checkpointing.kind == "budget" else 1.0
@@ -54,14 +59,13 @@ def apply_activation_checkpointing(
     recomputed, offloaded = checkpointing.blocks(layers), evenly(Fraction(offload), layers)
     for name, block in model.blocks.items():
         if int(name) in recomputed:
-            model.blocks[name] = _checkpointed(block, checkpointing)
+            model.blocks[name] = _checkpointed(block, checkpointing, keeps_rng)
         if int(name) in offloaded:
             model.blocks[name] = OffloadedActivations(model.blocks[name])
 
 
-def _checkpointed(block: nn.Module, checkpointing: ActivationCheckpointing) -> nn.Module:
-    # blocks draw no random numbers, so there is no state to restore
-    options: dict[str, Any] = {"preserve_rng_state": False}
+def _checkpointed(block: nn.Module, checkpointing: ActivationCheckpointing, keeps_rng: bool) -> nn.Module:
+    options: dict[str, Any] = {"preserve_rng_state": keeps_rng}
     if checkpointing.is_selective:
         options["context_fn"] = partial(_selective_contexts, checkpointing.kind == "selective")
     return checkpoint_wrapper(block, **options)

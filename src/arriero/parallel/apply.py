@@ -12,6 +12,7 @@ from arriero.kernels.float8 import computes_float8
 from arriero.model.family import build_model
 from arriero.model.language_model import LanguageModel
 from arriero.model.layers import MLP, Attention, Block, FusedQKVAttention, Head, TiledBlock, converted
+from arriero.model.lora import LoraSettings, add_lora
 from arriero.model.spec import ModelSpec
 from arriero.parallel.activation_checkpointing import apply_activation_checkpointing
 from arriero.parallel.context import apply_context_parallel
@@ -41,6 +42,7 @@ class ModelOptions:
     splits_backward: bool
     widths_vary: bool
     seed: int
+    lora: LoraSettings | None = None
 
     @property
     def dynamic(self) -> bool | None:
@@ -75,6 +77,8 @@ def _stage(
     # pipeline parallelism: only this stage's blocks are transformed
     model.keep(blocks)
     # modules are replaced first: everything after this adds hooks to them
+    if options.lora is not None:
+        add_lora(model, options.lora)
     _use_chunked_loss(model, options)
     _use_fused_projections(model, mesh, options, device)
     _use_kernels(model, mesh, options, device)
@@ -94,7 +98,11 @@ def _stage(
     if options.compiled and not options.compiler_recomputes:
         _compile(model, options)
     apply_activation_checkpointing(
-        model, memory.activation_checkpointing, spec.layers, memory.offload_activations
+        model,
+        memory.activation_checkpointing,
+        spec.layers,
+        memory.offload_activations,
+        keeps_rng=options.lora is not None and options.lora.dropout > 0,
     )
     if options.compiled and options.compiler_recomputes:
         _compile(model, options)
@@ -123,8 +131,12 @@ def _use_fused_projections(
     if device.type != "cuda" or not plain:
         return
     for block in model.blocks.values():
-        if isinstance(block, Block) and type(block.attention) is Attention:
+        if isinstance(block, Block) and type(block.attention) is Attention and _is_plain(block.attention):
             block.attention = converted(block.attention, FusedQKVAttention)
+
+
+def _is_plain(attention: Attention) -> bool:
+    return all(type(layer) is nn.Linear for layer in (attention.q, attention.k, attention.v))
 
 
 def _use_kernels(model: LanguageModel, mesh: Mesh, options: ModelOptions, device: torch.device) -> None:
@@ -159,7 +171,12 @@ def _is_layer_norm(norm: nn.Module) -> bool:
 
 
 def _is_gelu(ffn: nn.Module) -> bool:
-    return type(ffn) is MLP and isinstance(ffn.activation, nn.GELU) and ffn.activation.approximate == "tanh"
+    return (
+        type(ffn) is MLP
+        and type(ffn.up) is nn.Linear
+        and isinstance(ffn.activation, nn.GELU)
+        and ffn.activation.approximate == "tanh"
+    )
 
 
 def _use_tiles(model: LanguageModel, options: ModelOptions) -> None:

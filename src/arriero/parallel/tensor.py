@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -22,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 from arriero.model.family import Placement, family_of
 from arriero.model.language_model import LanguageModel
 from arriero.model.layers import Head
+from arriero.model.lora import LoraLinear
 
 
 class _VocabularyHead(ParallelStyle):
@@ -71,8 +74,31 @@ def split_layers(model: LanguageModel, mesh: DeviceMesh) -> None:
         for pattern, style in placements.items():
             if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."):
                 parallelize_module(module, mesh, _STYLES[style]())
+                if isinstance(module, LoraLinear):
+                    _split_adapter(module, style, mesh)
     model.tie()
     _keep_embedding_gradient(model)
+
+
+def _split_adapter(layer: LoraLinear, style: Placement, mesh: DeviceMesh) -> None:
+    """Split an adapter along the dimension of its layer that is split; the rank is whole on each rank."""
+    by_column = style == "column-wise"
+    places = {
+        "lora_a": Replicate() if by_column else Shard(1),
+        "lora_b": Shard(0) if by_column else Replicate(),
+    }
+    for name, place in places.items():
+        whole = getattr(layer, name)
+        empty = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+        setattr(layer, name, nn.Parameter(distribute_tensor(empty, mesh, [place])))
+    layer.drop = _drop_locally
+
+
+def _drop_locally(x: Tensor, share: float, training: bool) -> Tensor:
+    """Apply dropout to the local part of a tensor, with this rank's random numbers."""
+    assert isinstance(x, DTensor)
+    local = F.dropout(x.to_local(), share, training)
+    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
 
 
 def _keep_embedding_gradient(model: LanguageModel) -> None:

@@ -27,6 +27,7 @@ from arriero.data.workers import ProgressCallback
 from arriero.errors import UserError
 from arriero.kernels import enable_kernels
 from arriero.kernels.float8 import computes_float8
+from arriero.model.lora import is_adapter
 from arriero.model.spec import ModelSpec
 from arriero.parallel.apply import ModelOptions, parallelize
 from arriero.parallel.context import local_positions, shard_batch
@@ -44,7 +45,7 @@ from arriero.train.forward_backward import Evaluator, ForwardBackward
 from arriero.train.hang import HangWatch
 from arriero.train.hooks import Hook, Hooks
 from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoard
-from arriero.train.model_state import ModelState, parameter_decisions
+from arriero.train.model_state import ModelState, lora_settings, parameter_decisions
 from arriero.train.optim.optimizer import Optimizer
 from arriero.train.plan_file import PlanFile
 from arriero.train.rank_process import GarbageCollection, RankLog
@@ -156,8 +157,9 @@ def build_model_state(plan: Arrangement, mesh: Mesh) -> tuple[ModelState, list[D
     has_own_masters = plan.config.precision.master == "bf16" or plan.dtype == torch.float32 or mesh.shards
     tied = {"head.weight": "embedding.weight"} if resolved.spec.tied and resolved.layout.pp > 1 else {}
     model = ModelState.of(parts, None if has_own_masters else plan.dtype, tied)
-    model.freeze(plan.config.optim.freeze)
-    decisions = parameter_decisions(plan.config.optim, resolved.spec)
+    lora = lora_settings(plan.config)
+    model.freeze(plan.config.optim.freeze if lora is None else ["*"], is_adapter)
+    decisions = parameter_decisions(plan.config.optim, resolved.spec, lora)
     if (precision := plan.config.precision).float8 != "off":
         head = "the head and " if precision.float8_head else ""
         emulated = "" if computes_float8(device) else ", emulated: this device has no float8"
@@ -185,6 +187,7 @@ def model_options(plan: Arrangement) -> ModelOptions:
         splits_backward=plan.resolved.layout.pp > 1 and SCHEDULES[parallel.schedule].splits_backward,
         widths_vary=config.data.packing == "none",
         seed=config.run.seed,
+        lora=lora_settings(config),
     )
 
 
@@ -290,6 +293,7 @@ def build_passes(
         pipeline=pipeline,
         sync_each=plan.resolved.sync == "each",
         refresh_scales=partial(renew_scales, settings=plan.config.precision),
+        dropout_seed=(plan.config.run.seed, plan.world.rank) if plan.config.lora.dropout else None,
     )
 
 

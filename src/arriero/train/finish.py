@@ -5,6 +5,7 @@ All ranks send their parts of the model to rank 0, which writes it, one tensor a
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from arriero.checkpoint.directory import find_checkpoints
 from arriero.checkpoint.formats.hf_directory import load_hf, set_bos_template, write_hf
-from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, ModelReader, WriteOptions
+from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, Adapter, ModelReader, WriteOptions
+from arriero.checkpoint.formats.peft_directory import check_peft_names, with_adapter, write_peft
 from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.state import LocalPart, local_parts
 from arriero.config.schema import RunConfig
@@ -26,10 +28,12 @@ from arriero.files import check_free_space, replaced_directory
 from arriero.model.family import build_model
 from arriero.model.generation import Sampling, generate
 from arriero.model.language_model import LanguageModel
+from arriero.model.lora import adapter_tensors
 from arriero.model.name_maps import has_hf_names, hf_from_own, own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.plan.hardware import available_ram
 from arriero.plan.resolve import Decision
+from arriero.train.model_state import lora_settings
 from arriero.train.rundir import run_directory, starts_over
 from arriero.train.saving import Outcome, read_state
 from arriero.train.session import Session
@@ -38,7 +42,7 @@ StopRequested = Callable[[], bool]
 Location = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape of a part
 _CONTINUE, _STOP, _FAILED = range(3)
 _MAX_DIMS = 4
-MODEL = "model"
+MODEL, ADAPTER = "model", "adapter"
 _TOP_K, _TEMPERATURE, _SAMPLED_TOKENS = 40, 0.7, 96
 
 
@@ -81,7 +85,9 @@ def export_model(session: Session, stop: StopRequested = never) -> Path | None:
     # not the process group of checkpoints: a thread may still be saving the last one
     ranks = Ranks(world.rank, world.size)
     tensors = {name: t.to(_master_dtype(session.config)) for name, t in own_tensors(session.spec).items()}
-    gather = Gather(tensors, session.model.tensors(), ranks, stop)
+    lora = lora_settings(session.config)
+    adapters = adapter_tensors(tensors, lora) if lora is not None else {}
+    gather = Gather(tensors | adapters, session.model.tensors(), ranks, stop)
     source = ModelReader(
         "memory",
         "the model",
@@ -91,7 +97,32 @@ def export_model(session: Session, stop: StopRequested = never) -> Path | None:
         tokenizer_files(data.tokenizer.path),
         data.separators.token_ids(),
     )
+    if lora is not None:
+        base = session.config.checkpoint.start_from
+        source = with_adapter(source, Adapter(lora, adapters, gather.tensor, base))
+        if not _export_adapter(source, gather, session.run_dir / ADAPTER):
+            return None
     return directory if export_hf(source, gather, directory) else None
+
+
+def _export_adapter(source: ModelReader, gather: "Gather", directory: Path) -> bool:
+    """Write the adapter alone as a PEFT directory, where PEFT has names for all of its layers."""
+    adapter = source.adapter
+    assert adapter is not None
+    if check_peft_names(source.spec, source.tensors, adapter.settings) is not None:
+        return True
+    held = {}
+    try:
+        for name in adapter.tensors:
+            held[name] = gather.tensor(name)
+    except _Stopped:
+        return False
+    if gather.ranks.is_leader:
+        with replaced_directory(directory) as making:
+            write_peft(
+                replace(source, adapter=replace(adapter, load=held.__getitem__)), making, DEFAULT_OPTIONS
+            )
+    return True
 
 
 def tokenizer_files(path: Path) -> dict[str, Path]:

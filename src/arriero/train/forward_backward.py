@@ -29,7 +29,10 @@ class ForwardBackward:
         pipeline: Pipeline | None = None,
         sync_each: bool = False,
         refresh_scales: Callable[[LanguageModel], None] = lambda _: None,
+        dropout_seed: tuple[int, int] | None = None,
     ) -> None:
+        """`dropout_seed` is given if the model has dropout: with it, a batch always has the same dropout."""
+        self._dropout_seed = dropout_seed
         self._parts = parts
         self._mesh = mesh
         self._micro_batch = micro_batch
@@ -41,6 +44,8 @@ class ForwardBackward:
 
     def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor:
         """Accumulate the gradients of a batch, times `scale`; return the mean loss over all ranks' tokens."""
+        if self._dropout_seed is not None:
+            torch.manual_seed(hash((*self._dropout_seed, batch.first_sample)) % 2**63)
         batch = self._prepare(batch)
         label_count = self._label_count(batch).clamp(min=1.0)
         if self._pipeline is not None:
@@ -65,11 +70,13 @@ class ForwardBackward:
     def summed_loss(self, batch: Batch, stop: int = 0) -> tuple[float, int, int]:
         """Return the summed loss and number of labels over all ranks, and a signal that any rank received."""
         batch = self._prepare(batch)
+        self._use_dropout(False)
         if self._pipeline is not None:
             rows = self._micro_batch
             total = self._pipeline.summed_loss(batch.tokens_BT, batch.labels_BT, rows, **_stage_inputs(batch))
         else:
             total = self._loss(batch)
+        self._use_dropout(True)
         for part in self._parts:
             reshard_weights(part)
         first_tp, first_pp = self._mesh.coordinate("tp") == 0, self._mesh.coordinate("pp") == 0
@@ -79,6 +86,10 @@ class ForwardBackward:
         mine = torch.stack([total.double() * first_tp, labels.double() * (first_tp and first_pp), *asked])
         summed, count, *stops = self._mesh.sum_over_all(mine).tolist()
         return summed, int(count), next((each for each, n in zip(HEARD, stops, strict=True) if n), 0)
+
+    def _use_dropout(self, used: bool) -> None:
+        for part in self._parts if self._dropout_seed is not None else ():
+            part.train(used)
 
     def _prepare(self, batch: Batch) -> Batch:
         """Return this rank's part of the batch on the device."""

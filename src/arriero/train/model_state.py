@@ -4,7 +4,7 @@ Checkpointing, export, evaluation and the optimizer reach the weights through a 
 optimizer. Where the shards of its tensors lie is known to `arriero.parallel.dtensor`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from arriero.checkpoint.state import LazyMapping
-from arriero.config.schema import OptimSection
+from arriero.config.schema import OptimSection, RunConfig
 from arriero.errors import UserError, nearest
 from arriero.model.language_model import LanguageModel, plain_name
+from arriero.model.lora import LoraSettings, adapter_tensors
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.parallel.dtensor import from_local, local_part, redistribute_like, shard_index
@@ -126,10 +127,10 @@ class ModelState:
         """Return the weights that an optimizer updates, by parameter name; tied copies are among them."""
         return {name: weight for name, weight in self.weights.items() if weight.parameter.requires_grad}
 
-    def freeze(self, patterns: Iterable[str]) -> None:
-        """Exclude the weights whose names in checkpoints match a pattern from training."""
+    def freeze(self, patterns: Iterable[str], spared: Callable[[str], bool] = lambda _: False) -> None:
+        """Exclude the weights whose names in checkpoints match a pattern from training, but for some."""
         for weight in self.weights.values():
-            if any(fnmatchcase(weight.name, pattern) for pattern in patterns):
+            if any(fnmatchcase(weight.name, pattern) for pattern in patterns) and not spared(weight.name):
                 weight.parameter.requires_grad_(False)
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -160,13 +161,30 @@ def _matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
     return found
 
 
-def parameter_decisions(optim: OptimSection, spec: ModelSpec) -> list[Decision]:
-    """Report frozen parameters and parameter groups; reject patterns of [optim] that match nothing."""
-    sizes = {name: tensor.numel() for name, tensor in own_tensors(spec).items()}
+def lora_settings(config: RunConfig) -> LoraSettings | None:
+    """Return the adapters of a run; None if it trains the model itself."""
+    section = config.lora
+    return (
+        LoraSettings(section.rank, section.alpha, section.dropout, section.targets) if section.rank else None
+    )
+
+
+def parameter_decisions(
+    optim: OptimSection, spec: ModelSpec, lora: LoraSettings | None = None
+) -> list[Decision]:
+    """Report frozen parameters, adapters and parameter groups; reject patterns that match nothing."""
+    own = own_tensors(spec)
+    trained = own if lora is None else adapter_tensors(own, lora)
+    sizes = {name: tensor.numel() for name, tensor in trained.items()}
     frozen = {name for pattern in optim.freeze for name in _matching("optim.freeze", pattern, sizes)}
     if len(frozen) == len(sizes):
         raise UserError("optim.freeze leaves no parameter to train", "remove a pattern")
-    decisions, left = [], {name: size for name, size in sizes.items() if name not in frozen}
+    decisions: list[Decision] = []
+    if lora is not None:
+        count, whole = human_count(sum(sizes.values())), human_count(spec.parameters)
+        why = f"{count} parameters in {len(sizes) // 2} layers are trained, {whole} are frozen"
+        decisions.append(Decision("LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}", why))
+    left = {name: size for name, size in sizes.items() if name not in frozen}
     if frozen:
         count, total = (human_count(sum(sizes[name] for name in names)) for names in (frozen, sizes))
         why = f"{count} of {total} parameters are not trained"

@@ -38,6 +38,7 @@ from arriero.data.tokens.tokenizer import Tokenizer, read_definition, same_ids
 from arriero.errors import UserError
 from arriero.events import EVENTS, EventLog
 from arriero.model.description import check_model_unchanged, require_description
+from arriero.model.lora import is_adapter
 from arriero.model.spec import ModelSpec
 from arriero.parallel.mesh import Mesh
 from arriero.plan.resolve import Decision
@@ -69,6 +70,11 @@ class CheckpointLoader:
             self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(path)))
             return path
         saved = self.open(str(path), key)
+        assert saved.manifest is not None
+        if any(map(is_adapter, (*saved.manifest.tensors, *self.model.tensors()))):
+            # adapters of the checkpoint are merged, those of the model start from their initial values
+            self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(saved.directory)))
+            return saved.directory
         self._load(saved, named_tensors(self.model.tensors(), {}), MODEL)
         return saved.directory
 
@@ -110,6 +116,8 @@ class CheckpointLoader:
         for name, weight in self.model.tensors().items():
             piece = local_parts({name: weight})[name]
             stored = source.tensors.get(name)
+            if stored is None and is_adapter(name):
+                continue
             if stored is None or stored.shape != piece.shape:
                 found = "nothing" if stored is None else list(stored.shape)
                 raise UserError(

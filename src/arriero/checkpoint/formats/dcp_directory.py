@@ -16,15 +16,18 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from arriero.checkpoint.directory import unreadable
 from arriero.checkpoint.formats.model_reader import (
+    Adapter,
     ModelReader,
     WriteOptions,
     check_dtypes,
     find_extra_files,
     write_model_files,
 )
+from arriero.checkpoint.formats.peft_directory import with_adapter
 from arriero.checkpoint.formats.tensor_files import Advance, TorchFileWriter, TorchReader, no_progress
 from arriero.errors import UserError
 from arriero.model.description import require_description
+from arriero.model.lora import is_adapter
 from arriero.model.name_maps import check_tensors, own_tensors
 
 _PREFIX = "model."
@@ -43,8 +46,9 @@ def open_dcp(directory: Path) -> ModelReader:
             found[name.removeprefix(_PREFIX)] = planned
     if spec.tied:
         found.pop("head.weight", None)
-    check_tensors(found, own_tensors(spec), str(directory))
     check_dtypes(found, str(directory))
+    own = {name: tensor for name, tensor in found.items() if not is_adapter(name)}
+    check_tensors(own, own_tensors(spec), str(directory))
 
     def load(name: str) -> Tensor:
         into = {_PREFIX + name: torch.empty(found[name].shape, dtype=found[name].dtype)}
@@ -57,7 +61,11 @@ def open_dcp(directory: Path) -> ModelReader:
         return into[_PREFIX + name]
 
     extra_files = find_extra_files(directory)
-    return ModelReader("dcp", str(directory), spec, found, load, extra_files, about.tokens, about.remarks)
+    opened = ModelReader("dcp", str(directory), spec, own, load, extra_files, about.tokens, about.remarks)
+    if about.lora is None or len(own) == len(found):
+        return opened
+    tensors = {name: tensor for name, tensor in found.items() if is_adapter(name)}
+    return with_adapter(opened, Adapter(about.lora, tensors, load, about.start_from))
 
 
 def write_dcp(source: ModelReader, directory: Path, _: WriteOptions, advance: Advance = no_progress) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from arriero.checkpoint.formats.tensor_files import Slices
 from arriero.errors import UserError
 from arriero.model.description import write_description
+from arriero.model.lora import LoraSettings
 from arriero.model.spec import ModelSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,12 +30,23 @@ EXTRA_FILES = (
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter: its tensors on the meta device, how to load them, and the model it belongs to."""
+
+    settings: LoraSettings
+    tensors: Mapping[str, Tensor]
+    load: Callable[[str], Tensor]
+    base: str | None = None
+
+
+@dataclass(frozen=True)
 class ModelReader:
     """`tensors` has shapes and dtypes on the meta device; a tied head is not among them.
 
     `extra_files` are copied beside the weights. `tokens` has the token ids of a Hugging Face config, such as
     eos_token_id, and `add_bos_token` if it is known whether training texts began with the BOS. `load_slice`
-    reads a slice without the rest of the tensor, where the format allows it.
+    reads a slice without the rest of the tensor, where the format allows it. `adapter` is a LoRA adapter that
+    `load` merges into the weights.
     """
 
     format: str
@@ -46,6 +58,7 @@ class ModelReader:
     tokens: Mapping[str, Any] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     load_slice: Callable[[str, Slices], Tensor] | None = None
+    adapter: Adapter | None = None
 
     def read_slice(self, name: str, slices: Slices) -> Tensor:
         return self.load(name)[slices] if self.load_slice is None else self.load_slice(name, slices)
