@@ -47,6 +47,8 @@ def _waiting(candidate: Candidate) -> str:
         for name, seconds in exposed.items()
     ]
     parts += [f"{time.bubble / time.seconds:.1%} is the pipeline bubble"] if time.bubble else []
+    if time.host > 0.05 * time.seconds:
+        parts.append(f"{time.host / time.seconds:.0%} waits for the host to start kernels")
     return ", ".join(parts) or "communication is hidden by computation"
 
 
