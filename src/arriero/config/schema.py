@@ -537,6 +537,32 @@ class CheckpointSection(Section):
 
 
 class GuardSection(Section):
+    nonfinite: Literal["skip", "rollback"] = Field(
+        "skip",
+        description="After a loss or gradient norm that is not finite: 'skip' the update, or 'rollback' to "
+        "the last checkpoint before it and pass over the batch. events.jsonl names its documents.",
+    )
+    spike: Literal["off", "skip", "rollback"] = Field(
+        "off",
+        description="The same after a loss spike: a loss whose robust z-score over the last guard.window "
+        "losses exceeds guard.spike_z.",
+    )
+    spike_z: Annotated[float, Field(gt=0)] = Field(
+        8.0,
+        description="A spike is this many deviations above the median; the deviation is 1.4826 times the "
+        "median absolute deviation, and at least 0.1 % of the loss.",
+    )
+    window: Annotated[int, Field(ge=8, le=10_000)] = Field(
+        128, description="Losses that a spike is compared with; it is looked for once half of them are known."
+    )
+    skip_batches: Positive = Field(
+        1,
+        description="Batches that a rollback passes over: the bad one and those before it. A spike may have "
+        "its cause some steps earlier.",
+    )
+    max_rollbacks: Annotated[int, Field(ge=0)] = Field(
+        5, description="Rollbacks after which a process of the run stops with an error."
+    )
     hang_factor: Annotated[float, Field(ge=2)] | Literal[False] = Field(
         20.0,
         description="A run whose step takes this many times the median step hangs: every rank writes its "

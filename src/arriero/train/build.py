@@ -42,6 +42,7 @@ from arriero.plan.resolve import Decision, Resolved, Share, resolve
 from arriero.train.device import DTYPES, Device, choose_device, make_deterministic
 from arriero.train.finish import check_export
 from arriero.train.forward_backward import Evaluator, ForwardBackward
+from arriero.train.guard import Guard
 from arriero.train.hang import HangWatch
 from arriero.train.hooks import Hook, Hooks
 from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoard
@@ -131,6 +132,7 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
         data=SessionData(streams.train, batches, forecasts, tokenizer, separators, max_steps),
         evaluator=build_evaluator(plan, mesh, streams),
         evaluation=Cadence(config.eval.every),
+        guard=_guard(plan, start),
         record=_record(plan, checkpoints, tensors, start, decisions, extra_hooks),
     )
 
@@ -353,6 +355,12 @@ def _space_decisions(plan: Arrangement, mesh: Mesh, checkpoints: Checkpoints) ->
     scarce = "" if space.fits > section.keep else f"; fewer than checkpoint.keep + 1 = {section.keep + 1}"
     how = f"every {section.every}" if section.every else "at the end"
     return [Decision("checkpoints", f"{how}, the newest {section.keep} kept", f"{space}{scarce}")]
+
+
+def _guard(plan: Arrangement, start: StartingPoint) -> Guard:
+    guard = Guard(plan.config.guard, plan.device.torch_device, scaled_loss=plan.dtype == torch.float16)
+    guard.load(start.guard)
+    return guard
 
 
 def _record(

@@ -5,7 +5,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from typing import IO, TYPE_CHECKING, Annotated, cast
+from typing import IO, TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from arriero.checkpoint.manager import SaveReport
     from arriero.data.order.streams import SourceForecast
+    from arriero.train.guard import BadStep
     from arriero.train.metrics import StepMetrics
     from arriero.train.run import RunResult
     from arriero.train.saving import Outcome
@@ -126,6 +127,14 @@ class ConsoleProgress(Hook):
             self._tenth, self._printed = tenth, time.monotonic()
             numbers = self._numbers(session, metrics.step)
             self._console.print(f"step {_step_of_total(session, metrics.step)}  {numbers}")
+
+    def on_bad_step(self, session: "Session", bad: "BadStep", samples: tuple[int, int]) -> None:
+        text = f"step {bad.step}: {bad.reason}; its {samples[1] - samples[0]} samples are not trained on"
+        self._console.print(f"{text} (events.jsonl names the documents)", style="yellow")
+
+    def on_rollback(self, session: "Session", to_step: int | None, about: dict[str, Any]) -> None:
+        done = f"returned to step {to_step}" if to_step is not None else "no checkpoint to return to"
+        self._console.print(f"{about['reason']} at step {about['bad_steps'][0]}: {done}", style="yellow")
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
         several = session.evaluator.metrics().get("eval_losses", {}) if session.evaluator else {}

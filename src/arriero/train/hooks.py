@@ -1,10 +1,11 @@
 """Hooks: how optional behaviour observes a run."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from arriero.checkpoint.manager import SaveReport
+    from arriero.train.guard import BadStep
     from arriero.train.metrics import StepMetrics
     from arriero.train.saving import Outcome
     from arriero.train.session import Session
@@ -30,6 +31,12 @@ class Hook:
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None: ...
 
     def on_save(self, session: "Session", report: "SaveReport") -> None: ...
+
+    def on_bad_step(self, session: "Session", bad: "BadStep", samples: tuple[int, int]) -> None:
+        """Called when the update of a step was rejected; `samples` is the range of its global batch."""
+
+    def on_rollback(self, session: "Session", to_step: int | None, about: dict[str, Any]) -> None:
+        """Called after the run returned to the checkpoint of `to_step`; None: there was none."""
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None: ...
 
@@ -68,6 +75,14 @@ class Hooks(Hook):
     def on_save(self, session: "Session", report: "SaveReport") -> None:
         for hook in self._hooks:
             hook.on_save(session, report)
+
+    def on_bad_step(self, session: "Session", bad: "BadStep", samples: tuple[int, int]) -> None:
+        for hook in self._hooks:
+            hook.on_bad_step(session, bad, samples)
+
+    def on_rollback(self, session: "Session", to_step: int | None, about: dict[str, Any]) -> None:
+        for hook in self._hooks:
+            hook.on_rollback(session, to_step, about)
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
         for hook in self._hooks:

@@ -5,8 +5,13 @@ import time
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from arriero.data.order.loader import Batch
 from arriero.interrupt import Interrupted
 from arriero.train.finish import finished_model
+from arriero.train.guard import roll_back
 from arriero.train.metrics import StepMetrics, Stopwatch, measure_step
 from arriero.train.saving import Outcome
 from arriero.train.session import Session
@@ -47,8 +52,7 @@ def _train(session: Session, outcome: Outcome) -> None:
         with watch.waiting_for_data():
             batch = next(session.data.loader)
         lr = session.schedule.at(outcome.steps)
-        loss = session.passes_at(outcome.steps).gradients(batch, optimizer.loss_scale)
-        grad_norm = optimizer.step(lr, loss)
+        loss, grad_norm = _take_step(session, batch, lr, outcome.steps)
         outcome.steps += 1
         outcome.tokens = session.timeline.tokens_after(outcome.steps)
         watch.count(batch.real_tokens, session.flops(batch), session.hardware_flops(batch))
@@ -69,12 +73,30 @@ def _train(session: Session, outcome: Outcome) -> None:
         logs = outcome.steps == 1 or outcome.steps % session.config.observe.log_every == 0
         if line or saves or logs:
             line = line or measure()
-            if saves:
+            is_bad = bool(session.guard.to_roll_back)
+            if saves and not is_bad:
                 with watch.paused():
                     line["save_s"] = saver.save(session, outcome, now)
             hooks.on_metrics(session, StepMetrics(**line))
+            if is_bad:
+                with watch.paused():
+                    roll_back(session, outcome)
+                is_done = session.is_finished(outcome.tokens, now)
         saver.raise_if_interrupted(session)
     outcome.seconds = time.monotonic() - start
+
+
+def _take_step(session: Session, batch: Batch, lr: float, step: int) -> tuple[Tensor, Tensor]:
+    """Return loss and gradient norm of a step. A batch that the guard passes over changes nothing."""
+    optimizer, guard = session.optimizer, session.guard
+    if guard.passes_over(batch):
+        optimizer.attempts += 1
+        nothing = torch.full((), float("nan"), device=session.device.torch_device)
+        return nothing, nothing
+    loss = session.passes_at(step).gradients(batch, optimizer.loss_scale)
+    grad_norm = optimizer.step(lr, loss, guard.allows(loss))
+    guard.note(step + 1, loss, optimizer.accepted)
+    return loss, grad_norm
 
 
 def _evaluate_initial_model(session: Session, outcome: Outcome, start: float) -> None:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from arriero.checkpoint.directory import find_checkpoints
 from arriero.checkpoint.manager import SaveReport
+from arriero.checkpoint.ranks import Ranks
+from arriero.data.order.documents import documents_of
 from arriero.data.order.ledger import LEDGER, Stretch, begin_ledger, ledger_bytes
 from arriero.errors import UserError
 from arriero.events import EVENTS, STARTED, STOPPED, AppendedFile, EventLog, LineFile, TolerantWriter, finite
@@ -27,6 +29,7 @@ from arriero.train.device import Device
 from arriero.train.hooks import Hook
 
 if TYPE_CHECKING:
+    from arriero.train.guard import BadStep
     from arriero.train.saving import Outcome
     from arriero.train.session import Session
 
@@ -156,11 +159,12 @@ def measure_step(
     Raise UserError if too many updates were skipped because the loss or the gradient norm was not finite.
     """
     optimizer = session.optimizer
-    lap, values = watch.lap([loss, grad_norm, optimizer.taken, optimizer.skipped_in_a_row])
-    loss_value, norm, taken, skipped_in_a_row = values
+    counts = [optimizer.taken, optimizer.skipped_in_a_row, session.guard.bad_count]
+    lap, (loss_value, norm, taken, skipped_in_a_row, bad) = watch.lap([loss, grad_norm, *counts])
     outcome.add(loss_value, lap["tokens_per_s"])
     line: dict[str, Any] = {"step": outcome.steps, "tokens": outcome.tokens, "loss": loss_value}
     line |= {"grad_norm": norm, "lr": lr, "skipped": outcome.steps - int(taken), **lap}
+    session.guard.learn(session, int(bad))
     never_updated = outcome.steps == session.total_steps and taken == 0
     if skipped_in_a_row > session.config.optim.max_skips or never_updated:
         session.record.hooks.on_metrics(session, StepMetrics(**line))
@@ -177,7 +181,7 @@ def _too_many_skips(session: "Session", step: int, in_a_row: int) -> UserError:
     start = f"resume from the checkpoint of step {saved[-1]}" if saved else "start again"
     return UserError(
         f"{in_a_row} updates in a row were skipped up to step {step}, because the loss or the gradient norm "
-        f"was not finite (optim.max_skips is {optim.max_skips})",
+        f"was not finite, or the loss was a spike (optim.max_skips is {optim.max_skips})",
         f"{start} with a lower learning rate: --set run.name=NEW{resume} --set optim.lr={optim.lr / 2:g}",
     )
 
@@ -215,6 +219,18 @@ class LedgerFile(Hook):
         if session.mesh.world.is_leader:
             sequences = session.timeline.phases[0].sequences
             self._ledger = begin_ledger(session.run_dir, session.data.stream, sequences, self._checkpoint)
+        ranks = Ranks(session.mesh.world.rank, session.mesh.world.size, session.mesh.group("checkpoint"))
+        session.guard.skip(ranks.on_leader(lambda: self._ledger.skipped))
+        self._write(self._content(session))
+
+    def end_stretch(self, session: "Session") -> None:
+        """Close the current range of samples, because the loader continues elsewhere. Called by all ranks."""
+        stretch = _read_by_all(session)
+        if session.mesh.world.is_leader:
+            self._ledger = self._ledger.with_stretch(stretch)
+
+    def publish(self, session: "Session") -> None:
+        """Write the ledger as it is now. Called by all ranks."""
         self._write(self._content(session))
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
@@ -239,7 +255,8 @@ class LedgerFile(Hook):
         stretch = _read_by_all(session)
         if not session.mesh.world.is_leader:
             return b""
-        return ledger_bytes(session.data.stream, self._ledger.with_stretch(stretch))
+        ledger = replace(self._ledger.with_stretch(stretch), skipped=session.guard.skipped)
+        return ledger_bytes(session.data.stream, ledger)
 
     def _write(self, content: bytes) -> None:
         if content:
@@ -283,6 +300,18 @@ class EventsFile(Hook):
             updates = metrics.skipped - self._skipped
             self._events.write("skip", step=metrics.step, updates=updates, skipped=metrics.skipped)
         self._skipped = metrics.skipped
+
+    def on_bad_step(self, session: "Session", bad: "BadStep", samples: tuple[int, int]) -> None:
+        documents = documents_of(session.data.stream, range(*samples))
+        about = {"step": bad.step, "reason": bad.reason, "samples": list(samples)}
+        self._events.write("bad step", **about, documents=documents)
+
+    def on_rollback(self, session: "Session", to_step: int | None, about: dict[str, Any]) -> None:
+        if to_step is None:
+            why = "there is no checkpoint before it"
+            self._events.write("no rollback", **about, why=why)
+        else:
+            self._events.write("rollback", to_step=to_step, **about)
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
         several = session.evaluator.metrics() if session.evaluator else {}

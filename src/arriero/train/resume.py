@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -150,6 +151,7 @@ class StartingPoint:
     decision: Decision
     remarks: Sequence[str] = ()
     new_weights: bool = False
+    guard: Mapping[str, Any] | None = None
 
 
 def start_run(
@@ -232,7 +234,8 @@ def _resume(
     kept = "step and data position continue; the optimizer is reset" if reset else ""
     why = f"{reason}; {kept or 'optimizer, step and data position continue'}"
     decision = Decision("resume", f"step {outcome.steps} of {directory}", why)
-    return StartingPoint(outcome, int(state["data"]["sample"]), directory, decision, remarks, new_weights)
+    sample, guard = int(state["data"]["sample"]), state.get("guard")
+    return StartingPoint(outcome, sample, directory, decision, remarks, new_weights, guard)
 
 
 def _warm_start(

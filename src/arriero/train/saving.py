@@ -138,6 +138,13 @@ class Saver:
         self._cadence.restart(session.seconds_since(time.monotonic() - now))
         return time.perf_counter() - start
 
+    def roll_back(self, session: "Session", step: int, sample: int) -> None:
+        """Continue at the sample of an earlier checkpoint; the ledger keeps what was read since."""
+        self._ledger.end_stretch(session)
+        session.data.loader.seek(sample)
+        self._ledger.publish(session)
+        self._saved_step = step
+
     def raise_if_interrupted(self, session: "Session") -> None:
         """End the run if a rank was asked to stop; the checkpoint is on the disk by then."""
         if self._stop:
@@ -203,6 +210,7 @@ def _files(session: "Session", outcome: Outcome, ledger: bytes) -> dict[str, byt
     state = outcome.to_state() | {
         "data": session.data.loader.state(),
         "token_ids": session.data.separators.token_ids(),
+        "guard": session.guard.state(),
     }
     return {
         STATE: (json.dumps(state, indent=1) + "\n").encode(),

@@ -25,6 +25,7 @@ from arriero.plan.recompute import recomputed
 from arriero.plan.resolve import Decision, Resolved
 from arriero.train.device import Device
 from arriero.train.forward_backward import Evaluator, ForwardBackward
+from arriero.train.guard import Guard
 from arriero.train.hooks import Hooks
 from arriero.train.model_state import ModelState
 from arriero.train.optim.optimizer import Optimizer
@@ -77,6 +78,7 @@ class Session:
     data: SessionData
     evaluator: Evaluator | None
     evaluation: Cadence
+    guard: Guard
     record: RunRecord
 
     @property

@@ -159,6 +159,7 @@ def _audited(directory: Path, result: "Audit", timeline: "Timeline", checksums: 
         "steps": steps,
         "tokens": timeline.tokens_after(steps),
         "read_again": result.discarded,
+        "skipped": sum(end - first for first, end in ledger.skipped),
         "checksums_compared": checksums,
         "sources": sources,
     }
@@ -182,6 +183,9 @@ def _print_audit(console: Console, result: "Audit", timeline: "Timeline", read_a
         f"{human_count(timeline.tokens_after(steps))} slots; none twice within an epoch, none skipped; "
         f"the datasets' manifests are the ones the run began with, {bytes_proved}",
     )
+    if ledger.skipped:
+        count = sum(end - first for first, end in ledger.skipped)
+        console.print(f"{count:,} samples were read and not trained on, because their loss was bad")
     if result.discarded:
         console.print(
             f"{result.discarded:,} samples were read again because the run resumed from an earlier step",

@@ -7,7 +7,7 @@ a restart discarded the weights.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from math import gcd
 from pathlib import Path
@@ -38,13 +38,15 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Ledger:
-    """A ledger. `stated` is the number of samples that its file states, which the audit compares."""
+    """A ledger. `stated` is the number of samples that its file states, which the audit compares. `skipped`
+    are ranges of samples that were read and not trained on, because their loss was bad."""
 
     batch_sequences: int
     order: dict[str, Any]
     names: list[str]
     stretches: list[Stretch]
     stated: int | None = None
+    skipped: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def samples(self) -> int:
@@ -74,6 +76,7 @@ def ledger_bytes(stream: Stream, ledger: Ledger) -> bytes:
             {"name": name, **_share(stream, i, int(drawn[i]))} for i, name in enumerate(ledger.names)
         ],
         "stretches": [{**asdict(s), "checksum": f"{s.checksum:016x}"} for s in ledger.stretches],
+        **({"skipped": ledger.skipped} if ledger.skipped else {}),
     }
     return (json.dumps(content, indent=1) + "\n").encode()
 
@@ -129,6 +132,7 @@ class _SavedLedger(BaseModel):
     order: _SavedOrder
     sources: list[_SavedName]
     stretches: list[_SavedStretch]
+    skipped: list[tuple[_Count, _Count]] = []
 
     @model_validator(mode="after")
     def _counts_agree(self) -> "_SavedLedger":
@@ -155,7 +159,7 @@ def read_ledger(directory: Path) -> Ledger:
     stretches = [Stretch(**{**dict(s), "checksum": int(s.checksum, 16)}) for s in saved.stretches]
     order: dict[str, Any] = json.loads(raw)["order"]
     names = [source.name for source in saved.sources]
-    return Ledger(saved.batch_sequences, order, names, stretches, saved.samples)
+    return Ledger(saved.batch_sequences, order, names, stretches, saved.samples, list(saved.skipped))
 
 
 def order_version(*directories: Path) -> int:
@@ -177,9 +181,11 @@ def begin_ledger(
     fresh = Ledger(batch_sequences, stream.identity, names, [])
     saved = read_ledger(checkpoint) if checkpoint else fresh
     if not (directory / LEDGER).exists():
-        return replace(fresh, stretches=saved.stretches)
+        return replace(fresh, stretches=saved.stretches, skipped=saved.skipped)
     own = read_ledger(directory)
-    return replace(fresh, stretches=(own if own.samples >= saved.samples else saved).stretches)
+    skipped = sorted({*own.skipped, *saved.skipped})
+    stretches = (own if own.samples >= saved.samples else saved).stretches
+    return replace(fresh, stretches=stretches, skipped=skipped)
 
 
 def check_data_unchanged(directory: Path, stream: Stream) -> None:

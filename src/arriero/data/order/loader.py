@@ -231,16 +231,25 @@ class Loader:
         self._stream = stream
         self._sequences = batch_sequences if callable(batch_sequences) else lambda _: batch_sequences
         self._rank, self._ranks = rank, ranks
-        self._pin = pin
-        self._first = self._consumed = start_sample
+        self._pin, self._prefetch = pin, max(1, prefetch)
+        self._readers = [Rows(stream, documents) for _ in range(threads)]
+        self._begin(start_sample)
+
+    def _begin(self, sample: int) -> None:
+        self._first = self._consumed = sample
         self._checksum = 0
         self._real_tokens = self._slots = 0
-        self._readers = [Rows(stream, documents) for _ in range(threads)]
+        threads = len(self._readers)
         self._pool = ThreadPoolExecutor(threads, "rows") if threads > 1 else None
-        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=max(1, prefetch))
+        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=self._prefetch)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._produce, args=(start_sample,), name="data", daemon=True)
+        self._thread = threading.Thread(target=self._produce, args=(sample,), name="data", daemon=True)
         self._thread.start()
+
+    def seek(self, sample: int) -> None:
+        """Continue at another sample; `read` starts a new range there."""
+        self.close()
+        self._begin(sample)
 
     def state(self) -> dict[str, int | str]:
         """Return the position after the last batch returned, without prefetched ones."""

@@ -245,6 +245,15 @@ class TokenStore:
         `first + count` begin."""
         return self._index(shard).touching(first, count)
 
+    def documents_of(self, start: int, n: int) -> np.ndarray:
+        """Return the numbers of the documents, counted over the whole dataset, that hold these tokens."""
+        found = []
+        for shard, first, count in self.shard_ranges(start, n):
+            document, starts = self.documents_touching(shard, first, count)
+            before = int(self._document_ends[shard]) - self.shard_documents(shard)
+            found.append(before + document + np.arange(len(starts)))
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
     def document_span(self, number: int) -> tuple[int, int]:
         """Return the position of document `number`, counted over the whole dataset, and its length."""
         shard, first, length = self.locate_document(number)

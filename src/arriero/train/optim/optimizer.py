@@ -79,11 +79,11 @@ class Optimizer:
 
     @torch.no_grad()
     @record_function(OPTIMIZER)
-    def step(self, lr: float, loss: Tensor | None = None) -> Tensor:
+    def step(self, lr: float, loss: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
         """Clip, update and drop the gradients. Returns the gradient norm before clipping.
 
-        If the norm or the loss is not finite, weights, state and step count stay unchanged. This is decided
-        on the device, identically on all ranks, since both numbers are global.
+        If the norm or the loss is not finite, or `allowed` is false, weights, state and step count stay
+        unchanged. This is decided on the device, identically on all ranks, since all three are global.
         """
         found = self._accumulator.take()
         gradients = {name: redistribute_like(g, self._weights[name].parameter) for name, g in found.items()}
@@ -96,6 +96,9 @@ class Optimizer:
         accepted = norm.isfinite()
         if loss is not None:
             accepted &= loss.to(norm.device).isfinite()
+        if allowed is not None:
+            accepted &= allowed.to(norm.device)
+        self.accepted = accepted
         if self._scale:
             self._scale.update(finite=bool(accepted))
         factor = clip_factor(norm, self.clip) if self.clip else torch.ones_like(norm)
