@@ -1,7 +1,7 @@
 """The answer of the planner as data: candidates with time and memory, and why others were rejected."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from arriero.config.fields import ActivationCheckpointing
@@ -57,13 +57,17 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice with its predicted time and memory; `free` is the memory it may use, in bytes."""
+    """A choice with its predicted time and memory; `free` is the memory it may use, in bytes.
+
+    `parts` is what lives at the peak, by name; it is known for candidates that `resolve` has checked.
+    """
 
     choice: Choice
     work: Work
     time: StepTime
     memory: int
     free: int
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def margin(self) -> float:

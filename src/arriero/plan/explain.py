@@ -167,6 +167,7 @@ def candidate_facts(candidate: Candidate) -> dict[str, Any]:
         "micro_batch": choice.micro_batch,
         "gradient_accumulation": candidate.work.micro_batches,
         "memory_bytes": candidate.memory,
+        "memory_parts": {name: round(size) for name, size in candidate.parts.items()},
         "memory_free_bytes": candidate.free,
         "memory_margin": candidate.margin,
         **time_facts(candidate.time),

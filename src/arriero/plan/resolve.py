@@ -105,8 +105,14 @@ class Resolved:
     @property
     def predicted_bytes(self) -> int:
         """The estimated peak memory of a rank, in the phase that needs most."""
+        return round(sum(self.predicted_parts.values()))
+
+    @property
+    def predicted_parts(self) -> dict[str, float]:
+        """What lives at that peak, in bytes by name."""
         phases = zip(self.estimates, self.shares, strict=True)
-        return max(estimate.bytes(share.micro_batch) for estimate, share in phases)
+        parts = (estimate.parts(share.micro_batch) for estimate, share in phases)
+        return max(parts, key=lambda each: sum(each.values()))
 
     @property
     def open_settings(self) -> dict[str, Any]:

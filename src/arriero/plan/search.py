@@ -416,4 +416,5 @@ def _checked(search: _Search, found: Sequence[Candidate], keep: int | None) -> I
             search.reject(f"{error.problems[0].key} {error.problems[0].what}", candidate.choice)
             continue
         yielded += 1
-        yield replace(candidate, memory=resolved.predicted_bytes)
+        parts = resolved.predicted_parts
+        yield replace(candidate, memory=round(sum(parts.values())), parts=parts)

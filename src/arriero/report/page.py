@@ -14,7 +14,6 @@ from typing import NamedTuple
 from arriero import __version__
 
 _HERE = Path(__file__).parent
-_COLOURS = 8
 
 
 @dataclass(frozen=True)
@@ -103,11 +102,6 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], highlight: 
         lines.append(f"<tr{' class=best' if number == highlight else ''}>{cells}</tr>")
     inside = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody>"
     return f'<div class="scroll"><table>{inside}</table></div>'
-
-
-def colours(names: Sequence[str]) -> dict[str, str]:
-    """Give each name a colour by its place; more names than colours share the muted one."""
-    return {name: f"var(--c{i + 1})" if i < _COLOURS else "var(--muted)" for i, name in enumerate(names)}
 
 
 def legend(colour_of: Mapping[str, str]) -> str:

@@ -10,7 +10,6 @@ from arriero.report.page import (
     Point,
     Section,
     Span,
-    colours,
     page,
     scatter,
     sentences,
@@ -36,6 +35,16 @@ _TIMES = {
     "exposed communication": "var(--c5)",
     "pipeline bubble": "var(--c8)",
     "optimizer, host and other": "var(--muted)",
+}
+_MEMORY = {
+    "weights": "var(--c1)",
+    "gradients": "var(--c7)",
+    "optimizer state": "var(--c3)",
+    "activations": "var(--c2)",
+    "gathered weights": "var(--c4)",
+    "working memory": "var(--c6)",
+    "loss": "var(--c8)",
+    "other": "var(--muted)",
 }
 _SLOTS = {"forward": "var(--c1)", "backward": "var(--c2)", "weights": "var(--c3)"}
 _SLOT_NAMES = {"forward": "forward", "backward": "backward", "weights": "weight gradients"}
@@ -99,14 +108,13 @@ def _times(candidates: Sequence[Facts]) -> Section:
 def _memory(candidates: Sequence[Facts]) -> Section:
     bars = []
     for each in candidates:
-        parts = each.get("memory_parts") or {"needed": each["memory_bytes"]}
-        amounts = {name: amount / _GIB for name, amount in parts.items()}
+        known = {name: each["memory_parts"].get(name, 0) / _GIB for name in _MEMORY}
+        known["other"] = max(0.0, each["memory_bytes"] / _GIB - sum(known.values()))
         text = f"{_gib(each['memory_bytes'])}, {each['memory_margin']:.0%} unused"
-        bars.append(Bar(each["text"], amounts, text, each["memory_free_bytes"] / _GIB))
-    names = dict.fromkeys(name for bar in bars for name, amount in bar.parts.items() if amount > 0)
+        bars.append(Bar(each["text"], known, text, each["memory_free_bytes"] / _GIB))
+    shown = {name: colour for name, colour in _MEMORY.items() if any(bar.parts[name] > 0 for bar in bars)}
     note = "Predicted peak of the rank that needs most, in GiB. The line is the free memory of a device."
-    body = stacked_bars(bars, colours(list(names)), "GiB", "free memory of a device")
-    return Section("Memory", body, note)
+    return Section("Memory", stacked_bars(bars, shown, "GiB", "free memory of a device"), note)
 
 
 def _pipeline(facts: Facts, best: Facts) -> Section:
