@@ -2,16 +2,14 @@
 
 import json
 import re
-import shutil
-import subprocess
 from html import unescape
 from itertools import pairwise
 
 import pytest
 
 from arriero.report.page import Cell, Column, Section, page, significant, table, ticks
+from browser import browse
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # appended to the page: point at every mark, as a mouse would, and report what the page shows
 PROBE = """
 <script>
@@ -38,9 +36,6 @@ out.textContent = JSON.stringify(found);
 document.body.append(out);
 </script>
 """
-WATCH = (
-    "<script>window.errors = []; addEventListener('error', (e) => window.errors.push(e.message));</script>"
-)
 
 
 @pytest.fixture
@@ -59,28 +54,9 @@ def written(command, tmp_path, monkeypatch):
     return plan
 
 
-def browse(path, width=1200):
-    """Open a page with the probe in headless Chromium; return what the probe found, and console messages."""
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium (Debian: apt install chromium)")
-    probed = path.with_name("probed.html")
-    text = path.read_text(encoding="utf-8").replace("<head>", f"<head>{WATCH}")
-    probed.write_text(text.replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom")
-    profile = f"--user-data-dir={path.parent}/profile"
-    ran = subprocess.run(
-        [CHROMIUM, *options, profile, f"--window-size={width},900", probed.as_uri()],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    answer = re.search(r'<pre id="found">(.*?)</pre>', ran.stdout, re.DOTALL)
-    assert answer, ran.stderr[-2000:]
-    console = [line for line in ran.stderr.splitlines() if "CONSOLE" in line]
-    return json.loads(unescape(answer[1])), console
-
-
 def test_every_mark_answers_the_pointer_in_a_browser(written):
     path, facts = written("--fix", "pp=4")
-    found, console = browse(path)
+    found, console = browse(path, PROBE)
     assert console == []
     assert found["errors"] == []
     assert found["marks"] == found["tips"], "a mark shows no tooltip"
@@ -96,7 +72,7 @@ def test_every_mark_answers_the_pointer_in_a_browser(written):
 
 def test_the_page_fits_a_phone(written):
     path, _ = written()
-    found, console = browse(path, width=500)
+    found, console = browse(path, PROBE, width=500)
     assert (console, found["errors"]) == ([], [])
     assert not found["wide"], "the page scrolls sideways"
     assert found["marks"] == found["tips"]

@@ -95,12 +95,22 @@ class RunHistory:
         return max(file.stat().st_mtime for file in files if file.exists())
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """Return (tokens, value) of every line that has the key."""
-        return [
-            (line["tokens"], line[key])
-            for line in self.metrics
-            if isinstance(line.get(key), int | float) and "tokens" in line
-        ]
+        """Return (tokens, value) of every line that has the key; 'eval_losses.NAME' is inside a table.
+
+        Evaluations are read from the events, which also have the one before the first step.
+        """
+        outer, _, inner = key.partition(".")
+        found: dict[int, float] = {}
+        for line in self._evaluations if outer in ("eval_loss", "eval_losses") else self.metrics:
+            value = line.get(outer)
+            value = value.get(inner) if inner and isinstance(value, dict) else value
+            if isinstance(value, int | float) and "tokens" in line:
+                found[line["tokens"]] = value
+        return sorted(found.items())
+
+    @property
+    def _evaluations(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == "evaluation"]
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -124,6 +134,12 @@ def find_runs(folder: Path) -> list[RunHistory]:
         raise UserError(f"{folder} is not a directory", "give the directory that holds the runs")
     found = [RunHistory(path) for path in folder.iterdir() if (path / _RUN_FILE).is_file()]
     return sorted(found, key=lambda run: run.last_activity, reverse=True)
+
+
+def run_names(runs: Sequence[RunHistory]) -> list[str]:
+    """Return the names of runs, or their paths where names are not distinct."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.directory) for run in runs]
 
 
 def differing_settings(runs: Sequence[RunHistory]) -> dict[str, list[Any]]:

@@ -41,9 +41,10 @@ class Column(NamedTuple):
     is_text: bool = False
 
 
-def page(title: str, subtitle: str, parts: Sequence[Section | str]) -> str:
-    """Return a whole HTML file. Parts that are strings are HTML."""
+def page(title: str, subtitle: str, parts: Sequence[Section | str], scripts: Sequence[str] = ()) -> str:
+    """Return a whole HTML file. Parts that are strings are HTML; `scripts` run after the page's own."""
     style, script = (_HERE.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    more = "".join(f"<script>\n{each}</script>\n" for each in scripts)
     body = "\n".join(map(str, parts))
     return f"""<!doctype html>
 <html lang="en">
@@ -65,7 +66,7 @@ def page(title: str, subtitle: str, parts: Sequence[Section | str]) -> str:
 <div id="tip" role="tooltip"></div>
 <script>
 {script}</script>
-</body>
+{more}</body>
 </html>
 """
 

@@ -1,4 +1,4 @@
-"""`arriero runs`, `runs compare` and `status`: runs in the terminal."""
+"""`arriero runs`, `runs compare`, `status` and `report`: what runs have done."""
 
 import time
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from arriero.checkpoint.commands import run_directory_at
-from arriero.config.options import AsJson
+from arriero.config.options import AsJson, check_writable
 from arriero.errors import UserError
 from arriero.ui import Table, facts, make_console, panel, print_json, styled
 from arriero.units import human_bytes, human_count, human_time
@@ -94,12 +94,12 @@ def compare(
     Example: arriero runs compare runs/base runs/higher-lr
     """
     from arriero.config.fields import toml_value
-    from arriero.report.history import RunHistory, differing_settings
+    from arriero.report.history import RunHistory, differing_settings, run_names
 
     if len(runs) < 2:
         raise UserError("one run cannot be compared", "name two or more")
     found = [RunHistory(run_directory_at(run)) for run in runs]
-    names = _distinct_names(found)
+    names = run_names(found)
     changed = differing_settings(found)
     curves = _curves(found)
     totals = [_totals(run) for run in found]
@@ -174,11 +174,6 @@ def _curves(runs: "list[RunHistory]") -> dict[str, list[dict[str, Any]]]:
     return result
 
 
-def _distinct_names(runs: "list[RunHistory]") -> list[str]:
-    names = [run.name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.directory) for run in runs]
-
-
 def status(
     run: Annotated[
         Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)
@@ -216,6 +211,38 @@ def status(
         text = event.get("message") or event.get("text") or event.get("error") or ""
         step = f" at step {event['step']:,}" if "step" in event else ""
         console.plain(f"{event['event']}{step}, {_ago(event['time'])}: {text}", "yellow")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or names under runs/.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The page; default: RUN/report.html.")
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the page and refresh it while runs train.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")] = 8000,
+) -> None:
+    """Write one HTML page about a run, or about several side by side. It needs no network.
+
+    It has the curves of loss, validation loss, speed, memory, gradient norm and learning rate, the data that
+    was read, events, goodput, checkpoints with their evaluations, the plan, and all settings.
+
+    Example: arriero report runs/demo
+    """
+    from arriero.files import publish_file
+    from arriero.report.history import RunHistory
+    from arriero.report.run_page import run_page
+    from arriero.report.serve import serve_page
+
+    directories = [run_directory_at(run) for run in runs]
+    if serve:
+        serve_page(lambda: run_page([RunHistory(each) for each in directories], refresh_s=5), port)
+        return
+    out = out or directories[0] / "report.html"
+    check_writable("--out", out)
+    publish_file(out, run_page([RunHistory(each) for each in directories]).encode())
+    make_console().plain(f"wrote {out}")
 
 
 def _progress(run: "RunHistory", row: dict[str, Any]) -> str:

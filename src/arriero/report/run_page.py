@@ -1,0 +1,312 @@
+"""The HTML page of one or several runs: curves, speed, data, goodput, checkpoints, plan and settings.
+
+Curves are drawn by Plotly, whose script is embedded: the page needs no network. The rest is built from the
+frame in `report/page.py`.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plotly.offline import get_plotlyjs
+
+from arriero.checkpoint.directory import find_checkpoints
+from arriero.checkpoint.scores import read_evaluations
+from arriero.config.fields import toml_value
+from arriero.data.order.ledger import LEDGER
+from arriero.report.history import RunHistory, differing_settings, run_names
+from arriero.report.page import Bar, Cell, Column, Section, page, stacked_bars, table, tiles
+from arriero.train.goodput import CAUSES, goodput
+from arriero.train.plan_file import predicted_and_measured
+from arriero.units import human_bytes, human_count, human_time
+
+_HERE = Path(__file__).parent
+# points of a curve in the page; of more, the extremes of each interval are kept
+_POINTS = 2000
+_TINTS = [f"c{number}" for number in range(1, 9)]
+_MARKED = {
+    "start": "c2",
+    "save": "c1",
+    "evaluation": "c3",
+    "signal": "c4",
+    "fault": "c5",
+    "save failed": "c5",
+}
+_NOT_MARKED = ("remark",)
+
+
+class Chart(NamedTuple):
+    """A chart of curves over tokens; each curve is a key of metrics.jsonl, its name, and its factor."""
+
+    title: str
+    unit: str
+    curves: Sequence[tuple[str, str, float]]
+    logarithmic: bool = False
+
+
+_CHARTS = (
+    Chart("Loss", "nats per token", (("loss", "training", 1), ("eval_loss", "validation", 1))),
+    Chart("Throughput", "tok/s", (("tokens_per_s", "tok/s", 1),)),
+    Chart("Model FLOPs utilisation", "%", (("mfu", "MFU", 100), ("hfu", "HFU", 100))),
+    Chart("Gradient norm", "", (("grad_norm", "gradient norm", 1),), logarithmic=True),
+    Chart("Learning rate", "", (("lr", "learning rate", 1),)),
+    Chart("Memory", "GiB", (("peak_mem_gib", "allocated", 1), ("reserved_mem_gib", "reserved", 1))),
+    Chart("Waiting for data", "% of the time", (("data_wait", "waiting", 100),)),
+    Chart("Energy", "joules per token", (("joules_per_token", "energy", 1),)),
+)
+
+
+def run_page(runs: Sequence[RunHistory], refresh_s: float | None = None) -> str:
+    """Return the page. With `refresh_s` it reloads its content from the same address at that interval."""
+    names = run_names(runs)
+    parts: list[Section | str] = [_tiles(run) for run in runs] if len(runs) == 1 else [_overview(runs, names)]
+    charts = [Section(each.title, figure) for each in _CHARTS if (figure := _figure(each, runs, names))]
+    parts.append(f'<div class="charts">{"".join(map(str, charts))}</div>')
+    parts += list(filter(None, (_sources(runs, names), _history(runs, names), _goodput(runs, names))))
+    parts += list(filter(None, (_checkpoints(runs, names), _plan(runs, names), _settings(runs, names))))
+    title = names[0] if len(runs) == 1 else " and ".join(names)
+    when = f"written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    scripts = [get_plotlyjs(), (_HERE / "charts.js").read_text(encoding="utf-8")]
+    if refresh_s:
+        scripts.append(f"setInterval(refresh, {1000 * refresh_s:.0f});")
+    return page(f"Run {title}" if len(runs) == 1 else f"Runs {title}", when, parts, scripts)
+
+
+def _tiles(run: RunHistory) -> str:
+    last = run.last
+    total = f"of {run.total_steps:,}" if run.total_steps else ""
+    facts = [
+        ("state", run.state, f"last active {_moment(run.last_activity)}"),
+        ("step", f"{last.get('step', 0):,}", total),
+        ("tokens", human_count(last.get("tokens", 0)), ""),
+    ]
+    for key, name in (("loss", "training loss"), ("eval_loss", "validation loss")):
+        if series := run.series(key):
+            facts.append((name, f"{series[-1][1]:.4f}", f"{series[0][1]:.4f} at the start"))
+    if last.get("tokens_per_s"):
+        mfu = f"MFU {last['mfu']:.1%}" if last.get("mfu") else ""
+        facts.append(("speed", f"{last['tokens_per_s']:,.0f} tok/s", mfu))
+    if last.get("peak_mem_gib"):
+        facts.append(("memory", f"{last['peak_mem_gib']:.1f} GiB", "peak of a device"))
+    if (report := goodput(run.directory)) is not None:
+        facts.append(("goodput", f"{report.share:.1%}", f"{human_time(report.allocated_s)} of device time"))
+    return tiles(facts)
+
+
+def _overview(runs: Sequence[RunHistory], names: Sequence[str]) -> Section:
+    titles = ("state", "step", "tokens", "loss", "validation loss", "tok/s", "GiB", "goodput")
+    rows = []
+    for run, name in zip(runs, names, strict=True):
+        last, report = run.last, goodput(run.directory)
+        validation = run.series("eval_loss")
+        values = (
+            last.get("loss"),
+            validation[-1][1] if validation else None,
+            last.get("tokens_per_s"),
+            last.get("peak_mem_gib"),
+            report.share if report else None,
+        )
+        patterns = ("{:.4f}", "{:.4f}", "{:,.0f}", "{:.1f}", "{:.1%}")
+        rows.append(
+            [
+                Cell(name, name),
+                Cell(run.state, run.state),
+                Cell(f"{last.get('step', 0):,}", last.get("step", 0)),
+                Cell(human_count(last.get("tokens", 0)), last.get("tokens", 0)),
+                *(_number(value, pattern) for value, pattern in zip(values, patterns, strict=True)),
+            ]
+        )
+    return Section("Overview", table([Column("run", is_text=True), *map(Column, titles)], rows))
+
+
+def _number(value: float | None, pattern: str) -> Cell:
+    return Cell("", 0.0) if value is None else Cell(pattern.format(value), value)
+
+
+def _figure(chart: Chart, runs: Sequence[RunHistory], names: Sequence[str]) -> str:
+    """Return the chart as HTML, or nothing if no run has its curves."""
+    traces = []
+    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+        for place, (key, label, factor) in enumerate(_curves(chart, run)):
+            points = thinned(run.series(key), _POINTS)
+            if not points:
+                continue
+            tint = _TINTS[(place if len(runs) == 1 else number) % len(_TINTS)]
+            traces.append(
+                {
+                    "name": label if len(runs) == 1 else f"{name}, {label}",
+                    "x": [tokens for tokens, _ in points],
+                    "y": [factor * value for _, value in points],
+                    "mode": "lines+markers" if len(points) < 40 else "lines",
+                    "line": {"width": 1.6, "dash": "dot" if place and len(runs) > 1 else "solid"},
+                    "tint": tint,
+                }
+            )
+    if not traces:
+        return ""
+    layout = {
+        "xaxis": {"title": {"text": "tokens"}},
+        "yaxis": {"title": {"text": chart.unit}, "type": "log" if chart.logarithmic else "linear"},
+        "hovermode": "x unified",
+    }
+    return _drawn(chart.title, traces, layout)
+
+
+def _curves(chart: Chart, run: RunHistory) -> list[tuple[str, str, float]]:
+    """Return the curves of a chart; the chart of losses also has one per validation source."""
+    curves = list(chart.curves)
+    if chart.title == "Loss":
+        sources = {name for event in run.events for name in event.get("eval_losses") or {}}
+        curves += [(f"eval_losses.{name}", f"validation, {name}", 1) for name in sorted(sources)]
+    return curves
+
+
+def _drawn(title: str, traces: list[dict[str, Any]], layout: dict[str, Any], height: int = 320) -> str:
+    # "</" would end the script element
+    content = json.dumps({"data": traces, "layout": layout}).replace("</", "<\\/")
+    label = escape(title)
+    return (
+        f'<div class="chart" style="height:{height}px" role="img" aria-label="{label}">'
+        f'<script type="application/json">{content}</script></div>'
+    )
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Return at most `most` points: of each interval the lowest and the highest, so that spikes stay."""
+    if len(points) <= most:
+        return list(points)
+    kept: list[tuple[float, float]] = []
+    intervals = most // 2
+    for i in range(intervals):
+        part = points[i * len(points) // intervals : (i + 1) * len(points) // intervals]
+        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
+    return kept
+
+
+def _sources(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None:
+    rows = []
+    for run, name in zip(runs, names, strict=True):
+        path = run.directory / LEDGER
+        ledger = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        total = sum(source["tokens"] for source in ledger.get("sources", ())) or 1
+        for source in ledger.get("sources", ()):
+            tokens = source["tokens"]
+            rows.append(
+                [
+                    Cell(name, name),
+                    Cell(source["name"], source["name"]),
+                    Cell(f"{tokens:,}", tokens),
+                    Cell(f"{tokens / total:.1%}", tokens / total),
+                    Cell(f"{source['epochs']:.3f}", source["epochs"]),
+                ]
+            )
+    columns = [
+        Column("run", is_text=True),
+        Column("source", is_text=True),
+        *map(Column, ("tokens", "share", "epochs")),
+    ]
+    note = "From ledger.json, as of the last checkpoint or the end. `arriero data audit` verifies it."
+    return Section("Data", table(columns, rows), note) if rows else None
+
+
+def _history(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None:
+    """Events over wall time: starts, saves, evaluations, signals, faults and decisions of the supervisor."""
+    traces: list[dict[str, Any]] = []
+    for run, name in zip(runs, names, strict=True):
+        kinds = dict.fromkeys(event["event"] for event in run.events if event["event"] not in _NOT_MARKED)
+        for kind in kinds:
+            mine = [event for event in run.events if event["event"] == kind]
+            label = kind if len(runs) == 1 else f"{name}, {kind}"
+            traces.append(
+                {
+                    "name": kind,
+                    "x": [datetime.fromtimestamp(event["time"], UTC).isoformat() for event in mine],
+                    "y": [label] * len(mine),
+                    "text": [_told(event) for event in mine],
+                    "hovertemplate": "%{x}<br>%{text}<extra></extra>",
+                    "mode": "markers",
+                    "marker": {"size": 9, "symbol": "line-ns-open" if kind == "save" else "circle"},
+                    "tint": _MARKED.get(kind, "muted"),
+                }
+            )
+    if not traces:
+        return None
+    lanes = len({trace["y"][0] for trace in traces})
+    axis = {"type": "category", "autorange": "reversed"}
+    layout = {"xaxis": {"type": "date"}, "yaxis": axis, "showlegend": False, "hovermode": "closest"}
+    return Section("Events", _drawn("Events", traces, layout, 120 + 34 * lanes))
+
+
+def _told(event: dict[str, Any]) -> str:
+    shown = {key: value for key, value in event.items() if key not in ("time", "event", "versions")}
+    return escape("; ".join(f"{key} {value}" for key, value in shown.items()))[:300]
+
+
+def _goodput(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None:
+    bars = []
+    for run, name in zip(runs, names, strict=True):
+        if (report := goodput(run.directory)) is not None and report.allocated_s > 0:
+            parts = {"steps that were kept": report.kept_s, **report.lost_s}
+            shown = f"{report.share:.1%} of {human_time(report.allocated_s)}"
+            bars.append(Bar(name, {part: seconds / 3600 for part, seconds in parts.items()}, shown))
+    if not bars:
+        return None
+    shown = ("steps that were kept", *CAUSES)
+    tints = dict(zip(shown, ("c2", "c4", "c1", "c3", "c6", "c8", "c5", "c7", "muted"), strict=True))
+    used = {
+        part: f"var(--{tint})" for part, tint in tints.items() if any(bar.parts[part] > 0 for bar in bars)
+    }
+    note = "Device-hours that were allocated: goodput is the share of steps that were kept."
+    return Section("Goodput", stacked_bars(bars, used, "device-hours"), note)
+
+
+def _checkpoints(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None:
+    rows = []
+    for run, name in zip(runs, names, strict=True):
+        for saved in find_checkpoints(run.directory):
+            made = saved.manifest
+            scores = "; ".join(map(str, read_evaluations(saved.directory)))
+            rows.append(
+                [
+                    Cell(name, name),
+                    Cell(f"{saved.step:,}", saved.step),
+                    Cell(human_count(made.tokens) if made else "", made.tokens if made else 0),
+                    Cell(human_bytes(made.size) if made else "", made.size if made else 0),
+                    Cell(_moment(made.time) if made else "", made.time if made else 0),
+                    Cell(scores or saved.problem or "", scores),
+                ]
+            )
+    titles = ("step", "tokens", "size", "saved")
+    columns = [Column("run", is_text=True), *map(Column, titles), Column("evaluations", is_text=True)]
+    return Section("Checkpoints", table(columns, rows)) if rows else None
+
+
+def _plan(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None:
+    rows = [
+        [Cell(each, each) for each in (name, *row)]
+        for run, name in zip(runs, names, strict=True)
+        for row in predicted_and_measured(run.directory)
+    ]
+    titles = ("run", "", "predicted and measured", "")
+    columns = [Column(title, is_text=True) for title in titles]
+    return Section("Plan", table(columns, rows)) if rows else None
+
+
+def _settings(runs: Sequence[RunHistory], names: Sequence[str]) -> Section:
+    changed = differing_settings(runs) if len(runs) > 1 else {}
+    keys = dict.fromkeys([*changed, *(key for run in runs for key in run.settings)])
+    rows = []
+    for key in keys:
+        values = [toml_value(run.settings[key]) if key in run.settings else "" for run in runs]
+        rows.append([Cell(key, key), *(Cell(value, value) for value in values)])
+    columns = [Column("key", is_text=True), *(Column(name, is_text=True) for name in names)]
+    note = f"The first {len(changed)} keys differ." if changed else ""
+    return Section("Settings", f"<details><summary>all keys</summary>{table(columns, rows)}</details>", note)
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

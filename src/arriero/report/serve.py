@@ -1,0 +1,34 @@
+"""Serve a page that is made anew for each request."""
+
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from arriero.errors import UserError
+from arriero.ui import make_console
+
+
+def serve_page(make: Callable[[], str], port: int) -> None:
+    """Serve on this host only, until interrupted; a remote browser needs an ssh tunnel."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = make().encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing per request."""
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise UserError(f"port {port} cannot be used ({error})", "choose another with --port") from None
+    with server:
+        make_console().plain(f"serving http://127.0.0.1:{server.server_port} until Ctrl-C")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
