@@ -90,7 +90,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 # Your data/ and runs/ are left alone.
 clean:
-	rm -rf .venv .venv-oldest .venv-peers .peers-gpu
+	rm -rf .venv .venv-oldest .venv-peers .venv-federation .peers-gpu
 
 # torchtitan and Arriero in turns on one GPU, dense and packed: about 15 minutes. Writes docs/performance.md. ARGS="--only bf16".
 peers-gpu: $(VENV)/.installed .peers-gpu/.installed
@@ -104,6 +104,12 @@ peers-gpu: $(VENV)/.installed .peers-gpu/.installed
 # The tests that need megatron-core and datatrove, from an environment of their own.
 test-peers: $(VENV)/.installed-test .venv-peers/.installed
 	ARRIERO_PEERS_PYTHON=$(CURDIR)/.venv-peers/bin/python $(VENV)/bin/python -m pytest tests/data/test_peers.py tests/data/test_datatrove_recipe.py tests/data/test_bench_peers.py
+
+# StreamFlow, which reaches the sites of a federation; its dependencies differ from ours.
+.venv-federation/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-federation
+	.venv-federation/bin/python $(PIP_INSTALL) --pre 'streamflow>=0.2.0rc3'
+	touch $@
 
 .venv-peers/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-peers

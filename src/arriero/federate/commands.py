@@ -26,11 +26,21 @@ def init(
         list[str] | None,
         typer.Option("--site", metavar="NAME=RUN.toml", help="A site and its run file. Repeatable."),
     ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the StreamFlow and CWL files of an existing file instead.")
+    ] = False,
 ) -> None:
-    """Write a commented federation file.
+    """Write a commented federation file, or show the workflow that a file becomes.
 
     Example: arriero fed init fed.toml --site here=run.toml --site there=other.toml
     """
+    if show:
+        from arriero.federate.schema import load_federation
+        from arriero.federate.streamflow import TURN, workflow_files
+
+        config = load_federation(path)
+        print_json(workflow_files(config, path.absolute(), config.federation.rounds, Path(TURN)))
+        return
     if path.exists():
         raise UserError(f"{path} exists already", "choose another name, or remove it first")
     named = [site.partition("=") for site in sites or ["site-a=site-a.toml", "site-b=site-b.toml"]]
@@ -76,8 +86,59 @@ def _run(path: Path | None, local: bool) -> None:
     coordinator = Coordinator.of(path)
     remote = [site.name for site in coordinator.config.sites if site.host]
     if remote and not local:
-        raise UserError(f"{', '.join(remote)} are not on this machine", "use --local to play them here")
-    _run_local(coordinator, console)
+        _run_streamflow(coordinator, console)
+    else:
+        _run_local(coordinator, console)
+
+
+def _run_streamflow(coordinator: "Coordinator", console: Console) -> None:
+    from arriero.federate.members import open_global
+    from arriero.federate.streamflow import run_streamflow
+
+    def report(number: int) -> None:
+        made = open_global(coordinator.rounds.model(number), verify=False)
+        _show_round(coordinator, console, made)
+
+    with coordinator.lock():
+        coordinator.prepare()
+        run_streamflow(coordinator, report)
+    console.print(_loss_table(coordinator))
+    final = coordinator.rounds.model(coordinator.rounds.number)
+    console.print(f"[bold]model[/]  {escape(str(final))}")
+
+
+def run_site(
+    turn: Annotated[Path, typer.Option(help="The directory with model, orders and run files.")],
+    site: Annotated[str, typer.Option(help="The name of this site.")],
+    out: Annotated[Path, typer.Option(help="The member to publish.")],
+    work: Annotated[Path, typer.Option(help="The site's work directory.")] = Path("federation"),
+    profile: Annotated[str | None, typer.Option(help="Site profile of `arriero launch`.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a Slurm job.")] = 1,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks without a profile.")] = 1,
+) -> None:
+    """Train this site's round and publish its member. The coordinator's workflow runs this at the site.
+
+    Example: arriero fed round --turn turn --site leonardo --work /scratch/me/federation --out member
+    """
+    from arriero.federate.launching import Launcher
+    from arriero.federate.site import run_turn
+
+    run_turn(turn, site, work.absolute(), out.absolute(), Launcher(nproc, profile, nodes))
+
+
+def take_turn(
+    path: FederationFile,
+    member: Annotated[list[Path], typer.Option(help="What the sites have sent.")],
+    out: Annotated[Path, typer.Option(help="The next turn to publish.")],
+) -> None:
+    """Receive members and close the round. The workflow runs this at the coordinator, between rounds.
+
+    Example: arriero fed turn fed.toml --member member-a --member member-b --out turn
+    """
+    from arriero.federate.coordinator import Coordinator
+    from arriero.federate.streamflow import take_turn as take
+
+    take(Coordinator.of(path), member, out.absolute())
 
 
 def _run_local(coordinator: "Coordinator", console: Console) -> None:

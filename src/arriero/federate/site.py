@@ -6,6 +6,7 @@ checkpoint the current round started, so a site that was killed continues inside
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +31,7 @@ from arriero.federate.members import (
     write_member,
 )
 from arriero.federate.rounds import Assignment, write_json
-from arriero.files import locked
+from arriero.files import locked, publish_file, staged_directory
 from arriero.model.presets import expand
 from arriero.train.hooks import Hook
 from arriero.train.saving import read_state
@@ -85,6 +86,28 @@ def run_round(
             _check_resumable(order, paths, started)
             waited = launcher.train(config, paths.work, hooks)
         return _publish(order, paths, started, config, waited)
+
+
+def run_turn(turn: Path, site: str, work: Path, out: Path, launcher: Launcher = LOCAL) -> None:
+    """Run the order of a turn that a workflow brought; the model is kept, because a late round needs it."""
+    path = turn / "orders" / f"{site}.json"
+    if not path.is_file():
+        # nothing to do in this turn; an empty directory is no member
+        out.mkdir(parents=True, exist_ok=True)
+        return
+    order = Assignment(**json.loads(path.read_bytes()))
+    model = work / "models" / f"{order.round:04d}"
+    manifest = open_global(turn / "model")
+    if manifest.round == order.round and not model.is_dir():
+        with staged_directory(model) as making:
+            shutil.copytree(turn / "model", making, dirs_exist_ok=True)
+    run_file = work / f"{site}.toml"
+    publish_file(run_file, (turn / "sites" / f"{site}.toml").read_bytes())
+    member = work / "member"
+    run_round(order, SitePaths(model, run_file, work, member), launcher)
+    shutil.copytree(member, out)
+    for old in sorted((work / "models").iterdir())[:-4]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _published(out: Path, order: Assignment, known: GlobalManifest) -> MemberManifest | None:
