@@ -2,8 +2,10 @@
 
 import json
 import re
+import shlex
 import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -117,6 +119,20 @@ def test_options_for_sbatch_and_paths_with_spaces_survive(command, tmp_path, mon
     assert "#SBATCH --qos=debug\n" in script
     assert f'#SBATCH --chdir="{folder}"\n' in script
     assert f"supervise '{folder}/runs/eight.launch/resolved.toml'" in script
+
+
+def test_the_commands_and_the_site_file_of_the_slurm_page_are_valid(command, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
+    (tmp_path / "run.toml").write_text(RUN)
+    commands = re.findall(r"^ *arriero (launch (?:sites|render|status).*)$", page, re.M)
+    assert len(commands) > 3
+    for line in commands:
+        assert command(*shlex.split(line, comments=True)).returncode == 0, line
+    (tmp_path / "site.toml").write_text(re.search(r"```toml\n(.*?)```", page, re.S)[1])
+    assert command("launch", "render", "run.toml", "--nodes", 2).returncode == 0
+    script, options = options_of(tmp_path)
+    assert options["account"] == "IscrB_LLAMA"
+    assert "#SBATCH --exclusive\n" in script
 
 
 def test_scripts_of_sites_pass_shellcheck(render, tmp_path):
