@@ -56,6 +56,9 @@ def _open_store(world: "World", timeout: timedelta) -> "dist.Store":
     url = urlsplit(world.meeting)
     if url.scheme == "tcp":
         assert url.hostname is not None
+        # The store of rank 0 looks up the name of every rank that connects, one after the other. torch stops
+        # that after a failure, and with one attempt a slow name server fails instead of delaying every rank.
+        os.environ.setdefault("RES_OPTIONS", "timeout:2 attempts:1")
         address = address_of(url.hostname)
         _choose_interface(world, address)
         meeting = f"tcp://{f'[{address}]' if ':' in address else address}:{url.port}"
@@ -169,11 +172,16 @@ def address_of(host: str) -> str:
 
 
 def resolves(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
-    return True
+    """Return whether a name has an address; a name server that does not answer is asked three times."""
+    for _ in range(3):
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+                continue
+            return False
+        return True
+    return False
 
 
 def _scontrol_node(host: str) -> str:
