@@ -7,7 +7,7 @@ OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/de
 PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check quick test docs gpu peers-gpu parity planner-accuracy bench-small bench-costs bench-data reliability test-oldest test-peers clean
+.PHONY: demo check quick test docs gpu peers-gpu parity planner-accuracy bench-small bench-costs bench-data reliability scaling test-oldest test-peers clean
 .PHONY: federation-quality bench-federation
 
 # Removes the run first: a finished run would only print its result.
@@ -124,3 +124,7 @@ reliability: $(VENV)/.installed-test
 # The planner beside published and measured results. Writes docs/planner-accuracy.md.
 planner-accuracy: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.planner docs/planner-accuracy.md
+
+# How start and save grow with the number of ranks, and launches on up to 64 virtual Slurm nodes; writes docs/scaling.md; 20 minutes.
+scaling: $(VENV)/.installed-test
+	$(VENV)/bin/python -m benchmarks.scaling --write docs/scaling.md

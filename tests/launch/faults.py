@@ -48,7 +48,7 @@ class Job:
         own = [f"run.name={name}", f"run.dir='{folder}'", f"data.cache='{cache}'", *sets]
         words = [sys.executable, "-m", "arriero", "launch", "supervise", folder / "run.toml"]
         words += ["--nodes", nodes, "--tasks-per-node", 1, "--spares", spares, "--restarts", restarts]
-        words += ["--no-preflight", *how.get("more", [])]
+        words += how.get("more", ["--no-preflight"])
         words += [word for each in [*SETS, *own] for word in ("--set", each)]
         (folder / "run.toml").write_text('[data]\nsources = ["builtin:stdlib"]\n')
         self.script = folder / f"{name}.sh"
@@ -60,7 +60,7 @@ class Job:
         with socket.create_server(("127.0.0.1", 0)) as free:
             # other clusters on this machine count their jobs from 1 too
             port = str(free.getsockname()[1])
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        meeting = {"MASTER_ADDR": how.get("address", "127.0.0.1"), "MASTER_PORT": port}
         environment = slurm.environment | {"OMP_NUM_THREADS": "1"} | meeting
         self.id = slurm.submit(self.script, *options, env=environment)
 
@@ -238,6 +238,30 @@ class Faults:
             assert list(job.losses()) == list(range(1, STEPS + 1))
         return f"{len(failed)} saves failed and were reported, training continued to the end, exit code 2"
 
+    def failing_check_with_spare(self) -> str:
+        # the doctor rejects a rendezvous address that is the loopback interface
+        own = {"address": socket.gethostname(), "more": ["--check", 'test "$SLURMD_NODENAME" != n2']}
+        job = self.job("checked", spares=1, **own)
+        job.finish()
+        self.compare(job)
+        (excluded,) = (e for e in job.events() if e.get("decision") == "exclude")
+        assert excluded["node"] == "n2", excluded
+        assert {job.rank(0)[1], job.rank(1)[1]} == {"n1", "n3"}, job.output()
+        seconds = next(e["seconds"] for e in job.events() if e.get("decision") == "preflight")
+        return f"named after {seconds:.0f} s with the reason, left out, trained on the spare"
+
+    def failing_check_without_spare(self) -> str:
+        own = {"address": socket.gethostname(), "more": ["--check", 'test "$SLURMD_NODENAME" != n2']}
+        job = self.job("resubmitted", **own, options=[f"--chdir={self.folder}"])
+        job.wait_until(lambda: "finish" in job.decisions(), "end of the resubmitted job")
+        self.compare(job)
+        again = next(e for e in job.events() if e.get("decision") == "resubmit")
+        assert again["excluded"] == ["n2"], again
+        assert "n2" not in {job.rank(0)[1], job.rank(1)[1]}
+        jobs = {e["job"] for e in job.events() if e.get("decision") == "job"}
+        assert len(jobs) == 2, jobs
+        return "submitted again with --exclude, to start after this job; the second job finished"
+
 
 CASES = {
     "submit a job of 2 nodes": Faults.undisturbed,
@@ -249,6 +273,8 @@ CASES = {
     "a rank that hangs (SIGSTOP)": Faults.hang,
     "a node that dies (slurmd and rank killed)": Faults.dead_node,
     "disk full at a save": Faults.full_disk,
+    "a node that fails the doctor, with a spare": Faults.failing_check_with_spare,
+    "a node that fails the doctor, without a spare": Faults.failing_check_without_spare,
 }
 
 

@@ -89,13 +89,17 @@ def _read_variables(value: Any) -> Any:
 
 
 class Site(_Part):
-    """A cluster as a user sees it. `from_memory` lists keys that no document was found for."""
+    """A cluster as a user sees it. `from_memory` lists keys that no document was found for.
+
+    `checks` are shell commands that every node must pass (exit code 0) before training.
+    """
 
     name: str
     about: str = ""
     cluster: str | None = None
     account_required: bool = True
     from_memory: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
     slurm: SlurmPart = SlurmPart()
     software: SoftwarePart = SoftwarePart()
     container: ContainerPart = ContainerPart()

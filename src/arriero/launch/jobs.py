@@ -110,6 +110,7 @@ def _script(
         words.append("--on-time-limit exit")
     if not request.preflight:
         words.append("--no-preflight")
+    words += [f"--check {shlex.quote(command)}" for command in site.checks]
     if wrap := site.container.command():
         words.append(f"--wrap {shlex.quote(shlex.join(wrap))}")
     commands = [" \\\n    ".join(words)]

@@ -309,6 +309,10 @@ def supervise(
         str, typer.Option(help="Put before the command of each rank: 'apptainer exec --nv image.sif'.")
     ] = "",
     preflight: Annotated[bool, typer.Option(help="Check every node first (arriero doctor).")] = True,
+    checks: Annotated[
+        list[str],
+        typer.Option("--check", metavar="COMMAND", help="A command that every node must pass. Repeatable."),
+    ] = [],
     sets: Sets = [],
 ) -> None:
     """Run a training job inside its allocation: check the nodes, start the ranks, restart after failures.
@@ -349,7 +353,7 @@ def supervise(
         tasks_per_node=tasks_per_node,
         restarts=restarts,
         on_time_limit=on_time_limit.value,
-        preflight=partial(failing_nodes, run_dir) if preflight and in_slurm else dict,
+        preflight=partial(failing_nodes, run_dir, checks, wrap) if preflight and in_slurm else dict,
         say=print_line,
     )
     code = job.run()
@@ -366,12 +370,14 @@ def print_line(text: str) -> None:
         sys.stderr.flush()
 
 
-def failing_nodes(run_dir: Path) -> dict[str, str]:
+def failing_nodes(run_dir: Path, checks: Sequence[str] = (), wrap: str = "") -> dict[str, str]:
     """Check all nodes of the allocation with `arriero doctor`; return those that fail, with the reason."""
     folder = run_dir / PREFLIGHT / os.environ["SLURM_JOB_ID"]
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "arriero", "doctor", "--allocation", "--out", str(folder)]
-    code = subprocess.run([*command, "--dir", str(run_dir.parent)], check=False).returncode
+    command += ["--dir", str(run_dir.parent), *(["--wrap", wrap] if wrap else [])]
+    command += [word for check in checks for word in ("--check", check)]
+    code = subprocess.run(command, check=False).returncode
     if code not in (0, 1):
         print_line(f"supervise: the pre-flight check could not run (code {code}): continuing without it")
         return {}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,11 @@ class Examination:
     node_s: float = 60.0
     exclude: str = ""
     exclude_slow: bool = False
+    wrap: str = ""
+
+    @property
+    def program(self) -> list[str]:
+        return [*shlex.split(self.wrap), "arriero"] if self.wrap else [sys.executable, "-m", "arriero"]
 
 
 @dataclass
@@ -104,7 +110,7 @@ def _write_failing(out: Path, nodes: _Nodes) -> None:
 
 
 @contextmanager
-def _step(nodes: Sequence[str], tasks_per_node: int, arguments: Sequence[str]) -> Iterator[subprocess.Popen]:
+def _step(nodes: Sequence[str], tasks_per_node: int, program: Sequence[str]) -> Iterator[subprocess.Popen]:
     """Start a job step on these nodes only; at the end of the block it is over, whatever its tasks do."""
     command = [
         "srun",
@@ -114,7 +120,7 @@ def _step(nodes: Sequence[str], tasks_per_node: int, arguments: Sequence[str]) -
         f"--ntasks-per-node={tasks_per_node}",
         *("--overlap", "--distribution=block", "--cpu-bind=none", "--kill-on-bad-exit=0", "--no-kill"),
         *("--job-name=doctor", "--unbuffered", "--quiet"),
-        *(sys.executable, "-m", "arriero", "doctor", *arguments),
+        *program,
     ]
     step = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -133,7 +139,16 @@ def _step(nodes: Sequence[str], tasks_per_node: int, arguments: Sequence[str]) -
 
 def _each_alone(nodes: _Nodes, asked: Examination, answers: Path) -> None:
     """Run the checks on every node. Nodes that a failed step did not reach are tried again, one step each."""
-    arguments = ["--node-answer", str(answers), "--dir", str(asked.directory), "--timeout", str(asked.node_s)]
+    arguments = [
+        *asked.program,
+        "doctor",
+        "--node-answer",
+        str(answers),
+        "--dir",
+        str(asked.directory),
+        "--timeout",
+        str(asked.node_s),
+    ]
     arguments += [word for command in asked.commands for word in ("--check", command)]
     if asked.devices is not None:
         arguments += ["--devices", str(asked.devices)]
@@ -233,7 +248,14 @@ def _network(nodes: _Nodes, asked: Examination) -> dict[str, Any]:
 
     per_node, names = _ranks_per_node(nodes), nodes.good
     store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    arguments = ["--fabric-store", f"{_address()}:{store.port}", "--timeout", str(asked.node_s)]
+    arguments = [
+        *asked.program,
+        "doctor",
+        "--fabric-store",
+        f"{_address()}:{store.port}",
+        "--timeout",
+        str(asked.node_s),
+    ]
     ranks = len(names) * per_node
     begun = time.monotonic()
     with _step(names, per_node, arguments) as step:

@@ -65,6 +65,9 @@ def doctor(
     exclude_slow: Annotated[
         bool, typer.Option("--exclude-slow", help="Count nodes with a slow network as failing.")
     ] = False,
+    wrap: Annotated[
+        str, typer.Option(help="With --allocation: put before each command: 'apptainer exec --nv image.sif'.")
+    ] = "",
     as_json: AsJson = False,
     node_answer: Annotated[Path | None, typer.Option(hidden=True)] = None,
     fabric_store: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -85,7 +88,7 @@ def doctor(
         take_part(fabric_store, timeout)
         return
     if allocation:
-        _allocation(directory, devices, commands, timeout, out, exclude, exclude_slow, as_json)
+        _allocation(directory, devices, commands, timeout, out, exclude, exclude_slow, wrap, as_json)
         return
     if out is not None:
         raise UserError("--out is for --allocation", "use `arriero doctor --json > FILE` for one node")
@@ -148,13 +151,14 @@ def _allocation(
     out: Path | None,
     exclude: str,
     exclude_slow: bool,
+    wrap: str,
     as_json: bool,
 ) -> None:
     from arriero.launch.doctor.allocation import Examination, examine, print_report
 
     if out is None:
         raise UserError("--allocation needs --out FOLDER", "name a folder that all nodes can write")
-    asked = Examination(directory, out, tuple(commands), devices, timeout, exclude, exclude_slow)
+    asked = Examination(directory, out, tuple(commands), devices, timeout, exclude, exclude_slow, wrap)
     report = examine(asked, make_console(as_json))
     if as_json:
         print_json(report)
