@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
+from math import prod
 from typing import Literal, NamedTuple
 
 from arriero.config.fields import ActivationCheckpointing
@@ -47,7 +48,8 @@ def usable_bytes(free: int, on_gpu: bool) -> float:
 class Sizes(NamedTuple):
     """Elements of parameters on one rank: before FSDP shards them, after it, and their optimizer state.
 
-    `trainable` and `sharded_trainable` leave out frozen parameters; `moments` is in bytes.
+    `trainable` and `sharded_trainable` leave out frozen parameters; `moments` is in bytes. `unsplit` is what
+    the gradient of a vocabulary-parallel embedding has beyond this rank's rows, until the update.
     """
 
     elements: int = 0
@@ -56,6 +58,7 @@ class Sizes(NamedTuple):
     sharded_trainable: int = 0
     moments: int = 0
     matrices: int = 0
+    unsplit: int = 0
 
     def plus(self, other: "Sizes", times: int = 1) -> "Sizes":
         return Sizes(*(a + times * b for a, b in zip(self, other, strict=True)))
@@ -105,8 +108,21 @@ class MemoryEstimate:
 
     @property
     def state(self) -> int:
-        """Bytes of weights, gradients and optimizer state between forward and update."""
-        return max(self._held(stage) + round(self._all_gradients(stage.sizes)) for stage in self._stages)
+        """Bytes of weights, gradients and optimizer state before an update."""
+        return round(sum(self.state_parts.values()))
+
+    @cached_property
+    def state_parts(self) -> Parts:
+        """Bytes of weights, gradients and optimizer state on the rank that has most of them."""
+        ranks = [
+            {
+                "weights": self._weights(stage),
+                "gradients": self._all_gradients(stage.sizes),
+                "optimizer state": self._moments(stage),
+            }
+            for stage in self._stages
+        ]
+        return max(ranks, key=lambda each: sum(each.values()))
 
     def bytes(self, micro_batch: int) -> int:
         """Return the peak of allocated memory at a micro-batch size."""
@@ -207,15 +223,12 @@ class MemoryEstimate:
     def _moments(self, stage: _Stage) -> float:
         return 0.0 if self.config.memory.offload_state and self._uses_fsdp else stage.sizes.moments
 
-    def _held(self, stage: _Stage) -> int:
-        return round(self._weights(stage) + self._moments(stage))
-
     def _all_gradients(self, sizes: Sizes, count: int = 1) -> float:
         """Return the bytes of the gradients that the update reads."""
         if self._uses_fsdp:
             return 0.0 if self.config.memory.offload_state else self._gradient_bytes * sizes.sharded_trainable
         summed = self._has_masters and count > 1
-        return (FP32 if summed else self._gradient_bytes) * sizes.trainable
+        return (FP32 if summed else self._gradient_bytes) * (sizes.trainable + sizes.unsplit)
 
     def _gradients(self, sizes: Sizes, count: int) -> tuple[float, float]:
         """Return the bytes of gradients at the start and at the end of the last backward pass but one."""
@@ -481,7 +494,9 @@ def _cached_sizes(
             continue
         count = of_matrices if len(shape) > 1 else of_others
         matrix = whole if len(shape) > 1 else 0
-        total = total.plus(Sizes(whole, whole, local, local, count * _moment_bytes(local, state), matrix))
+        moved = prod(shape) - whole if name == "embedding.weight" else 0
+        state_bytes = count * _moment_bytes(local, state)
+        total = total.plus(Sizes(whole, whole, local, local, state_bytes, matrix, moved))
     return total
 
 

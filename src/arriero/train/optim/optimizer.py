@@ -74,6 +74,14 @@ class Optimizer:
         return int(self.taken)
 
     @property
+    def state_bytes(self) -> int:
+        """Return the bytes of the moments on this rank."""
+        moments = [
+            moment for rule in self._rules for each in rule.moments.values() for moment in each.values()
+        ]
+        return sum(tensor.nbytes for moment in moments for tensor in moment.stored)
+
+    @property
     def skipped(self) -> int:
         return self.attempts - self.steps
 
