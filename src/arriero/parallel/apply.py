@@ -70,6 +70,17 @@ def parallelize(
 def _stage(
     spec: ModelSpec, blocks: range, mesh: Mesh, options: ModelOptions, device: torch.device
 ) -> tuple[LanguageModel, Float8Layers]:
+    model, float8 = transform_stage(spec, blocks, mesh, options, device)
+    # weights get storage when each rank's shard is known
+    _allocate(model, device, offloaded=mesh.shards and options.sharding.offload)
+    model.init_weights(options.seed, local_shard)
+    return model, float8
+
+
+def transform_stage(
+    spec: ModelSpec, blocks: range, mesh: Mesh, options: ModelOptions, device: torch.device
+) -> tuple[LanguageModel, Float8Layers]:
+    """Return a pipeline stage with every transformation applied and without storage, on the meta device."""
     tp, cp, memory = mesh.layout.tp, mesh.layout.cp, options.memory
     # on meta, so that no rank allocates weights that it will not hold
     with torch.device("meta"):
@@ -109,9 +120,6 @@ def _stage(
     # FSDP (HSDP with dp_replicate) last: it gathers the weights that all of the above computes with
     if mesh.shards:
         shard_weights(model, mesh, options.sharding, device.type == "cuda")
-    # weights get storage when each rank's shard is known
-    _allocate(model, device, offloaded=mesh.shards and options.sharding.offload)
-    model.init_weights(options.seed, local_shard)
     return model, float8
 
 

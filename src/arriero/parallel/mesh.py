@@ -133,8 +133,9 @@ def make_mesh(layout: Layout, world: World, ulysses: int, device: torch.device) 
         # a group of all ranks costs each rank a connection to every other
         groups["loss"] = dist.group.WORLD if len(loss) == 1 else _own_group(loss, world.rank)
     # checkpoints are saved by a thread while other groups are used for training
-    own = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
-    groups["checkpoint"] = own if isinstance(own, dist.ProcessGroup) else None
+    if dist.get_backend() != "fake":
+        own = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+        groups["checkpoint"] = own if isinstance(own, dist.ProcessGroup) else None
     if layout.pp > 1:
         groups["pp"] = root.get_group("pp")
     return Mesh(layout, world, ulysses, root, {k: g for k, g in groups.items() if g is not None})

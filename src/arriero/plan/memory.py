@@ -181,7 +181,9 @@ class MemoryEstimate:
             {"gradients": self._all_gradients(sizes, count), "working memory": self._update(stage)},
         ]
         if stage.has_head:
-            loss = {"gradients": start, "activations": kept + 2 * states, "gathered weights": gathered}
+            # the buffer that gathered the head is still held
+            held_head = gathered + (self.mode.element * self._vocabulary if self._uses_fsdp else 0)
+            loss = {"gradients": start, "activations": kept + 2 * states, "gathered weights": held_head}
             moments += [{**loss, "loss": each + states} for each in self._loss(tokens)]
         return moments
 

@@ -1,9 +1,9 @@
 """`arriero plan`: rank layouts of a run on a cluster, explain them, and write the best into the run file."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,10 +16,14 @@ from arriero.plan.candidates import Candidate, Plan
 from arriero.plan.explain import candidate_facts, compared, plan_facts, whole_run
 from arriero.plan.hardware import Cluster, cluster_names, cluster_of_device, load_cluster
 from arriero.plan.measured import Measured, cached_measurements, read_measured
+from arriero.plan.resolve import resolve
 from arriero.report.plan_page import plan_page
 from arriero.report.plan_text import show_comparison, show_nothing, show_plan, show_scaling
-from arriero.ui import Console, make_console, print_json
-from arriero.units import counted
+from arriero.ui import Console, Table, make_console, print_json
+from arriero.units import counted, human_bytes
+
+if TYPE_CHECKING:
+    from arriero.parallel.simulate import Simulation
 
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 _KINDS = ("none", "selective", "fraction", "full")
@@ -75,6 +79,14 @@ def plan(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with charts of time and memory.")
     ] = None,
+    simulate: Annotated[
+        bool,
+        typer.Option(
+            "--simulate",
+            help="Run a step of rank 0 of the best layout with fake tensors on this CPU, for its peak memory "
+            "and collectives.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Rank parallel layouts of a run on a cluster by predicted speed, without a GPU.
@@ -121,6 +133,9 @@ def plan(
     if html is not None:
         html.write_text(plan_page(plan_facts(found, rates)), encoding="utf-8")
         output["html"] = str(html)
+    simulated = _simulated(console, found, as_json) if simulate else None
+    if simulated is not None:
+        output["simulation"] = asdict(simulated)
     if as_json:
         print_json(output)
         return
@@ -131,6 +146,29 @@ def plan(
         console.plain(f"written: {write}")
     if html is not None:
         console.plain(f"written: {html}")
+    if simulated is not None:
+        _show_simulation(console, simulated)
+
+
+def _simulated(console: Console, found: Plan, as_json: bool) -> "Simulation":
+    """Run a step of rank 0 of the best candidate with fake tensors."""
+    from arriero.train.build import simulate
+
+    resolved = resolve(found.best.choice.applied(found.config), found.machine, found.devices)
+    if not as_json:
+        console.plain(f"simulating a step of rank 0 of {counted(found.devices, 'rank')} ({resolved.layout})")
+    return simulate(resolved)
+
+
+def _show_simulation(console: Console, simulated: "Simulation") -> None:
+    table = Table("collective", ">ranks", ">per step", ">result bytes", no_wrap=("collective",))
+    for each in simulated.collectives:
+        table.row(each.kind, f"{each.group:,}", f"{each.count:,}", human_bytes(each.bytes))
+    console.print(table)
+    beside = ""
+    if simulated.predicted is not None:
+        beside = f", predicted {human_bytes(simulated.predicted)}"
+    console.plain(f"simulated peak of an uncompiled step: {human_bytes(simulated.peak)}{beside}")
 
 
 def _target(

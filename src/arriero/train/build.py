@@ -36,6 +36,7 @@ from arriero.parallel.loss import LossOptions
 from arriero.parallel.mesh import Mesh, make_mesh
 from arriero.parallel.pipeline import Pipeline, sum_tied_gradients
 from arriero.parallel.precision import renew_scales
+from arriero.parallel.simulate import Simulation, simulate_step
 from arriero.parallel.world import World, leader_first
 from arriero.plan.layout import SCHEDULES
 from arriero.plan.resolve import Decision, Resolved, Share, resolve
@@ -191,6 +192,13 @@ def model_options(plan: Arrangement) -> ModelOptions:
         seed=config.run.seed,
         lora=lora_settings(config),
     )
+
+
+def simulate(resolved: Resolved, rank: int = 0) -> Simulation:
+    """Run one step of a rank of a resolved run on this CPU, with fake tensors and a fake process group."""
+    world = World(rank, resolved.layout.ranks)
+    plan = Arrangement(resolved, world, Device(torch.device("cpu"), resolved.machine.name, 0, None))
+    return simulate_step(resolved, model_options(plan), rank)
 
 
 def build_optimizer(plan: Arrangement, model: ModelState, mesh: Mesh) -> Optimizer:
