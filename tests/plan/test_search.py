@@ -69,7 +69,7 @@ def test_contradicting_constraints_are_named(sets, fix, most, message):
 def test_rejections_have_reasons_and_examples():
     plan = plan_run(config(*LARGE), H100, 64, keep=1)
     reasons = " | ".join(each.reason for each in plan.rejections)
-    assert "free memory" in reasons
+    assert "needs more memory than" in reasons
     assert "tp over more than the 8 devices of a node" in reasons
     assert plan.considered == sum(each.count for each in plan.rejections) + _accepted(plan)
     assert all(each.count > 0 and each.example for each in plan.rejections)

@@ -31,7 +31,7 @@ from arriero.plan.layout import (
     divisors,
     micro_batch_counts,
 )
-from arriero.plan.memory import USABLE, Choices, MemoryEstimate
+from arriero.plan.memory import Choices, usable_bytes
 from arriero.plan.rates import Rates
 from arriero.plan.resolve import resolve
 from arriero.plan.rules import (
@@ -49,7 +49,7 @@ from arriero.units import counted, human_bytes
 _SCHEDULES = (("1f1b", (1,)), ("interleaved-1f1b", (2, 4)), ("zbv", (2,)), ("zero-bubble", (2,)))
 _CHECKPOINTING = ("none", "selective", "fraction:1/4", "fraction:1/2", "fraction:3/4", "full")
 _MOST_SIZES = 6
-_TOO_LARGE = f"needs more than {USABLE:.0%} of the free memory"
+_TOO_LARGE = "needs more memory"
 
 
 @dataclass
@@ -72,6 +72,16 @@ class _Search:
         return ModelSpec.from_dict(self.config.model.model_dump(exclude={"preset"}))
 
     @cached_property
+    def usable(self) -> float:
+        """Bytes per device that a candidate may need by the estimate."""
+        return usable_bytes(self.machine.memory_free, self.machine.is_gpu)
+
+    @cached_property
+    def too_large_reason(self) -> str:
+        sizes = human_bytes(self.usable), human_bytes(self.machine.memory_free)
+        return f"{_TOO_LARGE} than {sizes[0]} of the {sizes[1]} that are free"
+
+    @cached_property
     def sequences(self) -> int:
         return Timeline.of(self.config).phases[0].sequences
 
@@ -81,13 +91,11 @@ class _Search:
         found = self.rejected.setdefault(re.sub(r"\d+", "#", reason), [reason, 0, str(what)])
         found[1] += count
 
-    def too_large(self, what: Callable[[], str], size: int, estimates: Sequence[MemoryEstimate]) -> None:
+    def too_large(self, what: Callable[[], str] = str, needed: float = inf) -> None:
         """Count a candidate that does not fit; the example is the one that needs least."""
         self.considered += 1
-        free = human_bytes(self.machine.memory_free)
-        found = self.rejected.setdefault(_TOO_LARGE, [f"{_TOO_LARGE}, which is {free}", 0, ""])
+        found = self.rejected.setdefault(_TOO_LARGE, [self.too_large_reason, 0, ""])
         found[1] += 1
-        needed = max(each.bytes(min(size, each.sequences)) for each in estimates)
         if needed < self.least:
             self.least = needed
             found[2] = f"{what()}: {human_bytes(needed)}"
@@ -325,11 +333,11 @@ def _fitting(
 ) -> Iterator[Candidate]:
     """Yield the micro-batch sizes and kinds of checkpointing that fit; less recomputation is better."""
     schedule, per_rank, reshard, sync = policy
-    layout, free = draft.layout, search.machine.memory_free
+    layout, free = draft.layout, search.usable
     update = {"reshard": reshard, "sync": sync, "stages_per_rank": per_rank if layout.pp > 1 else None}
     parallel = draft.config.parallel.model_copy(update=update)
     draft = replace(draft, config=draft.config.model_copy(update={"parallel": parallel}))
-    left = list(sizes)
+    left = [size for size in sorted(sizes) if sync == "last" or size < rows]
     problem = next(setting_problems(draft), None)
     kinds = [] if problem else list(_checkpointings(search, draft))
     if problem or not kinds:
@@ -342,16 +350,20 @@ def _fitting(
     for checkpointing in kinds:
         choices = Choices(checkpointing, chunk, sync, reshards(reshard, layout))
         estimates, fitting = draft.estimates(choices), []
+        failed = False
         for size in left:
-            if sync == "each" and size >= rows:
+            # larger ones need more, except for all sequences at once, which accumulates no gradients
+            if failed and size < rows:
+                search.too_large()
                 continue
-            if all(each.fits(min(size, each.sequences), free) for each in estimates):
+            choice = Choice(layout, schedule, per_rank, reshard, sync, checkpointing, size)
+            needed = max(each.bytes(min(size, each.sequences)) for each in estimates)
+            if needed <= free:
                 fitting.append(size)
-                choice = Choice(layout, schedule, per_rank, reshard, sync, checkpointing, size)
-                yield _candidate(search, draft, choice, context, estimates, rows)
-            else:
-                choice = Choice(layout, schedule, per_rank, reshard, sync, checkpointing, size)
-                search.too_large(choice.__str__, size, estimates)
+                yield _candidate(search, draft, choice, context, needed, rows)
+                continue
+            failed = True
+            search.too_large(choice.__str__, needed)
         # a size that fits is not tried with more recomputation, which would be slower
         left = [size for size in left if size not in fitting]
 
@@ -361,13 +373,12 @@ def _candidate(
     draft: Draft,
     choice: Choice,
     context: tuple[int, int],
-    estimates: Sequence[MemoryEstimate],
+    memory: int,
     rows: int,
 ) -> Candidate:
     work = _work(search, draft, choice, context, rows)
     time = step_time(work, search.rates)
     search.considered += 1
-    memory = max(each.bytes(min(choice.micro_batch, each.sequences)) for each in estimates)
     return Candidate(choice, work, time, memory, search.machine.memory_free)
 
 
