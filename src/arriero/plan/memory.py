@@ -12,13 +12,14 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from arriero.config.fields import ActivationCheckpointing
-from arriero.config.schema import RunConfig
+from arriero.config.schema import LoraSection, RunConfig
 from arriero.model.costs import Affine, BlockMemory, Mode, block_memory, block_shapes
 from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec
 from arriero.plan.layout import SCHEDULES, Layout, cut_stages, in_flight, stages_of
 
 FP32 = 4
+_ADAPTER = ".lora"
 _STATE = {"fp32": 4, "bf16": 2}
 # elements of 8-bit optimizer state that share a scale
 _STATE_BLOCK = 256
@@ -251,7 +252,8 @@ class MemoryEstimate:
         return -(-self.spec.vocab_size // self.layout.tp) * self.spec.dim
 
     def _head_gradient(self, stage: _Stage) -> float:
-        return self._gradient_bytes * self._vocabulary if stage.has_head else 0.0
+        trained = stage.has_head and not self.config.lora.rank
+        return self._gradient_bytes * self._vocabulary if trained else 0.0
 
     def _table(self, stage: _Stage) -> float:
         """Return the dense gradient of the embedding, and of a tied head, which waits for it."""
@@ -307,9 +309,14 @@ class MemoryEstimate:
         return self._sizes_of(0)
 
     def _sizes_of(self, block: int) -> Sizes:
-        optim, names = self.config.optim, _block_tensors(self.spec)
+        names = _block_tensors(self.spec)
         named = [(f"blocks.{block}.{name}", shape, split) for name, shape, split in names]
-        return _sizes(named, self.layout, optim.freeze, _moments_each(self.config, inside=True))
+        named += _adapters(named, self.config.lora)
+        return _sizes(named, self.layout, self._frozen, _moments_each(self.config, inside=True))
+
+    @property
+    def _frozen(self) -> tuple[str, ...]:
+        return ("*",) if self.config.lora.rank else self.config.optim.freeze
 
     @cached_property
     def _stages(self) -> list[_Stage]:
@@ -337,8 +344,8 @@ class MemoryEstimate:
 
     def _stage_sizes(self, blocks: Sequence[int], has_embedding: bool, has_head: bool) -> Sizes:
         ends = _end_tensors(self.spec, has_embedding, has_head)
-        total = _sizes(ends, self.layout, self.config.optim.freeze, _moments_each(self.config, inside=False))
-        if not self.config.optim.freeze:
+        total = _sizes(ends, self.layout, self._frozen, _moments_each(self.config, inside=False))
+        if not self._frozen:
             return total.plus(self._block_sizes, len(blocks))
         for block in blocks:
             total = total.plus(self._sizes_of(block))
@@ -444,6 +451,16 @@ def _block_tensors(spec: ModelSpec) -> tuple[Tensor, ...]:
     )
 
 
+def _adapters(tensors: Sequence[Tensor], lora: LoraSection) -> list[Tensor]:
+    """Return the two matrices of each LoRA adapter as one tensor that is not split."""
+    found: list[Tensor] = []
+    for name, shape, _ in tensors if lora.rank else ():
+        layer = name.removesuffix(".weight")
+        if len(shape) == 2 and any(fnmatchcase(layer, pattern) for pattern in lora.targets):
+            found.append((layer + _ADAPTER, (int(lora.rank), sum(shape)), ""))
+    return found
+
+
 def _end_tensors(spec: ModelSpec, has_embedding: bool, has_head: bool) -> list[Tensor]:
     counts = spec.counts
     found: list[Tensor] = []
@@ -491,7 +508,7 @@ def _cached_sizes(
     state, of_matrices, of_others = moments
     for name, shape, placement in tensors:
         whole, local = (_local(shape, placement, tp, n) for n in (1, shards))
-        if any(fnmatchcase(name, pattern) for pattern in freeze):
+        if any(fnmatchcase(name, pattern) for pattern in freeze) and not name.endswith(_ADAPTER):
             total = total.plus(Sizes(whole, 0, local))
             continue
         count = of_matrices if len(shape) > 1 else of_others
