@@ -323,6 +323,35 @@ def convert(
     _write(found, target, to, _writing(dtype, shard_size, model_parallel, meta_rule))
 
 
+def mini(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A model or checkpoint in any format, or hf://OWNER/MODEL.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to create.")],
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Keep the first blocks, as many as this; 4 if nothing is given.")
+    ] = None,
+    blocks: Annotated[str | None, typer.Option(help="Keep these blocks instead: 0,1,30,31.")] = None,
+    to: Annotated[Format | None, typer.Option(help="The format to write; that of SRC if not given.")] = None,
+    dtype: Dtype = None,
+) -> None:
+    """Write a model with fewer blocks of another, for debugging: the same widths, vocabulary and tokenizer.
+
+    Example: arriero ckpt mini runs/demo/model small --layers 2
+    """
+    from arriero.checkpoint.convert import find_model, with_blocks
+
+    found = find_model(source)
+    if blocks is not None and layers is not None:
+        raise UserError("--layers and --blocks both choose blocks", "give one of them")
+    try:
+        chosen = [int(each) for each in blocks.split(",")] if blocks else list(range(layers or 4))
+    except ValueError:
+        raise UserError(f"--blocks {blocks} is not a list of numbers", "write it like 0,1,30,31") from None
+    written: Format = to or ("hf" if found.format == "peft" else found.format)  # pyrefly: ignore[bad-assignment]
+    _write(with_blocks(found, chosen), target, written, _writing(dtype, "5GB", 1, None))
+
+
 def average(
     models: Annotated[
         list[Path], typer.Argument(metavar="A B ...", help="Models of the same dimensions, in any format.")

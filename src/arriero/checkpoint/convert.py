@@ -28,6 +28,8 @@ from arriero.errors import UserError
 from arriero.files import check_free_space, staged_directory
 from arriero.model.family import build_model
 from arriero.model.language_model import LanguageModel
+from arriero.model.name_maps import own_tensors
+from arriero.units import counted
 
 Format = Literal["hf", "meta", "dcp", "torch", "peft"]
 Write = Callable[[ModelReader, Path, WriteOptions, Advance], None]
@@ -174,6 +176,32 @@ def average(sources: Sequence[ModelReader], weights: Sequence[float] | None = No
 
     where = f"the mean of {', '.join(source.where for source in sources)}"
     return replace(first, where=where, load=load, load_slice=None, adapter=None)
+
+
+def with_blocks(source: ModelReader, blocks: Sequence[int]) -> ModelReader:
+    """Return a reader of a model that has only these blocks of another, numbered anew."""
+    layers = source.spec.layers
+    if not blocks or not all(0 <= block < layers for block in blocks):
+        raise UserError(
+            f"{source.where} has blocks 0 to {layers - 1}, not {list(blocks)}", "choose among them"
+        )
+    spec = replace(source.spec, layers=len(blocks), nominal_params=None)
+
+    def original(name: str) -> str:
+        head, number, rest = [*name.split(".", 2), "", ""][:3]
+        return f"blocks.{blocks[int(number)]}.{rest}" if head == "blocks" else name
+
+    tensors = {name: source.tensors[original(name)] for name in own_tensors(spec)}
+    where = f"{counted(len(blocks), 'block')} of {source.where}"
+    return replace(
+        source,
+        where=where,
+        spec=spec,
+        tensors=tensors,
+        load=lambda name: source.load(original(name)),
+        load_slice=None,
+        adapter=None,
+    )
 
 
 def _add(total: Tensor, tensor: Tensor, share: float) -> None:
