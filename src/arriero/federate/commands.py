@@ -286,6 +286,67 @@ def _replay(coordinator: "Coordinator") -> list[tuple[int, bool]]:
         return coordinator.replay(Path(scratch))
 
 
+def plan(
+    path: FederationFile,
+    bandwidth: Annotated[
+        str, typer.Option(help="The coordinator's link, which all sites share.")
+    ] = "1 Gbit/s",
+    tokens_per_s: Annotated[
+        float | None,
+        typer.Option(min=1e-9, help="Speed of the slowest site; measured by earlier rounds if not given."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a round moves and how long that takes, and the smallest H that keeps it under 5 %.
+
+    Example: arriero fed plan fed.toml --bandwidth '10 Gbit/s' --tokens-per-s 500000
+    """
+    from arriero.federate.cost import RoundCost, parse_rate
+    from arriero.federate.planning import planned_round
+
+    round_ = planned_round(path, tokens_per_s)
+    rate = parse_rate(bandwidth)
+    found = {}
+    for name, codec, overlaps in (
+        ("fp32", "fp32", False),
+        ("bf16", "bf16", False),
+        ("int8", "int8", False),
+        ("int8, streamed", "int8", True),
+    ):
+        found[name] = RoundCost(
+            round_.parameters, round_.sites, rate, codec, round_.step_s, round_.steps, overlaps
+        )
+    if as_json:
+        rows = {
+            name: {
+                "bytes": c.bytes,
+                "transfer_s": c.transfer_s,
+                "share": c.share,
+                "least_steps": c.least_steps,
+            }
+            for name, c in found.items()
+        }
+        print_json({**vars(round_), "bits_per_s": rate, "codec": round_.codec, "costs": rows})
+        return
+    console = make_console(wide=True)
+    console.print(
+        f"{counted(round_.sites, 'site')}, {human_count(round_.parameters)} parameters, H = "
+        f"{round_.steps} steps of {round_.step_s:.3g} s ({round_.source})"
+    )
+    table = Table("codec", ">per round", ">transfer", ">share of the round", ">smallest H under 5 %")
+    for name, cost in found.items():
+        chosen = styled(name, "bold") if name == round_.codec else name
+        table.row(
+            chosen,
+            human_bytes(cost.bytes),
+            human_time(cost.transfer_s),
+            f"{cost.share:.1%}",
+            f"{cost.least_steps:,}",
+        )
+    console.print(table)
+    console.print("`int8, streamed` would send the model in parts during training; it is not implemented")
+
+
 def aggregate(
     models: Annotated[
         list[Path],

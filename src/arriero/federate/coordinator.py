@@ -216,6 +216,10 @@ class Coordinator:
                     waits[site] = member.manifest.waited
         return speeds, waits
 
+    def measured_speeds(self) -> dict[str, float]:
+        """Return tokens per second of each site in its last round."""
+        return self._measured()[0]
+
     def replay(self, scratch: Path) -> list[tuple[int, bool]]:
         """Recompute every global model from the first one and the accepted members; compare the bits."""
         results = []
