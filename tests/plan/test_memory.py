@@ -15,7 +15,8 @@ from arriero.plan.layout import Layout, in_flight
 from arriero.plan.memory import Choices, estimate_memory
 from arriero.plan.resolve import resolve
 
-MEASURED = tomllib.loads((Path(__file__).parent / "measured" / "h200.toml").read_text(encoding="utf-8"))
+FILES = [Path(__file__).parent / "measured" / f"{name}.toml" for name in ("h200", "h200-defaults")]
+MEASURED = [row for file in FILES for row in tomllib.loads(file.read_text(encoding="utf-8"))["rows"]]
 GPU = Mode(compiled=True, element=2, fused_qkv=True)
 SHARDED = Mode(compiled=True, element=2)
 SPEC = load_preset("llama3.1-8b")
@@ -34,7 +35,7 @@ def estimate(*sets, layout=ALONE, kind="none", spec=SPEC, mode=GPU, **choices):
     return estimate_memory(config(*sets), spec, layout, made, mode)
 
 
-@pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: row["name"])
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["name"])
 def test_measured_peak_is_within_the_stated_bounds(row):
     """The prediction is within 5 % of the measured peak, and at most 2 % below it."""
     machine = replace(machine_named("h200"), memory_free=1 << 60)

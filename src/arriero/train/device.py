@@ -113,7 +113,7 @@ def _check_no_gpu_was_allocated() -> None:
 def _set_up_allocator() -> None:
     """Let the allocator grow its segments, unless the user has configured it.
 
-    Reserved memory is then 1 % above allocated memory at the same speed; without it, up to 13 % (one H200).
+    Reserved memory is then at most 3 % above allocated memory at the same speed, else up to 13 % (one H200).
     """
     if torch.version.hip is None and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
