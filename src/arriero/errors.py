@@ -4,6 +4,9 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+# EX_TEMPFAIL of sysexits.h: the same command may succeed
+EXIT_RESTART = 75
+
 
 class UserError(Exception):
     """An error message and what to do about it, printed without a traceback; the exit code is 2."""

@@ -165,6 +165,16 @@ def test_missing_ranks_are_named(tmp_path):
         run_ranks(work, 2, leader_prints=False)
 
 
+def test_a_run_whose_ranks_are_missing_may_be_restarted(tmp_path):
+    world = World(0, 2, 0, 1, f"file://{tmp_path}/meeting")
+    with (
+        pytest.raises(UserError, match=r"missing: rank 1") as caught,
+        process_group(world, CPU, timeout=timedelta(seconds=1)),
+    ):
+        pass
+    assert caught.value.exit_code == 75
+
+
 def test_a_refusal_of_rank_0_is_raised_on_all_ranks(tmp_path):
     def work():
         world = world_from()

@@ -261,7 +261,8 @@ class Supervisor:
             record = records[0]
             reason = f"rank {record['rank']} on {record['node']}: {record['error']}: {record['message']}"
             log = last_lines(rank_log_path(self.run_dir, record["rank"]))
-            return Failure(reason, record["node"], record["can_restart"], log=log)
+            blamed = record.get("blamed", record["node"])
+            return Failure(reason, blamed, record["can_restart"], log=log)
         tail = result.output[-3:]
         return Failure(f"the step ended with code {result.code}", None, result.code != _USER_ERROR, log=tail)
 

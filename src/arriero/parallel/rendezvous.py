@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from arriero.errors import UserError
+from arriero.errors import EXIT_RESTART, UserError
 from arriero.parallel.hostlist import hosts
 from arriero.units import human_time
 
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 _SCONTROL_SECONDS = 20
 # gloo connects every pair of ranks of a group, unless it connects them when they first communicate
 _LAZY_ABOVE = 64
+
+
+class RanksMissing(UserError):
+    """Ranks did not start or cannot be reached. `node` is theirs if it is one; a restart may help."""
+
+    exit_code = EXIT_RESTART
+    node: str | None = None
 
 
 def join(world: "World", timeout: timedelta, refusal: UserError | None) -> "dist.Store":
@@ -74,7 +81,7 @@ def _open_store(world: "World", timeout: timedelta) -> "dist.Store":
                 f"rank 0 cannot listen at {meeting} ({_first_line(error)})",
                 "set MASTER_PORT to a free port of the first node, and MASTER_ADDR to its address",
             ) from None
-        raise UserError(
+        raise RanksMissing(
             f"rank {world.rank} on {socket.gethostname()} did not reach rank 0 at {meeting} within "
             f"{human_time(timeout.total_seconds())} ({_first_line(error)})",
             "look for an error of rank 0; check that the address is reachable from this node",
@@ -98,20 +105,22 @@ def _wait_for_readers(store: "dist.Store", world: "World") -> None:
         read = store.add("read", 0)
 
 
-def _missing_ranks(store: "dist.Store", world: "World", timeout: timedelta) -> UserError:
+def _missing_ranks(store: "dist.Store", world: "World", timeout: timedelta) -> RanksMissing:
     waited = f"after {human_time(timeout.total_seconds())}"
     if not world.is_leader:
-        return UserError(f"{waited}, not all of {world.size} ranks had started", "see the error of rank 0")
+        return RanksMissing(f"{waited}, not all of {world.size} ranks had started", "see the error of rank 0")
     here = {rank for rank in range(world.size) if store.check([f"here/{rank}"])}
     missing = [str(rank) for rank in range(world.size) if rank not in here]
     nodes = {store.get(f"here/{rank}").decode() for rank in here}
     silent = [node for node in hosts(os.environ.get("SLURM_STEP_NODELIST", "")) if node not in nodes]
     shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
     where = f"; no rank came from {', '.join(silent[:20])}" if silent else ""
-    return UserError(
+    missing_ranks = RanksMissing(
         f"{waited}, {len(here)} of {world.size} ranks had started; missing: rank {shown}{where}",
         "look for their errors above, run `arriero doctor` on their nodes, or raise parallel.init_timeout",
     )
+    missing_ranks.node = silent[0] if len(silent) == 1 else None
+    return missing_ranks
 
 
 def check_own_gpu(store: "dist.Store", device: "torch.device") -> None:

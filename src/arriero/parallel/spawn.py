@@ -14,15 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from arriero.errors import UserError
+from arriero.errors import EXIT_RESTART, UserError
 from arriero.interrupt import HEARD, STOPPING, Interrupted
 from arriero.parallel.world import RENDEZVOUS
 
 Result = TypeVar("Result")
 
 _FAILED, _STOPPED = 1, 3
-# EX_TEMPFAIL of sysexits.h: the same command may succeed
-EXIT_RESTART = 75
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 30.0
 # seconds after a second signal, for ranks that do not end

@@ -13,9 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from arriero.errors import UserError
+from arriero.errors import EXIT_RESTART, UserError
 from arriero.events import warn
 from arriero.interrupt import Interrupted
+from arriero.parallel.rendezvous import RanksMissing
 from arriero.parallel.world import World
 from arriero.train.hooks import Hook
 
@@ -51,8 +52,10 @@ def report_failure(run_dir: Path, world: World, error: BaseException) -> None:
         "node": node_name(),
         "error": type(error).__name__,
         "message": str(error),
-        "can_restart": not isinstance(error, UserError),
+        "can_restart": getattr(error, "exit_code", EXIT_RESTART) == EXIT_RESTART,
     }
+    if isinstance(error, RanksMissing):
+        record["blamed"] = error.node
     with suppress(OSError):
         path = failure_path(run_dir, world.rank)
         path.parent.mkdir(exist_ok=True)
