@@ -117,9 +117,9 @@ test-peers: $(VENV)/.installed-test .venv-peers/.installed
 	.venv-peers/bin/python $(PIP_INSTALL) -e '.[peers]'
 	touch $@
 
-# Kills, damages and starves training runs, and writes docs/reliability.md; about ten minutes.
+# Kills, damages and starves runs and Slurm jobs, launches 30 jobs, and writes docs/reliability.md; about an hour.
 reliability: $(VENV)/.installed-test
-	$(VENV)/bin/python tests/checkpoint/kills.py --seeds 30 --write docs/reliability.md
+	$(VENV)/bin/python tests/reliability.py --write docs/reliability.md $(ARGS)
 
 # The planner beside published and measured results. Writes docs/planner-accuracy.md.
 planner-accuracy: $(VENV)/.installed

@@ -1,9 +1,8 @@
 """Runs that are killed, damaged and starved, and must end as the run that was left alone.
 
-python tests/checkpoint/kills.py --seeds 30 --write docs/reliability.md
+tests/reliability.py runs all of it and writes docs/reliability.md.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -12,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
@@ -305,55 +303,32 @@ def read_only(grounds: Range, tally: Tally) -> None:
         tally.counts["a disk that became read-only"] += 1
 
 
-def table(tally: Tally, seeds: int, seconds: float) -> str:
-    rows = "\n".join(f"| {what} | {count} |" for what, count in sorted(tally.counts.items()))
-    failed = "\n".join(f"- {failure}" for failure in tally.failures) or "None failed."
-    return f"""# Reliability
-Faults that were injected into training runs, with counts. After each fault the run is started again with the
-same command. It must end with the same losses, bit for bit, as an undisturbed run, and with a ledger that
-accounts for every sample once (`arriero data audit`). `make reliability` repeats this and writes this page; a
-part of it is in `make test`.
-
-A run is {STEPS} steps of a small Llama on a CPU with a checkpoint every 3 steps, written in the background,
-two kept. A run is killed up to {KILLS} times with SIGKILL: at a random instant, or within 50 ms of the start
-of a save. The newest of two checkpoints is damaged, once for each kind of file in it:
-{", ".join(KINDS)}.
-
-| fault | count |
-|---|---|
-{rows}
-
-{failed} {seeds} seeds, {seconds / 60:.0f} minutes.
-"""
+def kill_one_process(folder: Path, seeds: int) -> Tally:
+    """Kill, damage and starve runs of one process."""
+    grounds, tally = _grounds(folder), Tally()
+    for seed in range(seeds):
+        kill_at_random(grounds, seed, tally)
+        sys.stdout.write(f"seed {seed}: {dict(tally.counts)} {tally.failures}\n")
+    for number, kind in enumerate(KINDS):
+        for harm in HARMS:
+            damage(grounds, kind, harm, number, tally)
+    damage(grounds, "manifest", "a manifest from a newer version", 99, tally)
+    for number, harm in enumerate(HARMS):
+        damage_all(grounds, harm, number, tally)
+    full_disk(grounds, tally)
+    read_only(grounds, tally)
+    return tally
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=30)
-    parser.add_argument("--write", type=Path)
-    arguments = parser.parse_args()
-    start, tally = time.monotonic(), Tally()
-    with tempfile.TemporaryDirectory(prefix="arriero-kills-") as name:
-        folder = Path(name)
-        (folder / "runs").mkdir()
-        grounds = Range(folder / "runs", folder / "data")
-        for seed in range(arguments.seeds):
-            kill_at_random(grounds, seed, tally, ranks=2 if seed % 10 == 9 else 1)
-            sys.stdout.write(f"seed {seed}: {dict(tally.counts)} {tally.failures}\n")
-        for number, kind in enumerate(KINDS):
-            for harm in HARMS:
-                damage(grounds, kind, harm, number, tally)
-        damage(grounds, "manifest", "a manifest from a newer version", 99, tally)
-        for number, harm in enumerate(HARMS):
-            damage_all(grounds, harm, number, tally)
-        full_disk(grounds, tally)
-        read_only(grounds, tally)
-    page = table(tally, arguments.seeds, time.monotonic() - start)
-    if arguments.write:
-        arguments.write.write_text(page)
-    sys.stdout.write(page)
-    sys.exit(bool(tally.failures))
+def kill_many_ranks(folder: Path, seeds: int) -> Tally:
+    """Kill runs of two and of four ranks."""
+    grounds, tally = _grounds(folder), Tally()
+    for seed in range(seeds):
+        kill_at_random(grounds, 100 + seed, tally, ranks=2 if seed % 2 else 4)
+        sys.stdout.write(f"seed {seed}: {dict(tally.counts)} {tally.failures}\n")
+    return tally
 
 
-if __name__ == "__main__":
-    main()
+def _grounds(folder: Path) -> Range:
+    (folder / "runs").mkdir()
+    return Range(folder / "runs", folder / "data")
