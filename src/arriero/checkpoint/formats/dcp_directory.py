@@ -62,8 +62,10 @@ def open_dcp(directory: Path) -> ModelReader:
 
     extra_files = find_extra_files(directory)
     opened = ModelReader("dcp", str(directory), spec, own, load, extra_files, about.tokens, about.remarks)
-    if about.lora is None or len(own) == len(found):
+    if len(own) == len(found):
         return opened
+    if about.lora is None:
+        raise UserError(f"{directory} has adapters, and its run.toml has no [lora]", _TODO)
     tensors = {name: tensor for name, tensor in found.items() if is_adapter(name)}
     return with_adapter(opened, Adapter(about.lora, tensors, load, about.start_from))
 
