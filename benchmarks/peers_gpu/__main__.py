@@ -75,8 +75,14 @@ def main(
     limit: Annotated[float, typer.Option(help="Start no process after this many seconds.")] = 1e9,
     gate: Annotated[bool, typer.Option(help="Check Arriero's loss in the first round.")] = True,
     page: Annotated[bool, typer.Option(help="Write the table into docs/performance.md.")] = True,
+    page_only: Annotated[
+        bool, typer.Option("--page-only", help="Write the table of an earlier result.")
+    ] = False,
 ) -> None:
     """Measure both systems in turns; the result is written after each process."""
+    if page_only:
+        write_page(out)
+        return
     import torch
 
     if subprocess.run([sys.executable, "-c", "import torchtitan"], capture_output=True).returncode:

@@ -41,7 +41,7 @@ Documents = Annotated[
     str | None,
     typer.Option(
         metavar="MEAN[:SIGMA]",
-        help="Train on packed random documents with a document mask. Their lengths in tokens are log-normal; "
+        help="Use packed random documents with a document mask. Their lengths in tokens are log-normal; "
         "SIGMA is 1 by default, and 0 makes all lengths equal.",
         show_default=False,
     ),

@@ -18,6 +18,8 @@ Item = TypeVar("Item")
 # bytes; kernels use wide loads for tensors that start at a multiple
 ALIGNMENT = 16
 _enabled = True
+# a constant, because the compiler warns of a cached function
+_HAS_TRITON = find_spec("triton") is not None
 
 
 def enable_kernels(enabled: bool) -> None:
@@ -27,7 +29,7 @@ def enable_kernels(enabled: bool) -> None:
 
 
 def usable_on(device: torch.device) -> bool:
-    return _enabled and device.type == "cuda" and _has_triton()
+    return _enabled and device.type == "cuda" and _HAS_TRITON
 
 
 def usable(tensor: Tensor) -> bool:
@@ -61,15 +63,10 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     """
 
     def register(function: Callable[..., Any]) -> Any:
-        if _has_triton():
+        if _HAS_TRITON:
             return torch.library.triton_op(name, function, mutates_args=())
         made = torch.library.custom_op(name, function, mutates_args=())
         made.register_fake(function)
         return made
 
     return register
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
