@@ -13,7 +13,15 @@ import pytest
 
 from arriero import files
 from arriero.errors import UserError
-from arriero.files import locked, publish_file, replaced_directory, sha256_of_file, staged_directory
+from arriero.files import (
+    check_quota,
+    locked,
+    publish_file,
+    replaced_directory,
+    reserve_bytes,
+    sha256_of_file,
+    staged_directory,
+)
 
 
 def lock_of(directory, **more):
@@ -173,3 +181,14 @@ def test_a_failed_replacement_keeps_the_old_directory(tmp_path):
         (making / "weights").write_text("new")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (target / "weights").read_text() == "new"
+
+
+def test_a_quota_is_found_by_reserving_space_and_other_errors_are_not_quotas(tmp_path):
+    def check(reserve, needed=2**30):
+        check_quota(tmp_path / "new" / "run", needed, "a checkpoint", "free some space", reserve)
+
+    with pytest.raises(UserError, match=r"a checkpoint needs at least 1.0 GiB, and your quota on"):
+        check(lambda *_: errno.EDQUOT)
+    check(lambda *_: errno.ENOSPC)
+    check(reserve_bytes, needed=2**20)
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ Everything is written beside its final name, synced to disk, renamed, and the pa
 file or directory under its final name is complete, also after a kill or a power failure.
 """
 
+import ctypes
 import errno
 import fcntl
 import glob
@@ -239,6 +240,37 @@ def check_free_space(path: Path, needed: int, what: str, todo: str) -> None:
     if usage.total and usage.free < needed:
         size, free = human_bytes(needed), human_bytes(usage.free)
         raise UserError(f"{what} needs at least {size}, and {there} has {free} free", todo)
+
+
+def check_quota(path: Path, needed: int, what: str, todo: str, reserve: Callable[[int, int], int]) -> None:
+    """Raise UserError if a quota does not allow `needed` more bytes, which are reserved for a moment.
+
+    The free space that a file system reports does not consider quotas. `reserve` is `reserve_bytes`.
+    """
+    there = nearest_directory(path)
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".space-", dir=there)
+    except OSError:
+        return
+    try:
+        code = reserve(descriptor, needed)
+    finally:
+        os.close(descriptor)
+        Path(name).unlink(missing_ok=True)
+    # a single file may be limited to one storage target of a parallel file system: other errors say nothing
+    if code == errno.EDQUOT:
+        size = human_bytes(needed)
+        raise UserError(f"{what} needs at least {size}, and your quota on {there} does not allow it", todo)
+
+
+def reserve_bytes(descriptor: int, size: int) -> int:
+    """Reserve space for a file without writing it; return the error number, 0 if unsupported."""
+    # not os.posix_fallocate, which writes every block where the file system cannot reserve
+    reserve = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if reserve is None:
+        return 0
+    reserve.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
+    return ctypes.get_errno() if reserve(descriptor, 0, 0, size) else 0
 
 
 @contextmanager

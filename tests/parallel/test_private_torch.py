@@ -34,6 +34,8 @@ PRIVATE = {
     "torch._subclasses.FakeTensorMode": "parallel/simulate.py",
     "torch._subclasses.fake_tensor.FakeTensorMode": "checkpoint/formats/tensor_files.py",
     "torch.cuda._sleep": "parallel/shared_gpu.py",
+    "torch.cuda.memory._dump_snapshot": "train/profiler.py",
+    "torch.cuda.memory._record_memory_history": "train/profiler.py",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": "parallel/activation_checkpointing.py",
     "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "parallel/tensor.py",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (

@@ -264,6 +264,18 @@ def test_sigusr2_writes_the_stacks_of_all_threads_into_the_log_of_a_rank(config)
     assert "Thread 0x" in log
 
 
+def test_a_profile_is_written_on_demand_and_training_continues(config):
+    class Ask(Hook):
+        def on_step(self, session, step, tokens):
+            if step == 1:
+                (session.run_dir / "profile-now").touch()
+
+    assert run(config, [Ask()]).steps == 6
+    run_dir = Path(config.run.dir) / "run"
+    assert [path.name for path in run_dir.glob("profiles/*")] == ["trace-00000003.json.gz"]
+    assert not (run_dir / "profile-now").exists()
+
+
 def test_a_launcher_locks_the_directory_survives_sigusr1_and_exits_with_its_signal(tmp_path):
     """During start-up, before its ranks can have installed a handler."""
     command = [sys.executable, "-m", "arriero", "train", "--nproc", "2", "--set", "run.name=mine"]

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from arriero.errors import UserError
-from arriero.files import check_free_space, free_bytes, publish_directory, sha256_of_file, sha256_of_json
+from arriero.files import (
+    check_free_space,
+    check_quota,
+    free_bytes,
+    publish_directory,
+    reserve_bytes,
+    sha256_of_file,
+    sha256_of_json,
+)
 from arriero.units import counted, human_bytes
 
 MANIFEST = "manifest.json"
@@ -316,5 +324,7 @@ def disk_space(path: Path, each: int) -> DiskSpace:
 
 
 def require_space(path: Path, each: int) -> DiskSpace:
-    check_free_space(path, each, "a checkpoint", "free some space, or set run.dir to a larger disk")
+    todo = "free some space, or set run.dir to a larger disk"
+    check_free_space(path, each, "a checkpoint", todo)
+    check_quota(path, each, "a checkpoint", todo, reserve_bytes)
     return disk_space(path, each)

@@ -50,7 +50,8 @@ from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoa
 from arriero.train.model_state import ModelState, lora_settings, parameter_decisions
 from arriero.train.optim.optimizer import Optimizer
 from arriero.train.plan_file import PlanFile
-from arriero.train.rank_process import GarbageCollection, RankLog
+from arriero.train.profiler import ProfileOnDemand
+from arriero.train.rank_process import GarbageCollection, RankLog, node_name
 from arriero.train.resume import CheckpointLoader, StartingPoint, checkpoint_ranks, start_run
 from arriero.train.rundir import (
     check_run_directory,
@@ -134,7 +135,9 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
         evaluator=build_evaluator(plan, mesh, streams),
         evaluation=Cadence(config.eval.every),
         guard=_guard(plan, start),
-        record=_record(plan, checkpoints, tensors, start, decisions, extra_hooks),
+        record=_record(
+            plan, checkpoints, tensors, start, decisions, extra_hooks, ranks.on_all_ranks(node_name)
+        ),
     )
 
 
@@ -378,6 +381,7 @@ def _record(
     start: StartingPoint,
     decisions: Sequence[Decision],
     extra_hooks: Sequence[Hook],
+    nodes: Sequence[str],
 ) -> RunRecord:
     section = plan.config.checkpoint
     ledger = LedgerFile(run_directory(plan.config), start.checkpoint)
@@ -385,7 +389,8 @@ def _record(
     stops = section.on_usr1 == "stop"
     saver = Saver(checkpoints, every, section.at_end, ledger, tensors, start.outcome.steps, stops)
     hooks = _hooks(plan, ledger, extra_hooks)
-    return RunRecord(hooks, saver, decisions, start.remarks, start.outcome, start.new_weights)
+    about = {"new_weights": start.new_weights, "nodes": nodes}
+    return RunRecord(hooks, saver, decisions, start.remarks, start.outcome, **about)
 
 
 def _hooks(plan: Arrangement, ledger: LedgerFile, extra: Sequence[Hook]) -> Hooks:
@@ -402,4 +407,4 @@ def _hooks(plan: Arrangement, ledger: LedgerFile, extra: Sequence[Hook]) -> Hook
         return Hooks([*everywhere, *(hook for hook in extra if hook.on_all_ranks)])
     boards = [TensorBoard(run_dir)] if plan.config.observe.tensorboard else []
     files = [MetricsFile(run_dir), EventsFile(run_dir), PlanFile(run_dir)]
-    return Hooks([*everywhere, *files, *boards, *extra])
+    return Hooks([*everywhere, *files, ProfileOnDemand(run_dir), *boards, *extra])

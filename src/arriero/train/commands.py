@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from arriero.train.run import RunResult
     from arriero.train.saving import Outcome
     from arriero.train.session import Session
+    from arriero.train.stragglers import SlowRank
 
 Nproc = Annotated[
     int | None,
@@ -127,6 +128,10 @@ class ConsoleProgress(Hook):
             self._tenth, self._printed = tenth, time.monotonic()
             numbers = self._numbers(session, metrics.step)
             self._console.print(f"step {_step_of_total(session, metrics.step)}  {numbers}")
+
+    def on_slow_rank(self, session: "Session", slow: "SlowRank") -> None:
+        where = session.record.nodes[slow.rank]
+        self._console.print(f"rank {slow.rank} on {where} slows all ranks down: {slow.why}", style="yellow")
 
     def on_bad_step(self, session: "Session", bad: "BadStep", samples: tuple[int, int]) -> None:
         text = f"step {bad.step}: {bad.reason}; its {samples[1] - samples[0]} samples are not trained on"

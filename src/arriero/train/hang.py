@@ -22,8 +22,7 @@ from arriero.events import EVENTS, HEARTBEAT, EventLog
 from arriero.parallel.spawn import EXIT_RESTART
 from arriero.parallel.world import World
 from arriero.train.hooks import Hook
-from arriero.train.rank_process import LOGS, node_name, rank_log_path
-from arriero.train.resume import checkpoint_ranks
+from arriero.train.rank_process import LOGS, rank_log_path
 
 if TYPE_CHECKING:
     from arriero.train.saving import Outcome
@@ -56,7 +55,7 @@ class HangWatch(Hook):
 
     def on_start(self, session: "Session") -> None:
         self._report_path(self._world.rank).unlink(missing_ok=True)
-        self._nodes = checkpoint_ranks(session.mesh).on_all_ranks(node_name)
+        self._nodes = list(session.record.nodes)
         self._main, self._last = threading.get_ident(), time.monotonic()
         self._step = session.record.outcome.steps
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from arriero.train.metrics import StepMetrics
     from arriero.train.saving import Outcome
     from arriero.train.session import Session
+    from arriero.train.stragglers import SlowRank
 
 
 class Hook:
@@ -31,6 +32,9 @@ class Hook:
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None: ...
 
     def on_save(self, session: "Session", report: "SaveReport") -> None: ...
+
+    def on_slow_rank(self, session: "Session", slow: "SlowRank") -> None:
+        """Called when a rank was slower than the others for 20 logged steps."""
 
     def on_bad_step(self, session: "Session", bad: "BadStep", samples: tuple[int, int]) -> None:
         """Called when the update of a step was rejected; `samples` is the range of its global batch."""
@@ -75,6 +79,10 @@ class Hooks(Hook):
     def on_save(self, session: "Session", report: "SaveReport") -> None:
         for hook in self._hooks:
             hook.on_save(session, report)
+
+    def on_slow_rank(self, session: "Session", slow: "SlowRank") -> None:
+        for hook in self._hooks:
+            hook.on_slow_rank(session, slow)
 
     def on_bad_step(self, session: "Session", bad: "BadStep", samples: tuple[int, int]) -> None:
         for hook in self._hooks:

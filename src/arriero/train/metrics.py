@@ -27,6 +27,7 @@ from arriero.interrupt import Interrupted
 from arriero.parallel.mesh import Mesh
 from arriero.train.device import Device
 from arriero.train.hooks import Hook
+from arriero.train.stragglers import SlowRank, SpeedProbe, Stragglers
 
 if TYPE_CHECKING:
     from arriero.train.guard import BadStep
@@ -77,6 +78,8 @@ class Stopwatch:
         self._mesh = mesh
         self._device = device
         self._peak_flops = peak_flops
+        self._probe, self._stragglers = SpeedProbe(device), Stragglers()
+        self.slow_ranks: list[SlowRank] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -117,8 +120,9 @@ class Stopwatch:
         counts = (self._tokens, self._flops, self._hardware_flops)
         counts = counts if self._mesh.is_batch_leader else (0, 0, 0)
         device, allocator = self._device.torch_device, _allocator_counts(self._device)
+        speed = (self._probe.seconds(), self._waited / self._steps) if self._mesh.world.size > 1 else (0, 0)
         own = torch.tensor(
-            [*counts, self._device.peak_memory(), *allocator], dtype=torch.float64, device=device
+            [*counts, self._device.peak_memory(), *allocator, *speed], dtype=torch.float64, device=device
         )
         given = [value.detach().to(device, torch.float64).reshape(1) for value in global_values]
         ranks = self._mesh.all_gather(torch.cat([own, *given])).cpu()
@@ -137,8 +141,12 @@ class Stopwatch:
         if allocator:
             reserved, retries, ooms = ranks[:, 4 : 4 + len(allocator)].max(dim=0).values.tolist()
             lap |= {"reserved_mem_gib": reserved / 2**30, "alloc_retries": int(retries), "ooms": int(ooms)}
+        first = 4 + len(allocator)
+        if self._mesh.world.size > 1:
+            probes, waits = ranks[:, first : first + 2].T.tolist()
+            self.slow_ranks = self._stragglers.add(probes, waits, seconds / self._steps)
         self._reset()
-        return lap, ranks[0, 4 + len(allocator) :].tolist()
+        return lap, ranks[0, first + 2 :].tolist()
 
 
 def _allocator_counts(device: Device) -> list[float]:
@@ -165,6 +173,8 @@ def measure_step(
     line: dict[str, Any] = {"step": outcome.steps, "tokens": outcome.tokens, "loss": loss_value}
     line |= {"grad_norm": norm, "lr": lr, "skipped": outcome.steps - int(taken), **lap}
     session.guard.learn(session, int(bad))
+    for slow in watch.slow_ranks:
+        session.record.hooks.on_slow_rank(session, slow)
     never_updated = outcome.steps == session.total_steps and taken == 0
     if skipped_in_a_row > session.config.optim.max_skips or never_updated:
         session.record.hooks.on_metrics(session, StepMetrics(**line))
@@ -300,6 +310,10 @@ class EventsFile(Hook):
             updates = metrics.skipped - self._skipped
             self._events.write("skip", step=metrics.step, updates=updates, skipped=metrics.skipped)
         self._skipped = metrics.skipped
+
+    def on_slow_rank(self, session: "Session", slow: SlowRank) -> None:
+        node, step = session.record.nodes[slow.rank], session.record.outcome.steps
+        self._events.write("slow rank", step=step, rank=slow.rank, node=node, why=slow.why)
 
     def on_bad_step(self, session: "Session", bad: "BadStep", samples: tuple[int, int]) -> None:
         documents = documents_of(session.data.stream, range(*samples))

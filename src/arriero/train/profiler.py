@@ -1,14 +1,76 @@
 """Profile some steps of a run into a trace in Chrome's format, for chrome://tracing and Perfetto."""
 
+import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from arriero.errors import UserError
+from arriero.events import warn
 from arriero.train.device import Device
+from arriero.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from arriero.train.session import Session
 
 # the first profiled step includes the start of the profiler
 WARMUP = 1
+
+
+PROFILE_NOW = "profile-now"
+PROFILES = "profiles"
+_STEPS_ON_DEMAND = 3
+_MEMORY_EVENTS = 100_000
+
+
+class ProfileOnDemand(Hook):
+    """Profile three steps of rank 0 when RUN/profile-now appears: a trace, and on GPUs a memory snapshot."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._profiler: StepProfiler | None = None
+
+    def on_step(self, session: "Session", step: int, tokens: int) -> None:
+        if self._profiler is None:
+            self._start(session, step)
+        elif self._attempt(self._profiler.step) is not False:
+            self._profiler = None
+            if session.device.is_gpu:
+                self._attempt(lambda: _dump_memory(self._path("memory", "pickle")))
+            warn(f"profiled steps {self._first} to {step}: {self._run_dir / PROFILES}")
+
+    def _start(self, session: "Session", step: int) -> None:
+        request = self._run_dir / PROFILE_NOW
+        # Path.exists would raise a transient error of the file system
+        if not os.path.lexists(request):
+            return
+        self._first = step + 1
+        with suppress(OSError):
+            request.unlink()
+            self._path("trace", "json.gz").parent.mkdir(exist_ok=True)
+            if session.device.is_gpu:
+                torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+            self._profiler = StepProfiler(session.device, _STEPS_ON_DEMAND, self._path("trace", "json.gz"))
+
+    def _path(self, kind: str, suffix: str) -> Path:
+        return self._run_dir / PROFILES / f"{kind}-{self._first:08d}.{suffix}"
+
+    def _attempt(self, work: Callable[[], bool | None]) -> bool | None:
+        """Run something that must not end a training run."""
+        try:
+            return work()
+        except (OSError, UserError) as error:
+            warn(f"the profile was not written: {error}")
+            return None
+
+
+def _dump_memory(path: Path) -> None:
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 class StepProfiler:

@@ -51,7 +51,7 @@ class RunRecord:
     """What a run writes and reports. `outcome` starts with what earlier processes of the run reached.
 
     `new_weights`: the weights were replaced at the start, so they are evaluated before the first step.
-    `began` is when the session was built.
+    `began` is when the session was built, `nodes` the node of each rank.
     """
 
     hooks: Hooks
@@ -60,6 +60,7 @@ class RunRecord:
     remarks: Sequence[str]
     outcome: Outcome
     new_weights: bool = False
+    nodes: Sequence[str] = ()
     began: float = field(default_factory=time.time)
 
 

@@ -1,0 +1,115 @@
+"""`arriero launch supervise`: decisions, and faults of real jobs on a real Slurm."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from arriero.config.load import load_run
+from arriero.launch.allocation import StepResult
+from arriero.launch.supervisor import Failure, Nodes, Size, smaller_size
+from arriero.model.presets import expand
+from arriero.train.goodput import goodput
+from arriero.train.hang import describe_hang
+from launch.faults import Faults
+
+
+@pytest.fixture(scope="module")
+def faults(slurm, corpus_cache, tmp_path_factory):
+    return Faults(slurm, tmp_path_factory.mktemp("runs"), corpus_cache)
+
+
+def test_a_killed_rank_is_restarted_on_slurm_with_the_same_losses(faults):
+    assert "restarted" in faults.killed_rank()
+
+
+def test_a_signal_to_the_job_saves_requeues_and_continues_bit_identically(faults):
+    assert "requeued" in faults.requeue_after_a_signal()
+
+
+def test_a_stopped_rank_is_named_with_the_stacks_of_the_others_and_the_run_restarts(faults):
+    assert "restarted" in faults.hang()
+
+
+def test_a_node_is_left_out_after_two_failures_of_its_ranks_or_at_once_if_it_died():
+    nodes = Nodes(["n1", "n2", "n3"], wanted=2)
+    assert nodes.charge(Failure("killed", "n2")) is None
+    assert nodes.charge(Failure("killed", None)) is None
+    assert nodes.charge(Failure("killed", "n2")) == "n2"
+    assert nodes.charge(Failure("node failed", "n1", is_dead=True)) == "n1"
+    assert nodes.usable == ["n3"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "usable", "expected"),
+    [
+        ({"dp_replicate": 4, "dp_shard": 2}, 3, (3, 6, 3)),
+        ({"dp_replicate": 4, "dp_shard": 2}, 1, (1, 2, 1)),
+        ({"dp_replicate": -1, "dp_shard": 2, "tp": 2}, 3, (2, 4, 1)),
+        ({"dp_replicate": 1, "dp_shard": -1}, 3, None),
+        ({"dp_replicate": 2, "dp_shard": -1}, 1, None),
+    ],
+)
+def test_fewer_replicas_keep_the_global_batch(layout, usable, expected):
+    sets = [f"parallel.{name}={degree}" for name, degree in layout.items()]
+    config = load_run(None, [*sets, "data.seq_len=32", "train.batch=768 tok"], expand).config
+    size = smaller_size(config, Size(4, 8), usable, tasks_per_node=2)
+    found = size and (size.nodes, size.ranks, int(size.sets[0].rpartition("=")[2]))
+    assert found == expected
+
+
+def test_the_output_of_srun_names_the_task_that_was_killed_first_and_the_node_that_failed():
+    killed = ["srun: error: n2: task 3: Killed", "srun: error: n1: tasks 0-1: Exited with exit code 1"]
+    assert StepResult(137, killed).killed_task == (3, "n2", "Killed")
+    assert StepResult(1, killed[::-1]).killed_task is None
+    assert StepResult(1, ["srun: error: Node failure on n7"]).dead_node == "n7"
+
+
+def test_a_hang_is_blamed_on_silent_ranks_or_on_those_that_are_elsewhere():
+    nodes = ["n1", "n1", "n2", "n2"]
+    waiting = [{"rank": rank, "step": 7, "doing": "gradients"} for rank in (0, 1, 3)]
+    assert describe_hang(waiting, nodes)[1] == [2]
+    reading = {"rank": 2, "step": 7, "doing": "__next__ (data/order/loader.py:249)"}
+    message, ranks = describe_hang([*waiting, reading], nodes)
+    assert ranks == [2]
+    assert "rank 2 on n2 is in __next__" in message
+
+
+def write(path: Path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_goodput_accounts_for_every_allocated_second(tmp_path):
+    """Two ranks: a job of 100 s with a restart that repeats steps 6 to 8, and 20 s in the queue."""
+    nodes = {"nodes": ["n1", "n2"], "tasks_per_node": 1}
+    write(
+        tmp_path / "events.jsonl",
+        [
+            {
+                "time": 1000,
+                "event": "supervise",
+                "decision": "job",
+                "submitted": 980,
+                "started": 1000,
+                **nodes,
+            },
+            {"time": 1010, "event": "supervise", "decision": "preflight", "seconds": 10},
+            {"time": 1015, "event": "start", "ranks": 2, "step": 0, "startup_s": 5},
+            {"time": 1040, "event": "supervise", "decision": "failure"},
+            {"time": 1047, "event": "start", "ranks": 2, "step": 5, "startup_s": 7},
+            {"time": 1098, "event": "end"},
+            {"time": 1100, "event": "supervise", "decision": "end of job"},
+        ],
+    )
+    first = [{"time": 1016 + 2 * n, "step": n, "step_s": 4.0 if n == 1 else 2.0} for n in range(1, 9)]
+    second = [{"time": 1047 + 2 * n, "step": n, "step_s": 2.0} for n in range(6, 21)]
+    second[-1]["save_s"] = 3.0
+    write(tmp_path / "metrics.jsonl", [*first, *second])
+    report = goodput(tmp_path)
+    lost = {"preflight": 20, "start-up": 24, "compile": 4, "repeated work": 12, "save": 6}
+    assert report.allocated_s == 200
+    assert report.kept_s == 2 * 20 * 2
+    assert {cause: seconds for cause, seconds in report.lost_s.items() if seconds} == lost | {
+        "idle": 200 - 80 - sum(lost.values())
+    }
+    assert (report.queue_s, report.starts) == (20, 2)
