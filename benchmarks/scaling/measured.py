@@ -42,7 +42,7 @@ def _one_rank() -> dict[str, float]:
     with process_group(world, device):
         mesh = make_mesh(Layout(dp_shard=world.size), world, 1, device)
         created = time.perf_counter() - start
-        for group in {dist.group.WORLD, *mesh.groups.values()}:
+        for group in dict.fromkeys([dist.group.WORLD, *mesh.groups.values()]):
             dist.all_reduce(torch.ones(1), group=group)
         sockets = _sockets()
     return {"s": created, "sockets": sockets}
