@@ -93,8 +93,8 @@ def test_values_of_variables_survive_the_shell(tmp_path):
     assert shown.stdout == 'a "b" \\ `c` and /h'
 
 
-def test_sites_are_listed_with_what_is_only_from_memory(command):
+def test_sites_are_listed_with_their_unverified_values(command):
     assert "leonardo" in command("launch", "sites").stdout
     shown = command("launch", "sites", "leonardo").stdout
-    assert "from memory, not checked" in shown
+    assert "unverified: no document found" in shown
     assert set(json.loads(command("launch", "sites", "--json").stdout)) == set(site_names())

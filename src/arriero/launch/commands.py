@@ -141,7 +141,7 @@ def sites(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the known sites, or show one with its variables, their reasons and what is only from memory.
+    """List the known sites, or show one with its variables, their reasons and which values are unverified.
 
     Example: arriero launch sites frontier
     """
@@ -227,7 +227,7 @@ def _show_site(console: Console, site: Site) -> None:
         if value not in (None, "", (), []):
             shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
             memory = any(key == each or key.startswith(f"{each}.") for each in site.from_memory)
-            rows.append((key, shown, "from memory, not checked" if memory else ""))
+            rows.append((key, shown, "unverified: no document found" if memory else ""))
     console.print(facts(rows))
     table = Table("variable", "value", "reason", "source", no_wrap=("variable",))
     for name, each in site.variables().items():
