@@ -55,7 +55,7 @@ Data = Annotated[
     ),
 ]
 SeqLen = Annotated[
-    int | None, typer.Option(min=2, help="Longest context; the run's, else the model's up to 4,096.")
+    int | None, typer.Option(min=2, help="Longest context. Default: the run's, else the model's up to 4,096.")
 ]
 Include = Annotated[
     Path | None, typer.Option(help="A folder of your own task files (YAML of lm-evaluation-harness).")
@@ -67,7 +67,9 @@ def generate(
     model: Model,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PROMPT]...", help="Texts to continue; without any, standard input is one."),
+        typer.Argument(
+            metavar="[PROMPT]...", help="Texts to continue; without any, standard input is the prompt."
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 128,
     temperature: Annotated[
@@ -75,10 +77,10 @@ def generate(
     ] = 0.0,
     top_p: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this total share."),
+        typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens of this total probability."),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Sample from this many of the likeliest tokens.")
+        int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     lines: Annotated[bool, typer.Option("--lines", help="Each line of standard input is a prompt.")] = False,
@@ -87,10 +89,10 @@ def generate(
         bool, typer.Option("--ignore-eos", help="Do not stop at the end of a text.")
     ] = False,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Each prompt is a user's turn, for a model with a chat template.")
+        bool, typer.Option("--chat", help="Each prompt is a user message; the model needs a chat template.")
     ] = False,
     system: Annotated[
-        str | None, typer.Option(help="The system's turn before a chat; implies --chat.")
+        str | None, typer.Option(help="System message before the chat; implies --chat.")
     ] = None,
     tokenizer: TokenizerFile = None,
     device: DeviceName = "auto",
@@ -100,7 +102,7 @@ def generate(
     """Continue texts with a model of any format: a run, a checkpoint, Hugging Face, Meta, DCP or torch files.
 
     Greedy decoding by default, with the tokens that transformers generates. A single prompt is printed while
-    it is generated. A prompt ends at the end of text, after --max-tokens, or when the context is full.
+    it is generated. Generation stops at the end of text, after --max-tokens, or when the context is full.
 
     Example: arriero generate runs/demo "def add(" --max-tokens 40 --temperature 0.8 --top-p 0.95
     """
@@ -192,11 +194,11 @@ def perplexity(
     seq_len: SeqLen = None,
     packing: Annotated[
         Literal["bestfit", "concat", "none"] | None,
-        typer.Option(help="bestfit: documents alone, the default. concat: windows over all documents."),
+        typer.Option(help="bestfit (default): each document alone. concat: windows over all documents."),
     ] = None,
-    column: Annotated[str | None, typer.Option(help="Column of the text in JSONL and Parquet.")] = None,
+    column: Annotated[str | None, typer.Option(help="Column of the text in JSONL and Parquet files.")] = None,
     tokenizer: TokenizerFile = None,
-    cache: Annotated[str, typer.Option(help="Directory of prepared text.")] = "data",
+    cache: Annotated[str, typer.Option(help="Directory for tokenised text.")] = "data",
     sets: Sets = [],
     nproc: Nproc = None,
     attach: Attach = True,
@@ -205,7 +207,7 @@ def perplexity(
     """Compute the loss and perplexity of a model of any format, for each source and overall.
 
     Every token is predicted once, from the tokens before it in its document. --nproc, torchrun or srun start
-    several ranks; --set parallel.tp=2 and the like lay the model out. The result is the same on every layout.
+    several ranks; --set parallel.tp=2 sets the layout. The result is the same on every layout.
 
     Example: arriero eval perplexity runs/demo --data builtin:stdlib --seq-len 256
     """
@@ -291,9 +293,9 @@ def watch(
     tasks: Annotated[str, typer.Option("--tasks", help="Names of tasks, separated by commas.")] = "",
     include: Include = None,
     limit: Limit = None,
-    poll: Annotated[float, typer.Option(min=0.1, help="Seconds between looks for a new checkpoint.")] = 30.0,
+    poll: Annotated[float, typer.Option(min=0.1, help="Seconds between checks for a new checkpoint.")] = 30.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Evaluate the checkpoints there are, then exit.")
+        bool, typer.Option("--once", help="Evaluate the existing checkpoints, then exit.")
     ] = False,
     device: DeviceName = "auto",
     sets: Sets = [],

@@ -57,7 +57,7 @@ def run(
         Path | None, typer.Argument(help="A federation file; without one, a demo with two local sites.")
     ] = None,
     local: Annotated[
-        bool, typer.Option("--local", help="Play all sites as processes of this machine.")
+        bool, typer.Option("--local", help="Run all sites as processes of this machine.")
     ] = False,
 ) -> None:
     """Train one model at several sites, which keep their data. A federation that was stopped continues.
@@ -289,15 +289,15 @@ def _replay(coordinator: "Coordinator") -> list[tuple[int, bool]]:
 def plan(
     path: FederationFile,
     bandwidth: Annotated[
-        str, typer.Option(help="The coordinator's link, which all sites share.")
+        str, typer.Option(help="Bandwidth of the coordinator, which all sites share.")
     ] = "1 Gbit/s",
     tokens_per_s: Annotated[
         float | None,
-        typer.Option(min=1e-9, help="Speed of the slowest site; measured by earlier rounds if not given."),
+        typer.Option(min=1e-9, help="Speed of the slowest site; by default measured in earlier rounds."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a round moves and how long that takes, and the smallest H that keeps it under 5 %.
+    """Show the bytes and seconds of a round's transfers, and the fewest steps that keep them under 5 % of it.
 
     Example: arriero fed plan fed.toml --bandwidth '10 Gbit/s' --tokens-per-s 500000
     """
@@ -350,7 +350,7 @@ def plan(
 def aggregate(
     models: Annotated[
         list[Path],
-        typer.Argument(metavar="A B ...", help="Members, or models in any format."),
+        typer.Argument(metavar="A B ...", help="Models in any format, or members that sites published."),
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The directory to create.")],
     base: Annotated[
@@ -358,13 +358,13 @@ def aggregate(
         typer.Option(help="The global model they started from, of an earlier `fed aggregate` or any model."),
     ] = None,
     weights: Annotated[
-        list[float] | None, typer.Option(help="One weight per model; tokens of members, else equal.")
+        list[float] | None, typer.Option(help="One weight per model. Default: tokens of members, else equal.")
     ] = None,
     optimizer: Annotated[
         Literal["fedavg", "nesterov", "fedadam"], typer.Option(help="The outer optimizer.")
     ] = "fedavg",
     lr: Annotated[
-        float | None, typer.Option(help="Outer learning rate; that of the optimizer if not given.")
+        float | None, typer.Option(help="Outer learning rate; by default that of the optimizer.")
     ] = None,
     momentum: Annotated[float, typer.Option(help="Outer momentum.")] = 0.9,
     as_json: AsJson = False,

@@ -86,7 +86,7 @@ class OuterSection(Section):
         "nesterov", description="'nesterov' (DiLoCo), 'fedavg' (the plain mean with lr 1) or 'fedadam'."
     )
     lr: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Outer learning rate; 'auto' is 0.7 for nesterov, 1 for fedavg, 0.01 for fedadam."
+        None, description="Outer learning rate. Default: 0.7 for nesterov, 1 for fedavg, 0.01 for fedadam."
     )
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.9, description="Momentum of nesterov, beta1 of fedadam."

@@ -304,10 +304,10 @@ def supervise(
     restarts: Annotated[int, typer.Option(help="How often a failed step is started again.", min=0)] = 3,
     spares: Annotated[int, typer.Option(help="Nodes of the allocation beyond --nodes.", min=0)] = 0,
     on_time_limit: Annotated[
-        OnTimeLimit, typer.Option(help="After a stop by a signal: requeue the job, or exit, as in a chain.")
+        OnTimeLimit, typer.Option(help="After a signal and a save: requeue the job, or exit (in a chain).")
     ] = OnTimeLimit.requeue,
     wrap: Annotated[
-        str, typer.Option(help="Put before the command of each rank: 'apptainer exec --nv image.sif'.")
+        str, typer.Option(help="Prefix of the command of each rank: 'apptainer exec --nv image.sif'.")
     ] = "",
     preflight: Annotated[bool, typer.Option(help="Check every node first (arriero doctor).")] = True,
     checks: Annotated[
@@ -321,8 +321,8 @@ def supervise(
     A job script runs it on the first node; `exec` lets Slurm's signals reach it. It starts the ranks with
     srun and restarts them from the newest valid checkpoint. A node whose ranks fail twice is left out: a
     spare takes its place, or the run continues with fewer replicas, or the job is submitted again without the
-    node. SIGTERM and SIGUSR1 are forwarded, and the job is requeued after the save. Without Slurm it starts
-    the ranks on this machine. Decisions are events in RUN/events.jsonl.
+    node. SIGTERM is forwarded, and the job is requeued after the save; SIGUSR1 does as checkpoint.on_usr1
+    says. Without Slurm it starts the ranks on this machine. Decisions are events in RUN/events.jsonl.
 
     Example: exec arriero launch supervise run.toml --nodes 16 --tasks-per-node 8 --restarts 10 --spares 1
     """

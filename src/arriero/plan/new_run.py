@@ -73,7 +73,7 @@ def init(
     ] = None,
     seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence.")] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"Check it for a device: {', '.join(MACHINES)}.")
+        str | None, typer.Option(metavar="NAME", help=f"Device to check it for: {', '.join(MACHINES)}.")
     ] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 1,
     out: Annotated[Path, typer.Option("--out", "-o", help="The run file to write.")] = Path("run.toml"),

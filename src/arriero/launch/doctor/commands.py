@@ -57,7 +57,8 @@ def doctor(
         typer.Option("--allocation", help="Check all nodes of this Slurm job and the network between them."),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="With --allocation: failing_nodes.txt, report.json.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="With --allocation: for failing_nodes.txt, report.json."),
     ] = None,
     exclude: Annotated[
         str, typer.Option(metavar="NODES", help="With --allocation: nodes to leave out.")
@@ -66,7 +67,7 @@ def doctor(
         bool, typer.Option("--exclude-slow", help="Count nodes with a slow network as failing.")
     ] = False,
     wrap: Annotated[
-        str, typer.Option(help="With --allocation: put before each command: 'apptainer exec --nv image.sif'.")
+        str, typer.Option(help="With --allocation: prefix of each command: 'apptainer exec --nv image.sif'.")
     ] = "",
     as_json: AsJson = False,
     node_answer: Annotated[Path | None, typer.Option(hidden=True)] = None,
@@ -74,7 +75,7 @@ def doctor(
 ) -> None:
     """Check this node, or all nodes of a Slurm allocation, before a run starts.
 
-    Each check passes, warns or fails and says what to do. A check that does not finish within its bound
+    Each check passes, warns or fails and says what to do. A check that exceeds its time limit
     fails. Exit code 0 if nothing failed, 1 if a check failed, 2 if the checks could not run.
 
     Example: arriero doctor --dir runs
