@@ -40,9 +40,7 @@ app = typer.Typer(
 ckpt = typer.Typer(help="Inspect, verify, convert and prune models and checkpoints.", no_args_is_help=True)
 config = typer.Typer(help="Show run files, keys and model presets.", no_args_is_help=True)
 data = typer.Typer(help="Turn text into tokens; inspect and verify datasets.", no_args_is_help=True)
-evaluation = typer.Typer(
-    help="Evaluate models: perplexity, tasks, each new checkpoint of a run.", no_args_is_help=True
-)
+evaluation = typer.Typer(help="Evaluate models: perplexity, tasks, new checkpoints.", no_args_is_help=True)
 fed = typer.Typer(help="Train one model at several sites, which keep their data.", no_args_is_help=True)
 runs = typer.Typer(help="List and compare runs.", invoke_without_command=True)
 launch = typer.Typer(help="Run training jobs on a Slurm cluster.", no_args_is_help=True)
