@@ -36,7 +36,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--parquet", action="store_true", help="write Parquet instead of JSONL.gz")
     parser.add_argument(
-        "--tasks", type=int, default=1, help="parts the files are dealt into; at most one per file"
+        "--tasks", type=int, default=1, help="parts to distribute the files over; at most one per file"
     )
     parser.add_argument("--workers", type=int, default=1, help="tasks at once on this machine")
     parser.add_argument("--slurm", metavar="PARTITION", help="submit to Slurm instead of running here")

@@ -156,7 +156,7 @@ def _cost(name: str, args: Sequence[Any], tensors: Sequence[Tensor], results: Se
         return _Call(name, OperatorCost("matmul", flops, read, written), (rows, columns, inner))
     if name in (_ATTENTION, _ATTENTION_BACKWARD):
         rows, heads, tokens, width = shapes[0] if name == _ATTENTION else shapes[1]
-        # causal: half of two products; backward has five, of which one is computed again
+        # causal: half of two products; backward has five, of which one is recomputed
         flops = 2.0 * rows * heads * tokens**2 * width * (1.0 if name == _ATTENTION else 2.5)
         return _Call(name, OperatorCost("attention", flops, read, written))
     return _Call(name, OperatorCost("elementwise", 0.0, read, written))

@@ -21,7 +21,7 @@ from arriero.parallel.mesh import Mesh
 class Sharding:
     """`reshard` (reshard after forward): True frees gathered weights after forward (ZeRO-3), False keeps them
     (ZeRO-2), a number keeps them sharded over groups of that many ranks. `prefetch` is the number of blocks
-    whose weights are gathered ahead."""
+    whose weights are prefetched."""
 
     compute: torch.dtype
     reduce: torch.dtype

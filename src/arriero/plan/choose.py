@@ -195,7 +195,7 @@ class Chooser:
 def recomputed_share(
     checkpointing: ActivationCheckpointing, layers: int, matmuls: float, attention: float
 ) -> float:
-    """Return the share of the blocks' forward pass that is computed again in the backward pass."""
+    """Return the share of the blocks' forward pass that is recomputed in the backward pass."""
     blocks = len(checkpointing.blocks(layers)) / layers
     if checkpointing.kind == "selective":
         return _SELECTIVE * matmuls / (matmuls + attention)
