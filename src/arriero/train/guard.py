@@ -135,7 +135,7 @@ def samples_of(session: "Session", first: int, last: int) -> tuple[int, int]:
 def roll_back(session: "Session", outcome: Outcome) -> None:
     """Return to the newest checkpoint before the bad steps, and pass over their batches from now on.
 
-    Called by all ranks together. Without such a checkpoint the bad updates stay skipped and training continues.
+    Called by all ranks. Without such a checkpoint the bad updates stay skipped and training continues.
     """
     guard, saver, ranks = session.guard, session.record.saver, checkpoint_ranks(session.mesh)
     bad, guard.to_roll_back = guard.to_roll_back, []
