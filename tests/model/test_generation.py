@@ -47,6 +47,15 @@ def test_the_cache_gives_the_logits_of_the_whole_text():
         prompt = [*prompt, token]
 
 
+@pytest.mark.parametrize("shape", ["gqa", "gpt2"])
+def test_a_prompt_that_fills_the_context_ends_and_the_others_go_on(shape):
+    model = lively(replace(spec_of(shape), max_seq_len=16))
+    long, short = prompts_of((14, 3))
+    together = continued(model, [long, short], 10)
+    assert together == [continued(model, [each], 10)[0] for each in (long, short)]
+    assert [len(row) for row in together] == [2, 10]
+
+
 def test_training_mode_and_attention_are_restored():
     model = lively(spec_of("gqa"))
     before = [block.attention.core for block in model.blocks.values()]

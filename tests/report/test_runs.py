@@ -32,7 +32,8 @@ def write_run(folder, name, losses, events=(START, END), lr=0.1, **metrics):
 
 
 @pytest.mark.parametrize(
-    ("last", "state"), [("end", "finished"), ("signal", "stopped"), ("fault", "failed"), ("save", "killed")]
+    ("last", "state"),
+    [("end", "finished"), ("signal", "stopped"), ("fault", "failed"), ("hang", "failed"), ("save", "killed")],
 )
 def test_the_state_is_that_of_the_last_start(tmp_path, last, state):
     events = (START, END, START, {"time": 8.0, "event": last})

@@ -327,7 +327,10 @@ def watch(
             sys.stdout.write(f"{json.dumps(asdict(result))}\n")
             sys.stdout.flush()
             return
-        what = ", ".join(f"{name} {value:.4g}" for name, value in result.scores.items())
+        what = ", ".join(
+            f"{name} {'not finite' if value is None else f'{value:.4g}'}"
+            for name, value in result.scores.items()
+        )
         console.plain(f"step {result.step}  {result.problem or what}", "red" if result.problem else None)
 
     if watch_run(run_directory_at(run), requests, nproc or 1, poll, once, show):

@@ -12,7 +12,7 @@ from arriero.errors import UserError
 from arriero.evaluate.perplexity import Perplexity, PerplexityRequest, measure_perplexity
 from arriero.evaluate.tasks import TaskScores, TasksRequest, evaluate_tasks
 from arriero.events import EVENTS, START_OVER, events_since
-from arriero.parallel.spawn import run_ranks
+from arriero.parallel.spawn import RankFailed, run_ranks
 
 Request = PerplexityRequest | TasksRequest
 
@@ -53,7 +53,8 @@ def watch_run(
 
 def _has_ended(run: Path) -> bool:
     history = events_since(run / EVENTS, START_OVER) if (run / EVENTS).is_file() else []
-    return [event["event"] for event in history][-1:] == ["end"]
+    # a supervisor writes its own events after the end
+    return [event["event"] for event in history if event["event"] in ("start", "end")][-1:] == ["end"]
 
 
 def _kind(request: Request) -> str:
@@ -78,7 +79,7 @@ def _evaluate(request: Request, saved: SavedCheckpoint, nproc: int) -> Result:
         found = _measure(replace(request, model=str(saved.directory)), nproc)
         scores = found.main()
         attach_evaluation(saved.directory, kind, scores, request.settings(), found.to_dict())
-    except (UserError, OSError) as error:
+    except (UserError, OSError, RankFailed) as error:
         gone = "" if saved.directory.exists() else "deleted before it was evaluated: "
         return Result(saved.step, kind, {}, f"{gone}{error}")
     return Result(saved.step, kind, scores)

@@ -103,7 +103,11 @@ def _own_steps(job: str) -> list[str]:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    """Run a Slurm command; a controller that does not answer is a failed command, not an exception."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired as error:
+        return subprocess.CompletedProcess(command, 1, "", f"no answer within {error.timeout:.0f} s")
 
 
 class Allocation:

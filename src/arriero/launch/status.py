@@ -103,7 +103,8 @@ def show_status(console: Console, status: Status) -> None:
         rows.append(
             ("step", f"{step:,}{of}", f"{human_count(status.last.get('tokens', 0))} tokens {share}".strip())
         )
-        rows.append(("loss", f"{status.last.get('loss', float('nan')):.4f}"))
+        loss = status.last.get("loss")
+        rows.append(("loss", "not finite" if loss is None else f"{loss:.4f}"))
     if status.tokens_per_s:
         rows.append(
             ("speed", f"{human_count(status.tokens_per_s)} tok/s", f"median of the last {_RECENT} lines")

@@ -278,7 +278,12 @@ class Supervisor:
         return [event for event in found if event.get("time", 0) >= begin]
 
     def _failed_ranks(self) -> list[dict[str, Any]]:
-        return [json.loads(path.read_bytes()) for path in (self.run_dir / LOGS).glob("failed-*.json")]
+        found = []
+        for path in (self.run_dir / LOGS).glob("failed-*.json"):
+            # a rank that was killed while it wrote, or a full disk, leaves half a file
+            with suppress(OSError, ValueError):
+                found.append(json.loads(path.read_bytes()))
+        return found
 
     def _clear_failures(self) -> None:
         for path in (self.run_dir / LOGS).glob("failed-*.json"):

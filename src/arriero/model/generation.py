@@ -201,7 +201,9 @@ class _Decoder:
     def step(self, chosen: Sequence[int]) -> Tensor:
         """Return the logits after one more token per row."""
         for row, token in zip(self._rows, chosen, strict=True):
-            row.append(token)
+            # a row whose context is full has ended; it stays as it is while others continue
+            if len(row) < self._model.spec.max_seq_len:
+                row.append(token)
         if self._cache is None:
             return self.prefill()
         cache = self._cache

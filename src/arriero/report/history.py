@@ -20,7 +20,13 @@ from arriero.train.rundir import lock_of
 METRICS = "metrics.jsonl"
 _RUN_FILE = "run.toml"
 State = Literal["running", "finished", "stopped", "failed", "killed", "new"]
-_STATES: dict[str, State] = {"end": "finished", "signal": "stopped", "fault": "failed", "start": "killed"}
+_STATES: dict[str, State] = {
+    "end": "finished",
+    "signal": "stopped",
+    "fault": "failed",
+    "hang": "failed",
+    "start": "killed",
+}
 # bytes at the end of a file that surely hold a whole line
 _TAIL = 65536
 

@@ -27,7 +27,7 @@ _COLOURS = {
 _POINTS = 8
 # a run that was killed or failed is shown with its last events
 _SHOWN_EVENTS = 4
-_NOTABLE = ("signal", "fault", "skip", "save failed", "remark")
+_NOTABLE = ("signal", "fault", "hang", "skip", "rollback", "slow rank", "save failed", "remark")
 
 Run = Annotated[Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)]
 Folder = Annotated[Path, typer.Option("--dir", help="The directory that holds the runs.")]

@@ -90,10 +90,14 @@ class HangWatch(Hook):
         return max(self._section.hang_min_s, self._section.hang_factor * median)
 
     def _watch(self) -> None:
-        beaten = 0.0
+        beaten, was_long = 0.0, False
         while not self._ended.wait(min(1.0, self._section.hang_min_s / 4)):
             doing, phases = _position(sys._current_frames().get(self._main))
-            limit, now = self._limit(phases), time.monotonic()
+            limit, now, is_long = self._limit(phases), time.monotonic(), bool(phases & _LONG_PHASES)
+            if was_long and not is_long:
+                # a save or evaluation has just ended: its time is not part of the next step
+                self._last = now
+            was_long = is_long
             if self._world.is_leader and now - beaten > _HEARTBEAT_S:
                 beaten = now
                 self._beat(limit)
@@ -122,22 +126,28 @@ class HangWatch(Hook):
                 log.write(f"hang: no step for {waited:.0f} s; stacks of all threads:\n")
                 log.flush()
                 faulthandler.dump_traceback(log, all_threads=True)
+        try:
+            self._report_together(mine, waited)
+        finally:
+            os._exit(EXIT_RESTART)
+
+    def _report_together(self, mine: dict[str, Any], waited: float) -> None:
         if self._world.size > 1:
             dump_flight_recorder(self._run_dir / LOGS / f"flight-{self._world.rank:05d}.pickle")
             time.sleep(_GRACE_S)
-        reports = [mine] if self._world.size == 1 else self._reports()
+        reports = [mine, *self._reports_of_others()]
         if self._world.rank == min(report["rank"] for report in reports):
             self._name_missing(reports, waited)
         else:
             # rank 0 of those that answer must write the event before Slurm kills the step
             time.sleep(_GRACE_S)
-        os._exit(EXIT_RESTART)
 
-    def _reports(self) -> list[dict[str, Any]]:
+    def _reports_of_others(self) -> list[dict[str, Any]]:
+        """Return the reports of the other ranks; files of ranks that a smaller world has not are old."""
         found = []
-        for path in sorted((self._run_dir / LOGS).glob("hang-*.json")):
+        for rank in set(range(self._world.size)) - {self._world.rank}:
             with suppress(OSError, ValueError):
-                found.append(json.loads(path.read_bytes()))
+                found.append(json.loads(self._report_path(rank).read_bytes()))
         return found
 
     def _name_missing(self, reports: list[dict[str, Any]], waited: float) -> None:
