@@ -412,13 +412,14 @@ def test_resolving_takes_as_much_work_for_128_times_as_many_ranks():
         ]
         return load_run(None, sets, expand).config
 
+    # both shard the weights, so both have the same settings to choose from
     small, large = config(2**14), config(2**21)
     # warm caches, which the first call fills
-    resolve(small, H200, 128)
-    _, few = instructions(lambda: resolve(small, H200, 128))
-    run, many = instructions(lambda: resolve(large, H200, 16384))
+    resolve(small, H200, 256)
+    _, few = instructions(lambda: resolve(small, H200, 256))
+    run, many = instructions(lambda: resolve(large, H200, 32768))
     assert many < 1.5 * few
-    assert run.layout == Layout(pp=16, dp_shard=128, tp=8)
+    assert run.layout == Layout(pp=16, dp_shard=256, tp=8)
     assert len(run.stages) == 16
 
 

@@ -329,7 +329,7 @@ def supervise(
     node. SIGTERM is forwarded, and the job is requeued after the save; SIGUSR1 does as checkpoint.on_usr1
     says. Without Slurm it starts the ranks on this machine. Decisions are events in RUN/events.jsonl.
 
-    Example: exec arriero launch supervise run.toml --nodes 16 --tasks-per-node 8 --restarts 10 --spares 1
+    Example: arriero launch supervise run.toml --nodes 16 --tasks-per-node 8 --restarts 10 --spares 1
     """
     from arriero.config.load import load_run
     from arriero.model.presets import expand
