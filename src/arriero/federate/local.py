@@ -53,7 +53,7 @@ class LocalSites:
                 continue
             process.join()
             del self.running[name]
-            if rounds.pending(name) != order or (rounds.inbox(name, order.round)).is_dir():
+            if self._has_published(name, order):
                 continue
             count = self.failures[name, order.round] = self.failures.get((name, order.round), 0) + 1
             rounds.events.write(
@@ -61,6 +61,17 @@ class LocalSites:
             )
             if count > retries:
                 rounds.give_up(name, f"{name} failed {count} times in round {order.round}")
+
+    def join_published(self) -> None:
+        """Wait for the processes of sites that have published their member and only have to end."""
+        for name, (order, process) in list(self.running.items()):
+            if self._has_published(name, order):
+                process.join()
+                del self.running[name]
+
+    def _has_published(self, name: str, order: Assignment) -> bool:
+        rounds = self.coordinator.rounds
+        return rounds.pending(name) != order or rounds.inbox(name, order.round).is_dir()
 
     def stop(self) -> None:
         """Ask the sites to save and end; they continue inside their round at the next start."""
@@ -121,7 +132,8 @@ def _until_closed(coordinator: Coordinator, sites: LocalSites) -> GlobalManifest
 
 
 def _evaluate(coordinator: Coordinator, sites: LocalSites) -> None:
-    """Evaluate the final model on the held-out data of every site."""
+    """Evaluate the final model on the held-out data of every site that is not training."""
+    sites.join_published()
     number = coordinator.rounds.number
     folder = coordinator.rounds.at(number) / "evaluation"
     folder.mkdir(parents=True, exist_ok=True)
