@@ -234,9 +234,19 @@ class Supervisor:
         return 0
 
     def _resubmit(self, nodes: Nodes, reason: str) -> int:
-        """Submit the job again without its bad nodes: a requeued job would get the same ones."""
+        """Submit the job again without its bad nodes: a requeued job would get the same ones.
+
+        Not if all of several nodes are bad, because others would fail for the same reason, and not more often
+        than --restarts without a save in between.
+        """
         bad = sorted(nodes.bad)
-        problem = self.allocation.resubmit(bad)
+        before = [e for e in events_since(self.run_dir / EVENTS, "save") if e.get("decision") == "resubmit"]
+        if len(bad) == len(nodes.all) > 1:
+            problem = f"all {len(bad)} nodes fail, {bad[0]} because: {nodes.bad[bad[0]]}"
+        elif len(before) >= max(1, self.restarts):
+            problem = f"the job was submitted again {len(before)} times without a save in between"
+        else:
+            problem = self.allocation.resubmit(bad)
         if problem is not None:
             self._decide("give up", f"{reason}; {problem}", excluded=bad)
             return 1
