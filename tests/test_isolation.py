@@ -31,7 +31,8 @@ def test_the_default_run_directory_of_a_test_is_empty(tmp_path):
 @pytest.mark.parametrize(("name", "code"), [("runs", 1), ("elsewhere", 0)])
 def test_a_test_that_writes_to_user_folders_fails_the_suite(python, tmp_path, name, code):
     (tmp_path / "tests").mkdir()
-    shutil.copy(REPOSITORY / "tests" / "conftest.py", tmp_path / "tests")
+    for name_of_file in ("conftest.py", "slurm.py"):
+        shutil.copy(REPOSITORY / "tests" / name_of_file, tmp_path / "tests")
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['gpu']\n")
     made = tmp_path / name / "demo"
     body = f"from pathlib import Path\n\n\ndef test_it():\n    Path({str(made)!r}).mkdir(parents=True)\n"

@@ -75,7 +75,8 @@ def test_a_gate_left_out_is_said_to_be(bench):
 
 
 def mode(*sets, compute="float32", compiled=False, kernels=False):
-    return mode_of(load_run(None, sets, expand).config, compute, compiled, kernels)
+    plain = "memory.activation_checkpointing=none"
+    return mode_of(load_run(None, [plain, *sets], expand).config, compute, compiled, kernels)
 
 
 def test_only_plain_fp32_is_the_reference():

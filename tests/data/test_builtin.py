@@ -181,7 +181,7 @@ def test_text_without_a_tokenizer_is_rejected_with_the_way_to_one(tmp_path, toke
             dataset_of(str(path), None, None, tmp_path / "cache")
     dataset = str(counting_store.directory)
     assert dataset_of(dataset, None, None, tmp_path) == counting_store.directory
-    with pytest.raises(UserError, match="remove tokenizer and column"):
+    with pytest.raises(UserError, match="remove tokenizer, column, template and chat"):
         dataset_of(dataset, str(tokenizer_file), None, tmp_path)
 
 

@@ -198,6 +198,8 @@ class OneLayer(NamedTuple):
 def build_one_layer(config: RunConfig, seq_len: int, precision: Precision) -> OneLayer:
     """Build the run's model with one layer on this process's device, without parallelism or recompute."""
     changes = {
+        # a name that no run has: an existing run directory would reject other settings
+        "run": {"name": "bench-ops"},
         "model": {"layers": 1},
         "data": {"seq_len": seq_len, "phases": ()},
         "train": {"micro_batch": 1, "batch": Span(seq_len, "tok")},
