@@ -44,6 +44,7 @@ def test_the_watcher_evaluates_each_checkpoint_once(command, trained, tmp_path):
     rows = [json.loads(line) for line in first.stdout.splitlines()]
     assert [row["step"] for row in rows] == [6, 12]
     assert command(*watch).stdout == ""
+    assert "nothing to evaluate" in command(*watch[:-1]).stdout
     shutil.copytree(run / "checkpoints" / "step-00000012", run / "checkpoints" / "step-00000013")
     damaged = run / "checkpoints" / "step-00000006"
     next(damaged.glob("evaluation-*.json")).unlink()

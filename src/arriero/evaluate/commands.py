@@ -321,8 +321,11 @@ def watch(
     if names:
         requests.append(TasksRequest("", names, include, limit=limit, device=device))
     console = make_console(as_json=as_json)
+    shown = 0
 
     def show(result: Result) -> None:
+        nonlocal shown
+        shown += 1
         if as_json:
             sys.stdout.write(f"{json.dumps(asdict(result))}\n")
             sys.stdout.flush()
@@ -333,7 +336,10 @@ def watch(
         )
         console.plain(f"step {result.step}  {result.problem or what}", "red" if result.problem else None)
 
-    if watch_run(run_directory_at(run), requests, nproc or 1, poll, once, show):
+    failed = watch_run(run_directory_at(run), requests, nproc or 1, poll, once, show)
+    if not shown and not as_json:
+        console.plain("nothing to evaluate: every readable checkpoint has these scores (`arriero ckpt list`)")
+    if failed:
         raise typer.Exit(1)
 
 

@@ -74,7 +74,7 @@ def _shapes(spec: "ModelSpec") -> dict[str, tuple[int, ...]]:
 
 
 def _memory(spec: "ModelSpec", mode: "Mode") -> "BlockMemory":
-    """Return the bytes of a block; `tests/model/test_costs.py` compares them with the traced module."""
+    """Return the bytes of a block; `tests/model/test_block_costs.py` compares them with the traced module."""
     from arriero.model.costs import Affine, memory_of
 
     dim, ffn, query, kv, size = (
