@@ -1,6 +1,7 @@
 """Perplexity of stored models: that of transformers, on every layout, per source, beside the checkpoint."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import arriero
 from arriero.checkpoint.scores import read_evaluations
 from arriero.evaluate.perplexity import PerplexityRequest, measure_perplexity
+from arriero.evaluate.tasks import TasksRequest
 
 SEQ_LEN = 48
 
@@ -160,3 +162,19 @@ def test_the_run_reports_the_held_out_loss_of_each_source_on_every_layout(traine
         assert min(several.values()) < line["eval_loss"] < max(several.values())
         for name in ("tp", "pp"):
             assert lines[name][step]["eval_losses"] == pytest.approx(several, rel=1e-5)
+
+
+def test_evaluations_that_may_differ_have_their_own_results():
+    requests = [
+        PerplexityRequest("m", ["a"]),
+        PerplexityRequest("m", ["a"], column="body"),
+        PerplexityRequest("m", ["a"], tokenizer=Path("t.json")),
+        PerplexityRequest("m", ["a"], sets=["precision.compute=bf16"]),
+        TasksRequest("m", ["a"]),
+        TasksRequest("m", ["a"], include=Path("tasks")),
+        TasksRequest("m", ["a"], dtype="bf16"),
+    ]
+    known = [request.settings() for request in requests]
+    assert all(one != other for i, one in enumerate(known) for other in known[:i])
+    moved = PerplexityRequest("m", ["a"], sets=["run.device=cuda", "parallel.tp=2"])
+    assert moved.settings() == known[0]

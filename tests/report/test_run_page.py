@@ -110,7 +110,10 @@ def test_a_served_page_shows_what_was_written_since(run):
         assert "123.4567" not in urllib.request.urlopen(address).read().decode()
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 21, "tokens": 2100, "loss": 123.4567}) + "\n")
-        assert "123.4567" in urllib.request.urlopen(address).read().decode()
+        page, content = (urllib.request.urlopen(address + query).read() for query in ("", "/?content"))
+        assert b"123.4567" in page and b"123.4567" in content
+        # a refresh does not send the plotting library again
+        assert len(content) < 100_000 < len(page)
     finally:
         watchdog.cancel()
         server.kill()

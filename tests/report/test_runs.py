@@ -115,3 +115,20 @@ def test_a_folder_that_is_no_run_is_refused(command):
     for arguments in (("status", "x"), ("runs", "compare", "x", "y"), ("runs", "--dir", "x")):
         result = command(*arguments)
         assert (result.returncode, "Traceback" in result.stderr) == (2, False)
+
+
+def test_the_status_shows_what_went_wrong_and_what_was_decided(command, tmp_path):
+    troubles = [
+        {"time": 2.0, "event": "bad step", "step": 3, "reason": "loss spike"},
+        {"time": 3.0, "event": "rollback", "to_step": 2, "from_step": 4, "reason": "loss spike"},
+        {"time": 4.0, "event": "hang", "step": 5, "message": "rank 3 does not answer"},
+        {"time": 5.0, "event": "supervise", "decision": "give up", "reason": "3 restarts were made"},
+    ]
+    harmless = {"time": 6.0, "event": "supervise", "decision": "end of job", "reason": ""}
+    run = write_run(tmp_path / "runs", "a", [(5, 2.0)], (START, *troubles, harmless))
+    shown = command("status", run).stdout
+    for text in ("bad step at step 3", "rollback", "rank 3 does not answer", "give up", "3 restarts"):
+        assert text in shown
+    assert [each["event"] for each in json.loads(command("status", run, "--json").stdout)["events"]] == [
+        each["event"] for each in troubles
+    ]

@@ -37,6 +37,8 @@ from arriero.train.resume import CheckpointLoader, compare_tokenizers
 _TOKENS_AT_ONCE = 8192
 _LONGEST = 4096
 _ENOUGH = 2**60
+# keys that do not change a loss
+_SAME_RESULT = ("run.device=", "parallel.")
 _STORED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp32"}
 
 
@@ -54,8 +56,14 @@ class PerplexityRequest:
     sets: Sequence[str] = ()
 
     def settings(self) -> dict[str, Any]:
-        """Return what identifies the evaluation among those of a checkpoint."""
-        return {"data": list(self.data), "seq_len": self.seq_len, "packing": self.packing}
+        """Return what identifies the evaluation: all that can change its result."""
+        given = {
+            "column": self.column,
+            "tokenizer": self.tokenizer and str(self.tokenizer),
+            "sets": sorted(each for each in self.sets if not each.startswith(_SAME_RESULT)),
+        }
+        identity = {"data": list(self.data), "seq_len": self.seq_len, "packing": self.packing}
+        return identity | {key: value for key, value in given.items() if value}
 
 
 @dataclass(frozen=True)

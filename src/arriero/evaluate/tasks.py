@@ -30,8 +30,10 @@ class TasksRequest:
     workdir: Path | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return what identifies the evaluation among those of a checkpoint."""
-        return {"tasks": list(self.tasks), "fewshot": self.fewshot, "limit": self.limit}
+        """Return what identifies the evaluation: all that can change its result."""
+        given = {"include": self.include and str(self.include), "dtype": self.dtype}
+        identity = {"tasks": list(self.tasks), "fewshot": self.fewshot, "limit": self.limit}
+        return identity | {key: value for key, value in given.items() if value}
 
 
 @dataclass(frozen=True)

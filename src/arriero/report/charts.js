@@ -21,7 +21,7 @@ function draw(chart) {
 const drawAll = () => document.querySelectorAll(".chart").forEach(draw);
 // fetch the page again and take over what changed; charts keep their zoom
 async function refresh() {
-  const answer = await fetch(location.href);
+  const answer = await fetch("?content");
   if (!answer.ok) return;
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
   const old = document.querySelector("main");

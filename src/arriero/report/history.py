@@ -15,6 +15,7 @@ from arriero.config.timeline import total_steps
 from arriero.errors import UserError
 from arriero.events import EVENTS, read_records
 from arriero.files import is_locked
+from arriero.train.goodput import Goodput, goodput
 from arriero.train.rundir import lock_of
 
 METRICS = "metrics.jsonl"
@@ -26,6 +27,10 @@ _STATES: dict[str, State] = {
     "fault": "failed",
     "hang": "failed",
     "start": "killed",
+}
+_NOTABLE = {
+    *("signal", "fault", "hang", "skip", "bad step", "rollback", "no rollback", "slow rank", "save failed"),
+    *("remark", "failure", "exclude", "shrink", "kill", "give up", "resubmit"),
 }
 # bytes at the end of a file that surely hold a whole line
 _TAIL = 65536
@@ -99,6 +104,15 @@ class RunHistory:
         """Time of the last change of metrics, events or run file, in seconds since 1970."""
         files = (self.directory / name for name in (METRICS, EVENTS, _RUN_FILE))
         return max(file.stat().st_mtime for file in files if file.exists())
+
+    @cached_property
+    def goodput(self) -> Goodput | None:
+        return goodput(self.directory)
+
+    @property
+    def notable_events(self) -> list[dict[str, Any]]:
+        """What went wrong, or was decided because of it."""
+        return [event for event in self.events if event.get("decision", event["event"]) in _NOTABLE]
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """Return (tokens, value) of every line that has the key; 'eval_losses.NAME' is inside a table.

@@ -27,7 +27,7 @@ _COLOURS = {
 _POINTS = 8
 # a run that was killed or failed is shown with its last events
 _SHOWN_EVENTS = 4
-_NOTABLE = ("signal", "fault", "hang", "skip", "rollback", "slow rank", "save failed", "remark")
+_TOLD = ("message", "text", "reason", "why", "error", "signal")
 
 Run = Annotated[Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)]
 Folder = Annotated[Path, typer.Option("--dir", help="The directory that holds the runs.")]
@@ -191,7 +191,7 @@ def status(
     found = RunHistory(run_directory_at(run))
     row = _row(found) | {"time_left_s": _time_left(found)}
     checkpoints = find_checkpoints(found.directory)
-    notable = [event for event in found.events if event["event"] in _NOTABLE][-_SHOWN_EVENTS:]
+    notable = found.notable_events[-_SHOWN_EVENTS:]
     if as_json:
         saved = [{"step": each.step, "directory": str(each.directory)} for each in checkpoints]
         print_json(row | {"last": found.last, "checkpoints": saved, "events": notable})
@@ -208,9 +208,10 @@ def status(
             table.row(saved.step, *about, scores or saved.problem or "")
         console.print(table)
     for event in notable:
-        text = event.get("message") or event.get("text") or event.get("error") or ""
+        text = next((str(event[key]) for key in _TOLD if event.get(key)), "")
         step = f" at step {event['step']:,}" if "step" in event else ""
-        console.plain(f"{event['event']}{step}, {_ago(event['time'])}: {text}", "yellow")
+        kind = event.get("decision", event["event"])
+        console.plain(f"{kind}{step}, {_ago(event['time'])}{text and f': {text}'}", "yellow")
 
 
 def report(
@@ -237,7 +238,7 @@ def report(
 
     directories = [run_directory_at(run) for run in runs]
     if serve:
-        serve_page(lambda: run_page([RunHistory(each) for each in directories], refresh_s=5), port)
+        serve_page(lambda new: run_page(list(map(RunHistory, directories)), 5, has_scripts=new), port)
         return
     out = out or directories[0] / "report.html"
     check_writable("--out", out)

@@ -20,7 +20,7 @@ from arriero.config.fields import toml_value
 from arriero.data.order.ledger import LEDGER
 from arriero.report.history import RunHistory, differing_settings, run_names
 from arriero.report.page import Bar, Cell, Column, Section, page, stacked_bars, table, tiles
-from arriero.train.goodput import CAUSES, goodput
+from arriero.train.goodput import CAUSES
 from arriero.train.plan_file import predicted_and_measured
 from arriero.units import human_bytes, human_count, human_time
 
@@ -60,8 +60,9 @@ _CHARTS = (
 )
 
 
-def run_page(runs: Sequence[RunHistory], refresh_s: float | None = None) -> str:
-    """Return the page. With `refresh_s` it reloads its content from the same address at that interval."""
+def run_page(runs: Sequence[RunHistory], refresh_s: float | None = None, has_scripts: bool = True) -> str:
+    """Return the page. With `refresh_s` it reloads its content from the same address at that interval, where
+    it needs no scripts again."""
     names = run_names(runs)
     parts: list[Section | str] = [_tiles(run) for run in runs] if len(runs) == 1 else [_overview(runs, names)]
     charts = [Section(each.title, figure) for each in _CHARTS if (figure := _figure(each, runs, names))]
@@ -70,8 +71,8 @@ def run_page(runs: Sequence[RunHistory], refresh_s: float | None = None) -> str:
     parts += list(filter(None, (_checkpoints(runs, names), _plan(runs, names), _settings(runs, names))))
     title = names[0] if len(runs) == 1 else " and ".join(names)
     when = f"written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    scripts = [get_plotlyjs(), (_HERE / "charts.js").read_text(encoding="utf-8")]
-    if refresh_s:
+    scripts = [get_plotlyjs(), (_HERE / "charts.js").read_text(encoding="utf-8")] if has_scripts else []
+    if refresh_s and has_scripts:
         scripts.append(f"setInterval(refresh, {1000 * refresh_s:.0f});")
     return page(f"Run {title}" if len(runs) == 1 else f"Runs {title}", when, parts, scripts)
 
@@ -92,7 +93,7 @@ def _tiles(run: RunHistory) -> str:
         facts.append(("speed", f"{last['tokens_per_s']:,.0f} tok/s", mfu))
     if last.get("peak_mem_gib"):
         facts.append(("memory", f"{last['peak_mem_gib']:.1f} GiB", "peak of a device"))
-    if (report := goodput(run.directory)) is not None:
+    if (report := run.goodput) is not None:
         facts.append(("goodput", f"{report.share:.1%}", f"{human_time(report.allocated_s)} of device time"))
     return tiles(facts)
 
@@ -101,7 +102,7 @@ def _overview(runs: Sequence[RunHistory], names: Sequence[str]) -> Section:
     titles = ("state", "step", "tokens", "loss", "validation loss", "tok/s", "GiB", "goodput")
     rows = []
     for run, name in zip(runs, names, strict=True):
-        last, report = run.last, goodput(run.directory)
+        last, report = run.last, run.goodput
         validation = run.series("eval_loss")
         values = (
             last.get("loss"),
@@ -249,7 +250,7 @@ def _told(event: dict[str, Any]) -> str:
 def _goodput(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None:
     bars = []
     for run, name in zip(runs, names, strict=True):
-        if (report := goodput(run.directory)) is not None and report.allocated_s > 0:
+        if (report := run.goodput) is not None and report.allocated_s > 0:
             parts = {"steps that were kept": report.kept_s, **report.lost_s}
             shown = f"{report.share:.1%} of {human_time(report.allocated_s)}"
             bars.append(Bar(name, {part: seconds / 3600 for part, seconds in parts.items()}, shown))

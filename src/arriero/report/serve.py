@@ -7,12 +7,15 @@ from arriero.errors import UserError
 from arriero.ui import make_console
 
 
-def serve_page(make: Callable[[], str], port: int) -> None:
-    """Serve on this host only, until interrupted; a remote browser needs an ssh tunnel."""
+def serve_page(make: Callable[[bool], str], port: int) -> None:
+    """Serve on this host only, until interrupted; a remote browser needs an ssh tunnel.
+
+    `make` is told whether the page is opened, or refreshed by its own script.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            content = make().encode()
+            content = make("content" not in self.path).encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(content)))
