@@ -29,6 +29,37 @@ SHAPES = {
     "scaled rope": {"dim": 64, "heads": 4, "kv_heads": 2, "rope_scaling": SCALING},
     "gpt2": {"family": "gpt2", "dim": 64, "heads": 4},
     "gpt2, three heads": {"family": "gpt2", "dim": 48, "heads": 3, "tied": False},
+    "mistral": {"family": "mistral", "dim": 64, "heads": 4, "kv_heads": 2, "sliding_window": 17},
+    "mistral, wide heads": {
+        "family": "mistral",
+        "dim": 40,
+        "heads": 5,
+        "kv_heads": 1,
+        "head_dim": 24,
+        "tied": True,
+        "sliding_window": 1,
+    },
+    "mistral, no window": {"family": "mistral", "dim": 64, "heads": 4, "kv_heads": 2},
+    "qwen2": {"family": "qwen2", "dim": 48, "heads": 3, "kv_heads": 1, "tied": True},
+    "qwen2, late windows": {
+        "family": "qwen2",
+        "dim": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 24,
+        "layers": 3,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"family": "qwen3", "dim": 64, "heads": 6, "kv_heads": 3, "head_dim": 18},
+    "qwen3, windows": {
+        "family": "qwen3",
+        "dim": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "tied": True,
+        "sliding_window": 33,
+    },
 }
 
 
@@ -167,7 +198,7 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path):
         to_hf({}, spec)
 
 
-@pytest.mark.parametrize("shape", ["gqa", "tied", "scaled rope", "gpt2"])
+@pytest.mark.parametrize("shape", ["gqa", "tied", "scaled rope", "gpt2", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_directory_loads_in_transformers(shape, dtype, tmp_path):
     spec = spec_of(shape)

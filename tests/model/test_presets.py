@@ -32,11 +32,29 @@ CENSUS = {
     "llama3.2-1b": "1.236",
     "llama3.2-3b": "3.213",
 }
+# The sums of the tensors of the published checkpoints, a tied head counted once.
+TOTALS = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "mistral-7b": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+}
 
 
 @pytest.mark.parametrize(("name", "billions"), CENSUS.items())
 def test_parameter_counts_equal_published_ones(name, billions):
     assert f"{load_preset(name).parameters / 1e9:.3f}" == billions
+
+
+@pytest.mark.parametrize(("name", "total"), TOTALS.items())
+def test_parameter_totals_equal_those_of_published_checkpoints(name, total):
+    assert load_preset(name).parameters == total
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -107,8 +125,8 @@ def test_every_problem_of_an_override_is_reported():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("qwen2-7b", "known families: llama2, llama3, llama3.1, llama3.2, gpt2;"),
-        ("mistral-7b", "known families"),
+        ("gemma-7b", "known families: llama2, llama3, llama3.1, llama3.2, gpt2, mistral,"),
+        ("qwen2-7b", "did you mean 'qwen2.5-7b'"),
         ("llama3-9b", "did you mean 'llama3-8b'?"),
         ("llama3.1-7b", "did you mean 'llama3.1-8b'?"),
         ("meta-llama/Llama-3.1-8B", "did you mean 'llama3.1-8b'?"),

@@ -76,7 +76,9 @@ class ModelSection(Section):
         description="A model of `arriero config models`; the other keys here override its dimensions.",
     )
     family: str | None = Field(
-        None, description="Architecture: llama, gpt2, or a family registered with `arriero.register_model`."
+        None,
+        description="Architecture, such as llama or qwen3 (docs/models.md), or a family registered with "
+        "`arriero.register_model`.",
     )
     vocab_size: Positive | None = Field(None, description="Vocabulary size: rows of the embedding table.")
     dim: Positive | None = Field(None, description="Width of the residual stream (hidden size).")
@@ -98,6 +100,14 @@ class ModelSection(Section):
         None, description="Llama 3.1 scaling of the rotary frequencies; false removes the preset's."
     )
     tied: bool | None = Field(None, description="Whether the head shares the embedding table.")
+    sliding_window: Positive | Literal[False] | None = Field(
+        None,
+        description="Number of tokens that a token attends to, itself included (mistral, qwen2, qwen3); "
+        "false removes the preset's window.",
+    )
+    max_window_layers: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="The first blocks that attend to all tokens in spite of sliding_window."
+    )
     extra: dict[str, bool | int | float | str] | None = Field(
         None, description="Fields that only this model family has, for example { activation = 'gelu' }."
     )

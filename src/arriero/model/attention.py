@@ -5,7 +5,7 @@ FlexAttention kernel, which skips blocks between documents; elsewhere one causal
 Shapes: B batch, T tokens, H heads, K kv heads, E head dim, N blocks of tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from itertools import pairwise
 from typing import Any, cast
@@ -34,19 +34,49 @@ _NARROW_HEADS = {
 }
 
 
-class AttentionCore(nn.Module):
-    """Causal attention, inside documents where there is a mask. Context parallelism replaces it."""
+class SequenceMixer(nn.Module):
+    """The module of a block that mixes the tokens of a sequence, and therefore keeps documents apart.
 
-    def mask(self, documents_BT: Tensor, device: torch.device) -> "Mask":
-        """Return the mask for `forward` that keeps attention inside the documents numbered in the tensor."""
-        return document_mask(documents_BT, device)
+    Blocks whose mixers have an equal `mask_key` receive the same mask as their third argument.
+    """
+
+    @property
+    def mask_key(self) -> Hashable:
+        return type(self)
+
+    def mask(self, shape: tuple[int, int], documents_BT: Tensor | None, device: torch.device) -> Any:
+        """Return the mask of a batch of `shape` (rows, tokens), with documents numbered in the tensor."""
+        raise NotImplementedError
+
+
+class AttentionCore(SequenceMixer):
+    """Causal attention: inside documents, and inside a sliding window where there is one.
+
+    Context parallelism replaces it.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        self.window = window
+
+    @property
+    def mask_key(self) -> Hashable:
+        return type(self), self.window
+
+    def mask(self, shape: tuple[int, int], documents_BT: Tensor | None, device: torch.device) -> "Mask":
+        by_blocks = usable_on(device) and shape[1] >= _BLOCK
+        if documents_BT is not None:
+            return document_mask(documents_BT, device, self.window)
+        if not by_blocks or self.window is None or shape[1] <= self.window:
+            return None
+        return block_mask(torch.zeros(shape, dtype=torch.int32, device=device), self.window)
 
     def forward(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: "Mask") -> Tensor:
         if mask is None:
-            return attend_causally(q_BTHE, k_BTKE, v_BTKE)
+            return attend_causally(q_BTHE, k_BTKE, v_BTKE, self.window)
         if isinstance(mask, BlockMask):
             return attend_by_blocks(q_BTHE, k_BTKE, v_BTKE, mask)
-        return attend_by_document(q_BTHE, k_BTKE, v_BTKE, mask)
+        return attend_by_document(q_BTHE, k_BTKE, v_BTKE, mask, self.window)
 
 
 @cache
@@ -69,17 +99,21 @@ class Documents:
 Mask = BlockMask | Documents | None
 
 
-def document_mask(documents_BT: Tensor, device: torch.device) -> BlockMask | Documents:
+def document_mask(
+    documents_BT: Tensor, device: torch.device, window: int | None = None
+) -> BlockMask | Documents:
     """Return the mask of documents: blocks for FlexAttention on a GPU, else the edges of the documents."""
     if usable_on(device) and documents_BT.shape[1] >= _BLOCK:
-        return block_mask(documents_BT.to(device, non_blocking=True))
+        return block_mask(documents_BT.to(device, non_blocking=True), window)
     return Documents(documents_BT)
 
 
-def block_mask(documents_BT: Tensor) -> BlockMask:
-    """Build FlexAttention's mask from the first token of each document; documents are contiguous in a row."""
+def block_mask(documents_BT: Tensor, window: int | None = None) -> BlockMask:
+    """Build FlexAttention's mask from the first token that each token attends to, which never decreases."""
     tokens = documents_BT.shape[1]
     starts_BT = document_starts(documents_BT)
+    if window is not None:
+        starts_BT = starts_BT.maximum(torch.arange(tokens, device=starts_BT.device) - window + 1)
     query_block = torch.arange(-(-tokens // _BLOCK), device=documents_BT.device)
     last_query = (query_block + 1) * _BLOCK - 1
     first_BN = starts_BT[:, query_block * _BLOCK] // _BLOCK
@@ -130,16 +164,29 @@ def _measured_options(q_BHTE: Tensor) -> dict[str, int]:
 
 # every batch has other lengths, and each would be compiled again
 @torch.compiler.disable
-def attend_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Documents) -> Tensor:
+def attend_by_document(
+    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Documents, window: int | None = None
+) -> Tensor:
     rows = []
     for edges, *row in zip(documents.edges, *(x.split(1) for x in (q_BTHE, k_BTKE, v_BTKE)), strict=True):
         lengths = [end - begin for begin, end in pairwise(edges)]
         parts = zip(*(x.split(lengths, dim=1) for x in row), strict=True)
-        rows.append(torch.cat([attend_causally(*part) for part in parts], dim=1))
+        rows.append(torch.cat([attend_causally(*part, window=window) for part in parts], dim=1))
     return torch.cat(rows)
 
 
-def attend_causally(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+def attend_causally(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None = None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
-    grouped = q.shape[1] != k.shape[1]
+    grouped, tokens = q.shape[1] != k.shape[1], q.shape[2]
+    if window is not None and window < tokens:
+        # the keys of one chunk of queries at a time, so that no mask of T x T exists
+        at, parts = torch.arange(tokens, device=q.device), []
+        for queries in at.split(max(window, _BLOCK)):
+            begin, end = int(queries[0]), int(queries[-1]) + 1
+            first = max(0, begin - window + 1)
+            keys, query = at[first:end], queries[:, None]
+            seen = (keys <= query) & (keys > query - window)
+            chunk = (q[:, :, begin:end], k[:, :, first:end], v[:, :, first:end])
+            parts.append(F.scaled_dot_product_attention(*chunk, attn_mask=seen, enable_gqa=grouped))
+        return torch.cat(parts, dim=2).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)

@@ -113,7 +113,9 @@ def block_costs(
     `budget` is the share of a compiled block's activations that may be kept; backward recomputes the rest.
     """
     # equal blocks of another depth or vocabulary are the same block
-    shape = replace(spec, layers=1, vocab_size=1, tied=False, nominal_params=None)
+    # a sliding window changes neither the operators nor what they keep; callers count its FLOPs
+    own = {"layers": 1, "vocab_size": 1, "tied": False, "nominal_params": None}
+    shape = replace(spec, **own, sliding_window=None, max_window_layers=0)
     return _traced(shape, tuple(sorted(spec.extra.items())), compiled, element, fused_qkv, budget)
 
 

@@ -165,10 +165,8 @@ def _overridden(found: ModelSpec, own: Mapping[str, Any]) -> ModelSpec:
         own = {**own, "rope_scaling": {**fields.get("rope_scaling", {}), **scaling}}
     if isinstance(own.get("extra"), Mapping):
         own = {**own, "extra": {**fields.get("extra", {}), **own["extra"]}}
-    merged = {**fields, **own}
-    if scaling is False:
-        del merged["rope_scaling"]
-    return ModelSpec.from_dict(merged)
+    # from_dict takes false as "without"
+    return ModelSpec.from_dict({**fields, **own})
 
 
 def check_model_unchanged(

@@ -1,7 +1,7 @@
 """Model families: one record per architecture and the registry that holds them. Imports no torch.
 
-`arriero.model.llama` and `arriero.model.gpt2` are the built-in families. Another family is a `Family` record
-passed to `register_model`; nothing outside its own folder needs to know its name.
+The folders of `arriero.model` are the built-in families. Another family is a `Family` record passed to
+`register_model`; nothing outside its own folder needs to know its name.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,6 +24,7 @@ Placement = Literal[
     "gather sequence",
     "column-wise",
     "row-wise",
+    "per head",
     "vocabulary embedding",
     "position embedding",
     "vocabulary head",
@@ -37,9 +38,12 @@ DECODER_PLACEMENTS: dict[str, Placement] = {
     "blocks.*.attention.q": "column-wise",
     "blocks.*.attention.k": "column-wise",
     "blocks.*.attention.v": "column-wise",
+    "blocks.*.attention.q_norm": "per head",
+    "blocks.*.attention.k_norm": "per head",
     "blocks.*.attention.o": "row-wise",
     "blocks.*.ffn_norm": "sequence parallel",
     "blocks.*.ffn": "gather sequence",
+    "blocks.*.ffn.gate": "column-wise",
     "blocks.*.ffn.up": "column-wise",
     "blocks.*.ffn.down": "row-wise",
     "norm": "sequence parallel",
@@ -66,12 +70,14 @@ class Family:
     """Everything that the rest of the system asks of an architecture.
 
     `build` returns the module and imports torch only when it is called. `defaults` are values of ModelSpec
-    fields; `extra` are fields of this family alone with their defaults, set under [model.extra]. `problems`
+    fields; `extra` are fields of this family alone with their defaults, set under [model.extra]; `options`
+    are the options of attention that may differ from their default, such as `sliding_window`. `problems`
     takes the fields that are known and returns a sentence for each contradiction. `placements` maps patterns
     of module names to how tensor parallelism splits them; without them tp must be 1. `hf` and `meta` return
     the name maps of Hugging Face and of Meta; without them these formats are not available. `presets` is a
     TOML file of named models. `block_shapes` and `block_memory` are formulas for the parameters and the
-    memory of a block; without them the module is traced, which imports torch.
+    memory of a block; without them the module is traced, which imports torch. `sequence_flops` returns the
+    FLOPs per token of what mixes tokens in all blocks, forward, at an attended length, if not attention.
     """
 
     name: str
@@ -79,6 +85,7 @@ class Family:
     count_parameters: Callable[["ModelSpec"], ParameterCounts]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
     problems: Callable[[Mapping[str, Any]], list[str]] = _no_problems
     placements: Mapping[str, Placement] = field(default_factory=dict)
     hf: Callable[[], "HuggingFaceNames"] | None = None
@@ -86,6 +93,7 @@ class Family:
     presets: Path | None = None
     block_shapes: Callable[["ModelSpec"], Mapping[str, tuple[int, ...]]] | None = None
     block_memory: "Callable[[ModelSpec, Mode], BlockMemory] | None" = None
+    sequence_flops: "Callable[[ModelSpec, float], float] | None" = None
 
 
 _registry: dict[str, Family] = {}
@@ -103,8 +111,10 @@ def families() -> dict[str, Family]:
     if not _registry:
         from arriero.model.gpt2.family import GPT2
         from arriero.model.llama.family import LLAMA
+        from arriero.model.mistral.family import MISTRAL
+        from arriero.model.qwen.family import QWEN2, QWEN3
 
-        _registry.update({family.name: family for family in (LLAMA, GPT2)})
+        _registry.update({family.name: family for family in (LLAMA, GPT2, MISTRAL, QWEN2, QWEN3)})
     return _registry
 
 

@@ -75,8 +75,8 @@ class KVCache:
 class CachedAttentionCore(AttentionCore):
     """Attention of a whole prompt, or of one new token to itself and to all tokens of its row before it."""
 
-    def __init__(self, cache: KVCache) -> None:
-        super().__init__()
+    def __init__(self, cache: KVCache, window: int | None) -> None:
+        super().__init__(window)
         self._cache = cache
         self._stored: tuple[Tensor, Tensor] | None = None
 
@@ -89,10 +89,12 @@ class CachedAttentionCore(AttentionCore):
         for stored, new in zip(self._stored, (k_BTKE, v_BTKE), strict=True):
             stored[cache.rows, cache.begin : cache.begin + tokens] = new
         if cache.is_prompt:
-            return attend_causally(q_BTHE, k_BTKE, v_BTKE)
-        keys, values = (stored[cache.rows, : cache.begin + 1] for stored in self._stored)
+            return attend_causally(q_BTHE, k_BTKE, v_BTKE, self.window)
+        first = 0 if self.window is None else max(0, cache.begin + 1 - self.window)
+        keys, values = (stored[cache.rows, first : cache.begin + 1] for stored in self._stored)
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, keys, values))
-        grouped, visible = q.shape[1] != k.shape[1], cache.visible_B11T
+        grouped = q.shape[1] != k.shape[1]
+        visible = None if cache.visible_B11T is None else cache.visible_B11T[..., first:]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped).transpose(1, 2)
 
 
@@ -116,7 +118,7 @@ def _cached(model: LanguageModel, cache: KVCache) -> Iterator[None]:
     attentions = [each for each in model.modules() if isinstance(each, Attention)]
     before = [attention.core for attention in attentions]
     for attention in attentions:
-        attention.core = CachedAttentionCore(cache)
+        attention.core = CachedAttentionCore(cache, attention.core.window)
     try:
         yield
     finally:

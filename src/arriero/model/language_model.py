@@ -6,14 +6,15 @@ device, in any order, and for any shard of the parameter.
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from arriero.model.attention import AttentionCore, Mask
+from arriero.model.attention import SequenceMixer
 from arriero.model.layers import Block, Head, Rope, Rotation
 from arriero.model.lora import A, is_adapter
 from arriero.model.spec import ModelSpec
@@ -104,19 +105,29 @@ class LanguageModel(nn.Module):
         positions = positions_BT
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
-        mask = None if documents_BT is None else self.attention_mask(documents_BT, x.device)
+        masks = self.masks((x.shape[0], positions.shape[-1]), documents_BT, x.device)
         rotation = self.rotation(positions)
         x_BTD = x if self.embedding is None else self.embed(x, positions)
-        for block in self.blocks.values():
+        for block, mask in zip(self.blocks.values(), masks, strict=True):
             x_BTD = block(x_BTD, rotation, mask)
         return x_BTD if self.norm is None else self.norm(x_BTD)
 
-    def attention_mask(self, documents_BT: Tensor, device: torch.device) -> Mask:
-        """Return the mask of packed documents in the form that the attention of the blocks takes."""
-        core = next((m for m in self.modules() if isinstance(m, AttentionCore)), None)
-        if core is None:
-            raise ValueError(f"the family {self.spec.family} has no AttentionCore, which masks documents")
-        return core.mask(documents_BT, device)
+    def masks(
+        self, shape: tuple[int, int], documents_BT: Tensor | None, device: torch.device
+    ) -> Sequence[Any]:
+        """Return the mask of each block in the form that its mixer takes; equal mixers share one mask."""
+        made: dict[Hashable, Any] = {None: None}
+        keys: list[Hashable] = []
+        for block in self.blocks.values():
+            mixer = next((m for m in block.modules() if isinstance(m, SequenceMixer)), None)
+            if mixer is None and documents_BT is not None:
+                raise ValueError(
+                    f"a block of the family {self.spec.family} has no SequenceMixer for documents"
+                )
+            keys.append(None if mixer is None else mixer.mask_key)
+            if mixer is not None and mixer.mask_key not in made:
+                made[mixer.mask_key] = mixer.mask(shape, documents_BT, device)
+        return [made[key] for key in keys]
 
     def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
         """Return the hidden states before the first block."""

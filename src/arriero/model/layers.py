@@ -80,19 +80,34 @@ def rotate(x_BTHE: Tensor, rotation: Rotation) -> Tensor:
 
 class Attention(nn.Module):
     """Self-attention. The number of heads follows from the width of q, k and v: under tensor parallelism
-    these are slices. `core` is replaced under context parallelism."""
+    these are slices. `core` is replaced under context parallelism. `bias` is that of q, k and v, and of the
+    output projection unless `o_bias` is given; with `norm_eps` each head of q and k is normalised."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, bias: bool) -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        o_bias: bool | None = None,
+        norm_eps: float | None = None,
+        window: int | None = None,
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.q = nn.Linear(dim, heads * head_dim, bias=bias)
         self.k = nn.Linear(dim, kv_heads * head_dim, bias=bias)
         self.v = nn.Linear(dim, kv_heads * head_dim, bias=bias)
-        self.core = AttentionCore()
-        self.o = nn.Linear(heads * head_dim, dim, bias=bias)
+        self.q_norm = None if norm_eps is None else nn.RMSNorm(head_dim, eps=norm_eps)
+        self.k_norm = None if norm_eps is None else nn.RMSNorm(head_dim, eps=norm_eps)
+        self.core = AttentionCore(window)
+        self.o = nn.Linear(heads * head_dim, dim, bias=bias if o_bias is None else o_bias)
 
     def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Mask) -> Tensor:
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.project(x_BTD))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         return self.o(self.core(q, k, v, mask).flatten(-2))

@@ -95,9 +95,9 @@ class HuggingFaceNames:
     `fields` maps ModelSpec fields to config keys; `fixed` are config keys for which only this value is
     supported. `tensors` returns the names of tensors outside the blocks and `block` those of modules inside
     one, ours to theirs; `kinds` are the parameters of each module. `fused` maps a name of theirs to those of
-    ours that are concatenated in it. Tensors whose name matches `transposed` are stored transposed.
-    `config` returns further config keys, `from_config` completes the fields read. `current_name` turns a
-    name that old files use into today's.
+    ours that are concatenated in it, `further` returns more names of tensors, ours to theirs. Tensors whose
+    name matches `transposed` are stored transposed. `config` returns further config keys, `from_config`
+    completes the fields read. `current_name` turns a name that old files use into today's.
     """
 
     model_type: str
@@ -109,6 +109,7 @@ class HuggingFaceNames:
     block: Mapping[str, str]
     kinds: tuple[str, ...] = ("weight",)
     fused: Callable[[ModelSpec], dict[str, tuple[str, ...]]] = _nothing_fused
+    further: Callable[[ModelSpec], dict[str, str]] = _no_keys
     transposed: str = "$^"
     config: Callable[[ModelSpec], dict[str, Any]] = _no_keys
     from_config: Callable[[dict[str, Any], Mapping[str, Any], str], dict[str, Any]] = _same_fields
@@ -116,7 +117,7 @@ class HuggingFaceNames:
     not_weights: str = "$^"
 
     def one_to_one(self, spec: ModelSpec) -> dict[str, str]:
-        names = dict(self.tensors)
+        names = {**self.tensors, **self.further(spec)}
         for layer in range(spec.layers):
             for ours, theirs in self.block.items():
                 for kind in self.kinds:

@@ -13,6 +13,7 @@ from arriero.model.family import families
 from arriero.model.spec import ModelSpec
 
 _SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
+_REMOVABLE = ("rope_scaling", "sliding_window")
 _SHAPE = {"family", "vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "extra"}
 
 
@@ -76,9 +77,7 @@ def _overlay(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, objec
         merged.pop("kv_heads", None)
     if own.keys() & _SHAPE and "nominal_params" not in own:
         merged.pop("nominal_params", None)
-    if merged.get("rope_scaling") is False:
-        del merged["rope_scaling"]
-    return merged
+    return {name: value for name, value in merged.items() if value is not False or name not in _REMOVABLE}
 
 
 def _fields(name: str) -> dict[str, object]:

@@ -9,7 +9,15 @@ from arriero.errors import UserError, nearest
 from arriero.model.family import ParameterCounts, families, family_of
 
 _REQUIRED = ("vocab_size", "dim", "layers", "heads", "ffn", "max_seq_len")
-_COUNTS = (*_REQUIRED, "kv_heads", "head_dim", "nominal_params")
+_COUNTS = (*_REQUIRED, "kv_heads", "head_dim", "nominal_params", "sliding_window")
+_FLAGS = ("tied", "qkv_bias", "qk_norm")
+# Options of attention that only some families have, with their values elsewhere.
+_OPTIONS: dict[str, Any] = {
+    "qkv_bias": False,
+    "qk_norm": False,
+    "sliding_window": None,
+    "max_window_layers": 0,
+}
 _REALS = ("norm_eps", "rope_theta")
 # Limits far above any model: a damaged file must not cause an endless loop or a huge allocation.
 _MOST_LAYERS = 10_000
@@ -28,7 +36,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """`extra` holds the fields that only the model's family has."""
+    """`extra` holds the fields that only the model's family has.
+
+    With a `sliding_window`, a token attends to that many tokens up to itself, except in the first
+    `max_window_layers` blocks. `qkv_bias` adds biases to q, k and v; `qk_norm` normalises heads of q and k.
+    """
 
     family: str
     vocab_size: int
@@ -43,6 +55,10 @@ class ModelSpec:
     rope_theta: float | None = None
     rope_scaling: RopeScaling | None = None
     tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    max_window_layers: int = 0
     nominal_params: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -71,8 +87,27 @@ class ModelSpec:
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that have a value."""
-        return {name: value for name, value in asdict(self).items() if value is not None and value != {}}
+        """Return the fields that have a value; options of attention where they differ from the family's."""
+        usual = {**_OPTIONS, **family_of(self.family).defaults}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value is not None and value != {} and not (name in _OPTIONS and value == usual[name])
+        }
+
+    def window(self, layer: int) -> int | None:
+        """Return the sliding window of a block, or None where it attends to all tokens before."""
+        return self.sliding_window if layer >= self.max_window_layers else None
+
+    def mean_over_layers(self, of_window: Callable[[int | None], float]) -> float:
+        """Return the mean over the blocks of a function of their sliding window."""
+        windowed = max(0, self.layers - self.max_window_layers) / self.layers if self.sliding_window else 0.0
+        found = windowed * of_window(self.sliding_window) if windowed else 0.0
+        return found + ((1 - windowed) * of_window(None) if windowed < 1 else 0.0)
+
+    def attended(self, length: float) -> float:
+        """Return the document length at which causal attention without window has the same FLOPs."""
+        return self.mean_over_layers(lambda w: length if w is None or w >= length else 2 * w - w * w / length)
 
     @property
     def attention_width(self) -> int:
@@ -128,7 +163,7 @@ def _typed(values: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, str]
         if name not in names:
             near = nearest(name, names)
             problems[name] = f"{name} is not a model field" + (f" (did you mean {near}?)" if near else "")
-        elif value is None or (name == "rope_scaling" and value is False):
+        elif value is None or (name in ("rope_scaling", "sliding_window") and value is False):
             continue
         elif name == "rope_scaling":
             _take_scaling(value, good, problems)
@@ -143,11 +178,12 @@ def _typed(values: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, str]
 
 def _wrong_kind(name: str, value: object) -> str | None:
     """Return what the value should have been, or None if it is right."""
-    if name == "tied":
+    if name in _FLAGS:
         return None if isinstance(value, bool) else "true or false"
     if name == "family":
         return None if isinstance(value, str) else "a name"
-    wanted, kind = (int, "a whole number") if name in _COUNTS else (int | float, "a number")
+    whole = name in (*_COUNTS, "max_window_layers")
+    wanted, kind = (int, "a whole number") if whole else (int | float, "a number")
     return None if isinstance(value, wanted) and not isinstance(value, bool) else kind
 
 
@@ -208,7 +244,15 @@ def _shape_problems(known: Mapping[str, Any]) -> list[str]:
         problems.append(f"family must be {' or '.join(families())}, not {family!r}")
     if {"heads", "kv_heads"} <= f.keys() and f["heads"] % f["kv_heads"]:
         problems.append(f"heads {f['heads']} is not divisible by kv_heads {f['kv_heads']}")
-    return problems + families()[family].problems(f) if family in families() else problems
+    if family not in families():
+        return problems
+    if f.get("max_window_layers", 0) < 0:
+        problems.append(f"max_window_layers must not be negative, not {f['max_window_layers']}")
+    usual = {**_OPTIONS, **families()[family].defaults}
+    for name in _OPTIONS:
+        if f.get(name, _OPTIONS[name]) != usual[name] and name not in families()[family].options:
+            problems.append(f"{name} cannot be set for the family {family}")
+    return problems + families()[family].problems(f)
 
 
 @dataclass(frozen=True)
@@ -240,9 +284,15 @@ class FlopFormula:
     count: Callable[[ModelSpec, Workload], float]
 
 
+def sequence_flops(spec: ModelSpec, attended: float) -> float:
+    """Return the FLOPs per token of what mixes tokens in the forward pass of all blocks, without masked
+    positions: attention, or what the family has in its place."""
+    given = family_of(spec.family).sequence_flops
+    return given(spec, attended) if given else 2 * spec.layers * spec.attention_width * attended
+
+
 def _causal_attention(spec: ModelSpec, work: Workload) -> float:
-    """Return the FLOPs of the forward pass of attention, without masked positions."""
-    return 2 * spec.layers * spec.attention_width * work.attended
+    return sequence_flops(spec, work.attended)
 
 
 def _full_attention(spec: ModelSpec, work: Workload) -> float:
@@ -295,8 +345,10 @@ OLD_FORMULA_NAMES = {
 
 
 def attended_by(spec: ModelSpec, flops: float) -> float:
-    """Return the mean document length at which a token costs `flops` by the causal formula."""
-    return (flops - 6 * spec.matmul_parameters) / (6 * spec.layers * spec.attention_width)
+    """Return the mean `attended` length at which a token costs `flops` by the causal formula."""
+    fixed = sequence_flops(spec, 0.0)
+    per_length = sequence_flops(spec, 1.0) - fixed
+    return (flops / 3 - 2 * spec.matmul_parameters - fixed) / per_length if per_length else 0.0
 
 
 def flops_per_token(
@@ -309,12 +361,13 @@ def flops_per_token(
     """Return the FLOPs of forward and backward per token.
 
     Only `causal` and `hfu` depend on `attended`, and only `hfu` on what is recomputed: a fraction of the
-    blocks, or shares of their matmuls and attention.
+    blocks, or shares of their matmuls and attention. `attended` is twice the mean number of tokens that a
+    token attends to: the mean document length, or less with a sliding window.
     """
     if formula not in FLOP_FORMULAS:
         raise ValueError(f"no FLOP formula '{formula}'; there are {', '.join(FLOP_FORMULAS)}")
     again = recompute if isinstance(recompute, Recompute) else Recompute(recompute, recompute)
     if seq_len < 1 or not (0 <= again.matmul <= 2 and 0 <= again.attention <= 1):
         raise ValueError(f"seq_len {seq_len} must be positive and recompute {recompute} between 0 and 1")
-    work = Workload(seq_len, seq_len if attended is None else attended, again)
+    work = Workload(seq_len, spec.attended(seq_len) if attended is None else attended, again)
     return float(FLOP_FORMULAS[formula].count(spec, work))

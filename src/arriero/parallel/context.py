@@ -54,14 +54,19 @@ def apply_context_parallel(
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, AttentionCore):
-                setattr(module, name, ContextParallelAttention(ring, ulysses))
+                setattr(module, name, ContextParallelAttention(ring, ulysses, child.window))
 
 
 class ContextParallelAttention(AttentionCore):
     """Attention to whole sequences where each rank has a part of each; a group of one rank is not used."""
 
-    def __init__(self, ring: dist.ProcessGroup | None, ulysses: dist.ProcessGroup | None) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        ring: dist.ProcessGroup | None,
+        ulysses: dist.ProcessGroup | None,
+        window: int | None = None,
+    ) -> None:
+        super().__init__(window)
         self.ring = ring if ring is not None and ring.size() > 1 else None
         self.ulysses = ulysses if ulysses is not None and ulysses.size() > 1 else None
 
@@ -78,9 +83,12 @@ class ContextParallelAttention(AttentionCore):
             out = ring_attention(q, k, v, mask, self.ring)
         return out if self.ulysses is None else _heads_for_tokens(out, self.ulysses)
 
-    def mask(self, documents_BT: Tensor, device: torch.device) -> Mask:
+    def mask(self, shape: tuple[int, int], documents_BT: Tensor | None, device: torch.device) -> Mask:
         """Return the mask of whole sequences: Ulysses gathers all tokens, a ring visits all ranks."""
-        return super().mask(documents_BT, device) if self.ring is None else Documents(documents_BT)
+        if self.ring is not None:
+            return None if documents_BT is None else Documents(documents_BT)
+        tokens = shape[1] * (1 if self.ulysses is None else self.ulysses.size())
+        return super().mask((shape[0], tokens), documents_BT, device)
 
 
 def _tokens_for_heads(

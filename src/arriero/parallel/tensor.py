@@ -60,6 +60,8 @@ _STYLES: dict[Placement, Any] = {
     "gather sequence": _GatherSequence,
     "column-wise": ColwiseParallel,
     "row-wise": partial(RowwiseParallel, output_layouts=Shard(1)),
+    # norms of single heads, whose inputs are this rank's heads: (B, T, H, E)
+    "per head": partial(SequenceParallel, sequence_dim=2, use_local_output=True),
     "vocabulary embedding": partial(RowwiseParallel, input_layouts=Replicate(), output_layouts=Shard(1)),
     "position embedding": partial(ColwiseParallel, output_layouts=Shard(1)),
     "vocabulary head": _VocabularyHead,

@@ -80,6 +80,12 @@ class Work:
         return 4 if self.precision == "fp32" else 2
 
     @property
+    def visible(self) -> float | None:
+        """The attended length where attention is masked by documents or a sliding window."""
+        windowed = self.spec.sliding_window is not None and self.spec.sliding_window < self.seq_len
+        return self.spec.attended(self.attended or self.seq_len) if windowed else self.attended
+
+    @property
     def tokens(self) -> float:
         """Tokens of a micro-batch on one rank."""
         return self.micro_batch * self.seq_len / self.layout.cp
@@ -197,7 +203,7 @@ def _formulas(work: Work, rates: Rates) -> tuple[Passes, Passes, Passes]:
         max(1.0, spec.kv_heads / tp / work.ulysses),
         spec.head_dim,
         work.precision,
-        work.attended,
+        work.visible,
     )
     return matmul, attention, _elementwise(work, rates)
 
@@ -206,7 +212,7 @@ def _traced(work: Work, rates: Rates) -> tuple[Passes, Passes, Passes]:
     """Return the same of a block that is traced on the meta device, operator by operator."""
     spec, tp, tokens = work.spec, work.layout.tp, work.tokens
     costs = block_costs(spec, work.compiled, work.compute_bytes)
-    length = work.attended or work.seq_len
+    length = work.visible or work.seq_len
     matmul, moved, flops = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
     for number, operations in enumerate((costs.forward, costs.backward)):
         for each in operations:
@@ -218,7 +224,7 @@ def _traced(work: Work, rates: Rates) -> tuple[Passes, Passes, Passes]:
                 flops[number] += each.flops_at(round(tokens), length) / tp
             else:
                 moved[number] += rates.bytes(each.bytes_at(round(tokens))) / tp
-    masked = work.attended is not None
+    masked = work.visible is not None
     attention = rates.fused_attention(flops[0], flops[1], work.seq_len, spec.head_dim, masked)
     return Passes(*matmul), attention, Passes(*moved)
 

@@ -14,7 +14,7 @@ from arriero.config.fields import ActivationCheckpointing
 from arriero.config.keys import Problem
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline, config_of
-from arriero.model.spec import flops_per_token
+from arriero.model.spec import flops_per_token, sequence_flops
 from arriero.plan.layout import Layout
 from arriero.plan.memory import Choices, MemoryEstimate, estimate_memory, usable_bytes
 from arriero.plan.rules import Draft
@@ -171,7 +171,7 @@ class Chooser:
         count = -(-estimate.sequences // micro_batch)
         share = layout.tp * layout.pp
         each = flops_per_token(spec, length) / share
-        attention = 2 * spec.layers * spec.attention_width * length / share
+        attention = sequence_flops(spec, spec.attended(length)) / share
         matmuls = 2 * spec.layers * spec.block_matmul_parameters / share
         again = recomputed_share(choices.checkpointing, spec.layers, matmuls, attention) * (
             matmuls + attention

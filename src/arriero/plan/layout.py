@@ -6,7 +6,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from math import isqrt, lcm
 
-from arriero.model.spec import ModelSpec
+from arriero.model.spec import ModelSpec, sequence_flops
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -159,7 +159,7 @@ def micro_batch_counts(name: str, sequences: int, ranks: int, per_rank: int) -> 
 
 def stage_costs(spec: ModelSpec, seq_len: int) -> tuple[int, int, int]:
     """Return the multiply-adds per token of the embedding, of one block and of the head."""
-    attention = seq_len * spec.attention_width
+    attention = round(sequence_flops(spec, spec.attended(seq_len)) / 2 / spec.layers)
     return spec.dim, spec.block_matmul_parameters + attention, spec.vocab_size * spec.dim
 
 

@@ -113,6 +113,12 @@ def context_problems(draft: Draft, ulysses: int, ring: int, heads: int, kv_heads
         what = f"'ulysses' cannot share {heads} heads and {kv_heads} kv heads over cp {cp}"
         yield Problem("parallel.context", what, "set it to 'auto', which adds a ring")
         return
+    window, longest = draft.spec.sliding_window, max(p.seq_len for p in Timeline.of(draft.config).phases)
+    if ring > 1 and window is not None and window < longest:
+        what = f"cp {cp} over {heads} heads and {kv_heads} kv heads needs ring attention, "
+        what += f"which has no sliding window (model.sliding_window is {window})"
+        todo = "use a cp that divides the heads, with parallel.context = 'auto' (Ulysses)"
+        yield Problem("parallel.cp", what, todo)
     pieces = tokens_divisor(ulysses, ring)
     both = " x ".join(f"{axis} {degree}" for axis, degree in (("cp", cp), ("tp", tp)) if degree > 1)
     for i, phase in enumerate(Timeline.of(draft.config).phases):

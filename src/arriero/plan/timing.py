@@ -157,7 +157,7 @@ def _compose(work: Work, rates: Rates, block: BlockTime, ends: EndTime, host: Pa
         optimizer=optimizer,
         host=sum(times[s].host(work.micro_batches) for s in busiest) + _STEP,
         tokens=work.tokens_per_step,
-        flops=flops_per_token(spec, work.seq_len, attended=work.attended),
+        flops=flops_per_token(spec, work.seq_len, attended=work.visible),
         devices=layout.ranks,
         peak=device.bf16 * 1e12 if device.bf16 and work.precision != "fp32" else None,
         stages=tuple(times),

@@ -148,7 +148,10 @@ class Session:
         """Return the FLOPs of a batch; with a document mask tokens attend inside their document."""
         attended = None
         if batch.positions_BT is not None:
-            attended = float((2 * batch.positions_BT + 1).double().mean())
+            seen_BT = batch.positions_BT + 1
+            attended = self.spec.mean_over_layers(
+                lambda w: float((2 * (seen_BT if w is None else seen_BT.clamp(max=w)) - 1).double().mean())
+            )
         again = self.recompute if formula == "hfu" else 0.0
         width = batch.tokens_BT.shape[1]
         return batch.real_tokens * flops_per_token(self.spec, width, formula, again, attended)

@@ -37,9 +37,10 @@ def _meta() -> ModuleType:
 
 def _count(spec: "ModelSpec") -> ParameterCounts:
     attention = 2 * spec.dim * (spec.heads + spec.kv_heads) * spec.head_dim
-    return ParameterCounts(
-        block_matmul=attention + 3 * spec.dim * spec.ffn, block_other=2 * spec.dim, final_norm=spec.dim
-    )
+    other = 2 * spec.dim + (2 * spec.head_dim if spec.qk_norm else 0)
+    if spec.qkv_bias:
+        other += (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    return ParameterCounts(attention + 3 * spec.dim * spec.ffn, other, final_norm=spec.dim)
 
 
 def _problems(fields: Mapping[str, Any]) -> list[str]:
@@ -60,11 +61,15 @@ def _problems(fields: Mapping[str, Any]) -> list[str]:
 
 def _shapes(spec: "ModelSpec") -> dict[str, tuple[int, ...]]:
     dim, ffn, query, kv = spec.dim, spec.ffn, spec.attention_width, spec.kv_heads * spec.head_dim
+    biases = {f"attention.{name}.bias": (width,) for name, width in zip("qkv", (query, kv, kv), strict=True)}
+    norms = {f"attention.{name}_norm.weight": (spec.head_dim,) for name in "qk"}
     return {
         "attention_norm.weight": (dim,),
         "attention.q.weight": (query, dim),
         "attention.k.weight": (kv, dim),
         "attention.v.weight": (kv, dim),
+        **(biases if spec.qkv_bias else {}),
+        **(norms if spec.qk_norm else {}),
         "attention.o.weight": (dim, query),
         "ffn_norm.weight": (dim,),
         "ffn.gate.weight": (ffn, dim),
@@ -118,7 +123,7 @@ LLAMA = Family(
     count_parameters=_count,
     defaults={"norm_eps": 1e-5, "rope_theta": 10000.0, "tied": False},
     problems=_problems,
-    placements={**DECODER_PLACEMENTS, "blocks.*.ffn.gate": "column-wise"},
+    placements=DECODER_PLACEMENTS,
     hf=_hf,
     meta=_meta,
     presets=Path(__file__).with_name("presets.toml"),

@@ -8,7 +8,8 @@ from arriero.model.name_maps import HuggingFaceNames
 from arriero.model.spec import ModelSpec
 
 
-def _config(spec: ModelSpec) -> dict[str, Any]:
+def rope_config(spec: ModelSpec) -> dict[str, Any]:
+    """Return the keys of RoPE; those of other families with Llama's RoPE are the same."""
     scaling = None
     if spec.rope_scaling is not None:
         scaling = {
@@ -26,7 +27,8 @@ def _config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _from_config(fields: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def fields_from_config(fields: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Complete the fields read from config.json by the epsilon of the norms and RoPE."""
     return fields | {"norm_eps": config.get("rms_norm_eps", 1e-6)} | _rope_from_config(config, where)
 
 
@@ -95,7 +97,7 @@ NAMES = HuggingFaceNames(
         "ffn.up": "mlp.up_proj",
         "ffn.down": "mlp.down_proj",
     },
-    config=_config,
-    from_config=_from_config,
+    config=rope_config,
+    from_config=fields_from_config,
     not_weights=r"rotary_emb\.inv_freq$",
 )

@@ -1,0 +1,37 @@
+"""Qwen2, Qwen2.5 and Qwen3: Llama with biases on q, k and v, or with norms of q and k. Imports no torch."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from arriero.model.llama.family import LLAMA
+
+if TYPE_CHECKING:
+    from arriero.model.name_maps import HuggingFaceNames
+
+
+def _hf2() -> "HuggingFaceNames":
+    from arriero.model.qwen.hf_names import QWEN2_NAMES
+
+    return QWEN2_NAMES
+
+
+def _hf3() -> "HuggingFaceNames":
+    from arriero.model.qwen.hf_names import QWEN3_NAMES
+
+    return QWEN3_NAMES
+
+
+_USUAL = {"norm_eps": 1e-6, "rope_theta": 1e6, "tied": False}
+
+QWEN2 = replace(
+    LLAMA,
+    name="qwen2",
+    defaults={**_USUAL, "qkv_bias": True},
+    options=("sliding_window", "max_window_layers"),
+    hf=_hf2,
+    meta=None,
+    presets=Path(__file__).with_name("presets.toml"),
+)
+# its presets are in the same file
+QWEN3 = replace(QWEN2, name="qwen3", defaults={**_USUAL, "qk_norm": True}, hf=_hf3, presets=None)

@@ -1,0 +1,67 @@
+"""Qwen2 and Qwen3 as Hugging Face names them; both have the keys of a sliding window."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from arriero.errors import UserError
+from arriero.model.llama import hf_names as llama
+from arriero.model.spec import ModelSpec
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _biases(spec: ModelSpec) -> dict[str, str]:
+    return {
+        f"blocks.{layer}.attention.{part}.bias": f"model.layers.{layer}.self_attn.{part}_proj.bias"
+        for layer in range(spec.layers)
+        for part in "qkv"
+    }
+
+
+def _config(spec: ModelSpec) -> dict[str, Any]:
+    windows = [spec.window(layer) is not None for layer in range(spec.layers)]
+    return llama.rope_config(spec) | {
+        "use_sliding_window": any(windows),
+        "sliding_window": spec.sliding_window,
+        "max_window_layers": spec.max_window_layers if any(windows) else spec.layers,
+        "layer_types": [_KINDS[windowed] for windowed in windows],
+    }
+
+
+def _from_config(fields: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    layers, first, kinds = fields["layers"], config.get("max_window_layers", 28), config.get("layer_types")
+    fields = llama.fields_from_config(fields, config, where)
+    fields["kv_heads"] = config.get("num_key_value_heads", 32)
+    if isinstance(kinds, list):
+        first = kinds.count(_KINDS[0])
+        if kinds != [_KINDS[i >= first] for i in range(len(kinds))]:
+            what = f"{where}: layer_types is {kinds!r}, not full_attention first and sliding_attention after"
+            raise UserError(what, "this variant of the model is not supported")
+    if config.get("use_sliding_window") and not (isinstance(layers, int) and first >= layers):
+        fields |= {"sliding_window": config.get("sliding_window", 4096), "max_window_layers": first}
+    return fields
+
+
+def _qwen3_from_config(fields: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    return _from_config(fields, config, where) | {"head_dim": config.get("head_dim", 128)}
+
+
+QWEN2_NAMES = replace(
+    llama.NAMES,
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    fixed={"hidden_act": "silu"},
+    further=_biases,
+    config=_config,
+    from_config=_from_config,
+)
+QWEN3_NAMES = replace(
+    QWEN2_NAMES,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    fixed={"hidden_act": "silu", "attention_bias": False},
+    block={**llama.NAMES.block, **{f"attention.{n}_norm": f"self_attn.{n}_norm" for n in "qk"}},
+    further=lambda _: {},
+    from_config=_qwen3_from_config,
+)
