@@ -56,6 +56,37 @@ def test_a_prompt_that_fills_the_context_ends_and_the_others_go_on(shape):
     assert [len(row) for row in together] == [2, 10]
 
 
+@pytest.mark.parametrize("shape", ["gqa", "gpt2"])
+def test_a_prompt_that_has_ended_is_not_computed_any_more(shape, monkeypatch):
+    """The long prompt fills the context first; the short one then has many more tokens left."""
+    model, seen = lively(replace(spec_of(shape), max_seq_len=32)), []
+    embed = type(model).embed
+
+    def recorded(self, tokens_BT, positions):
+        seen.append((tokens_BT.shape[0], int(positions.max())))
+        return embed(self, tokens_BT, positions)
+
+    monkeypatch.setattr(type(model), "embed", recorded)
+    long, short = prompts_of((30, 2))
+    together = continued(model, [long, short], 25)
+    assert [len(row) for row in together] == [2, 25]
+    assert max(position for _, position in seen) < 32
+    assert [rows for rows, _ in seen] == [1, 1, 2, *[1] * 23]
+    assert together[1] == continued(model, [short], 25)[0]
+
+
+def test_a_prompt_that_ended_cannot_stop_the_others_by_nan():
+    """The embedding of the token that ends a prompt is NaN: whoever reads it computes NaN."""
+    model = lively(spec_of("gqa"))
+    prompts = prompts_of((4, 6))
+    rows = continued(model, prompts, 12)
+    elsewhere = {*prompts[0], *prompts[1], *rows[1]}
+    last = next(token for token in rows[0] if token not in elsewhere)
+    model.embedding.weight.data[last] = torch.nan
+    ended = rows[0][: rows[0].index(last) + 1]
+    assert continued(model, prompts, 12, stop=(last,)) == [ended, rows[1]]
+
+
 def test_training_mode_and_attention_are_restored():
     model = lively(spec_of("gqa"))
     before = [block.attention.core for block in model.blocks.values()]

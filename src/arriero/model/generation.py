@@ -70,6 +70,16 @@ class KVCache:
         self.batch, self.capacity = batch, capacity
         self.rows, self.begin, self.is_prompt = slice(0, batch), 0, True
         self.visible_B11T: Tensor | None = None
+        self.stored: dict[AttentionCore, list[Tensor]] = {}
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Delete the keys and values of all other rows."""
+        self.batch = len(rows)
+        for tensors in self.stored.values():
+            index = torch.tensor(rows, device=tensors[0].device)
+            # one at a time, so that only one tensor exists twice
+            for i, tensor in enumerate(tensors):
+                tensors[i] = tensor[index]
 
 
 class CachedAttentionCore(AttentionCore):
@@ -78,20 +88,19 @@ class CachedAttentionCore(AttentionCore):
     def __init__(self, cache: KVCache, window: int | None) -> None:
         super().__init__(window)
         self._cache = cache
-        self._stored: tuple[Tensor, Tensor] | None = None
 
     def forward(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Mask) -> Tensor:
         cache, tokens = self._cache, q_BTHE.shape[1]
-        if self._stored is None:
+        if self not in cache.stored:
             shape = (cache.batch, cache.capacity, *k_BTKE.shape[2:])
             # not empty: a hidden value is multiplied by zero, which NaN survives
-            self._stored = k_BTKE.new_zeros(shape), v_BTKE.new_zeros(shape)
-        for stored, new in zip(self._stored, (k_BTKE, v_BTKE), strict=True):
+            cache.stored[self] = [k_BTKE.new_zeros(shape), v_BTKE.new_zeros(shape)]
+        for stored, new in zip(cache.stored[self], (k_BTKE, v_BTKE), strict=True):
             stored[cache.rows, cache.begin : cache.begin + tokens] = new
         if cache.is_prompt:
             return attend_causally(q_BTHE, k_BTKE, v_BTKE, self.window)
         first = 0 if self.window is None else max(0, cache.begin + 1 - self.window)
-        keys, values = (stored[cache.rows, first : cache.begin + 1] for stored in self._stored)
+        keys, values = (stored[cache.rows, first : cache.begin + 1] for stored in cache.stored[self])
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, keys, values))
         grouped = q.shape[1] != k.shape[1]
         visible = None if cache.visible_B11T is None else cache.visible_B11T[..., first:]
@@ -143,16 +152,19 @@ def generate(
         return
     left = [min(max_tokens, model.spec.max_seq_len - len(prompt)) for prompt in prompts]
     generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
-    decoder = _Decoder(model, prompts, max(left))
+    decoder, live = _Decoder(model, prompts, max(left)), list(range(len(prompts)))
     with decoder.attached():
         logits_BV = decoder.prefill()
         while True:
-            chosen = sampling.choose(logits_BV, generators)
-            yield [token if n > 0 else None for token, n in zip(chosen, left, strict=True)]
-            left = [0 if token in stop else n - 1 for token, n in zip(chosen, left, strict=True)]
-            if max(left) <= 0:
+            chosen = dict(zip(live, sampling.choose(logits_BV, [generators[i] for i in live]), strict=True))
+            yield [chosen.get(i) for i in range(len(prompts))]
+            going_on = [i for i in live if left[i] > 1 and chosen[i] not in stop]
+            if not going_on:
                 return
-            logits_BV = decoder.step(chosen)
+            # prompts that have ended are not computed any more: their context may be full
+            decoder.keep([live.index(i) for i in going_on])
+            live, left = going_on, [n - 1 for n in left]
+            logits_BV = decoder.step([chosen[i] for i in live])
 
 
 def check_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
@@ -199,18 +211,26 @@ class _Decoder:
             logits.append(self._last([prompt], [range(len(prompt))]))
         return torch.cat(logits)
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Continue with these rows alone."""
+        if len(rows) == len(self._rows):
+            return
+        self._rows = [self._rows[i] for i in rows]
+        self._padding = [self._padding[i] for i in rows]
+        if self._cache is not None:
+            self._cache.keep(rows)
+
     @torch.no_grad()
     def step(self, chosen: Sequence[int]) -> Tensor:
         """Return the logits after one more token per row."""
         for row, token in zip(self._rows, chosen, strict=True):
-            # a row whose context is full has ended; it stays as it is while others continue
-            if len(row) < self._model.spec.max_seq_len:
-                row.append(token)
+            row.append(token)
         if self._cache is None:
             return self.prefill()
         cache = self._cache
         cache.rows, cache.begin = slice(0, len(self._rows)), self._end
         self._end, cache.is_prompt = self._end + 1, False
+        cache.visible_B11T = None
         if any(self._padding):
             padding_B = torch.tensor(self._padding, device=self._device)
             cache.visible_B11T = (
