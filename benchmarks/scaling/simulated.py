@@ -11,9 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from arriero.parallel.hostlist import hosts
+
 from arriero.config.load import load_run
 from arriero.model.presets import expand
-from arriero.parallel.hostlist import hosts
 from arriero.plan.hardware import machine_named
 from arriero.plan.resolve import resolve
 

@@ -19,7 +19,14 @@ class UserError(Exception):
         super().__init__(f"{what}; {todo}" if todo else what)
 
     def __reduce__(self) -> tuple[type["UserError"], tuple[str, str]]:
-        return UserError, (self.what, self.todo)
+        kind = UserError if self.exit_code == UserError.exit_code else NodeError
+        return kind, (self.what, self.todo)
+
+
+class NodeError(UserError):
+    """An error of one node, which the same command may not have on another; the exit code is 75."""
+
+    exit_code = EXIT_RESTART
 
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:

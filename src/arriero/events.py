@@ -15,6 +15,7 @@ from typing import Any, TextIO
 _KEPT_RECORDS = 20_000
 
 EVENTS = "events.jsonl"
+METRICS = "metrics.jsonl"
 # written when a signal ends a run, removed by the next start: job scripts read it
 STOPPED = "stopped.json"
 # written by rank 0 while it runs, followed by a supervisor
@@ -33,6 +34,27 @@ def events_since(path: Path, kind: str) -> list[dict[str, Any]]:
         elif "event" in event:
             found.append(event)
     return found
+
+
+def end_of(run_dir: Path) -> dict[str, Any] | None:
+    """Return the event with which training has ended; None if it runs, was stopped or has not started.
+
+    A supervisor writes events of its own after it.
+    """
+    history = events_since(run_dir / EVENTS, START_OVER)
+    last = next((event for event in reversed(history) if event["event"] in ("start", "end")), None)
+    return last if last is not None and last["event"] == "end" else None
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl that count: a step that is taken again replaces it and later ones."""
+    kept: list[dict[str, Any]] = []
+    for line in read_records(run_dir / METRICS):
+        if isinstance(line.get("step"), int):
+            while kept and kept[-1]["step"] >= line["step"]:
+                kept.pop()
+            kept.append(line)
+    return kept
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -68,15 +68,20 @@ def sync_tree(directory: Path) -> None:
         sync(Path(folder))
 
 
-def publish_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers see the old content or all of the new one."""
+def publish_file(path: Path, content: bytes, is_durable: bool = True) -> None:
+    """Write a file atomically: readers see the old content or all of the new one.
+
+    A file that need not survive a crash of the machine does not wait for the disk.
+    """
     making = path.with_name(f"{path.name}.tmp")
     with making.open("wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        if is_durable:
+            os.fsync(file.fileno())
     making.replace(path)
-    sync(path.parent)
+    if is_durable:
+        sync(path.parent)
 
 
 def publish_directory(making: Path, target: Path) -> None:

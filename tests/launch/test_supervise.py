@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 
 from arriero.config.load import load_run
+from arriero.errors import NodeError, UserError
 from arriero.launch.allocation import StepResult
-from arriero.launch.supervisor import Failure, Nodes, Size, smaller_size
+from arriero.launch.failures import Failure, Failures, Nodes
+from arriero.launch.supervisor import Size, smaller_size
 from arriero.model.presets import expand
-from arriero.train.goodput import goodput
+from arriero.parallel.world import World
+from arriero.report.goodput import goodput
 from arriero.train.hang import describe_hang
+from arriero.train.rank_process import report_failure
 from launch.faults import Faults
 
 
@@ -40,6 +44,53 @@ def test_a_node_is_left_out_after_two_failures_of_its_ranks_or_at_once_if_it_die
     assert nodes.usable == ["n3"]
 
 
+def test_a_node_that_is_surely_the_cause_is_left_out_at_once_if_there_is_a_spare():
+    spare, none = Nodes(["n1", "n2", "n3"], wanted=2), Nodes(["n1", "n2"], wanted=2)
+    broken = Failure("no GPU", "n2", is_of_node=True)
+    assert (spare.charge(broken), none.charge(broken)) == ("n2", None)
+    assert none.charge(broken) == "n2"
+
+
+@pytest.fixture
+def failures(tmp_path):
+    """Let ranks report errors of their nodes, as their processes do; return what the supervisor concludes."""
+    found = Failures(tmp_path)
+
+    def report(*nodes, error=None, code=75):
+        error = error or NodeError("there is no GPU", "look for one")
+        found.clear()
+        for rank, node in enumerate(nodes):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("SLURMD_NODENAME", node)
+                report_failure(tmp_path, World(rank, 4), error)
+        return found.of(StepResult(code, []), 0.0)
+
+    return report
+
+
+def test_an_error_of_one_node_is_charged_to_it_and_the_run_restarted(failures):
+    failure = failures("n2")
+    assert (failure.node, failure.can_restart, failure.is_of_node) == ("n2", True, True)
+    assert "there is no GPU" in failure.reason
+
+
+def test_an_error_that_two_nodes_report_before_training_is_not_the_fault_of_one(failures, tmp_path):
+    assert not failures("n1", "n2").can_restart
+    assert failures("n1").can_restart is False
+    write(tmp_path / "events.jsonl", [{"event": "start", "time": 1.0}])
+    assert failures("n3").can_restart
+
+
+def test_an_error_of_the_run_itself_ends_the_job(failures):
+    assert not failures("n1", error=UserError("a wrong key", "correct it"), code=2).can_restart
+
+
+def test_half_a_failure_file_is_ignored(failures, tmp_path):
+    failures("n2")
+    (tmp_path / "logs" / "failed-00001.json").write_text('{"time": 1.0, "ra')
+    assert Failures(tmp_path).of(StepResult(75, []), 0.0).node == "n2"
+
+
 @pytest.mark.parametrize(
     ("layout", "usable", "expected"),
     [
@@ -48,6 +99,8 @@ def test_a_node_is_left_out_after_two_failures_of_its_ranks_or_at_once_if_it_die
         ({"dp_replicate": -1, "dp_shard": 2, "tp": 2}, 3, (2, 4, 1)),
         ({"dp_replicate": 1, "dp_shard": -1}, 3, None),
         ({"dp_replicate": 2, "dp_shard": -1}, 1, None),
+        ({"dp_replicate": 2, "dp_shard": "auto"}, 1, None),
+        ({"dp_replicate": "auto"}, 3, None),
     ],
 )
 def test_fewer_replicas_keep_the_global_batch(layout, usable, expected):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from arriero.errors import UserError
+from arriero.errors import EXIT_RESTART, NodeError, UserError
 from arriero.parallel.spawn import RankFailed, run_ranks
 from arriero.parallel.world import process_group, world_from
 
@@ -61,5 +61,30 @@ def test_a_killed_rank_is_named():
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.barrier()
 
-    with pytest.raises(UserError, match=r"rank 1 was killed \(SIGKILL\)"):
+    with pytest.raises(UserError, match=r"rank 1 was killed \(SIGKILL\)") as caught:
         run_ranks(work, 2, leader_prints=False)
+    assert caught.value.exit_code == EXIT_RESTART
+
+
+def test_a_killed_rank_is_the_cause_however_late_its_end_is_noticed():
+    """Under load, the error of another rank may be written long before the end of the killed one is seen."""
+
+    def work():
+        if world_from().rank == 1:
+            raise RuntimeError("connection closed by peer")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        threading.Event().wait(1.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(UserError, match=r"rank 0 was killed \(SIGKILL\)"):
+        run_ranks(work, 2, leader_prints=False)
+
+
+@pytest.mark.parametrize("kind", [UserError, NodeError])
+def test_an_error_of_a_rank_keeps_its_exit_code(kind):
+    def work():
+        raise kind("there is no GPU", "look for one")
+
+    with pytest.raises(kind) as caught:
+        run_ranks(work, 2, leader_prints=False)
+    assert caught.value.exit_code == kind.exit_code

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from arriero.errors import UserError
+from arriero.errors import NodeError, UserError
 from arriero.train.device import Device, choose_device
 
 
@@ -34,6 +34,16 @@ def test_second_process_on_the_only_gpu_is_rejected(monkeypatch):
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
     with pytest.raises(UserError, match="process 1 of this node has no GPU of its own: there are 1"):
         choose_device("auto", local_rank=1, local_size=2)
+
+
+@pytest.mark.parametrize("variables", [{"SLURM_GPUS_ON_NODE": "2"}, {"SLURM_STEP_ID": "0"}])
+def test_a_gpu_that_is_missing_on_a_node_of_slurm_is_an_error_of_the_node(monkeypatch, variables):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "SLURM_STEP_ID" in variables)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NodeError):
+        choose_device("cuda", local_rank=1, local_size=2)
 
 
 def test_cpu_reports_its_free_memory():

@@ -168,8 +168,12 @@ def test_the_guard_ignores_noise_and_falling_losses_and_keeps_its_state():
     falling = [10 * 0.99**i + float(noise[i]) for i in range(200)]
     guard = Guard(section, device, scaled_loss=False)
     assert all(judged(guard, falling))
+    guard.rollbacks = [7]
     other = Guard(section, device, scaled_loss=False)
     other.load(guard.state())
     assert other.state() == guard.state()
+    # a rollback loads an older state and is still counted after it
+    other.load({"losses": other.state()["losses"]})
+    assert other.rollbacks == [7]
     assert judged(other, [falling[-1] + 5, falling[-1]]) == [False, True]
     assert int(other.bad_count) == 1

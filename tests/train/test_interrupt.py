@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from arriero.config.load import load_run
 from arriero.errors import UserError
@@ -274,6 +275,22 @@ def test_a_profile_is_written_on_demand_and_training_continues(config):
     run_dir = Path(config.run.dir) / "run"
     assert [path.name for path in run_dir.glob("profiles/*")] == ["trace-00000003.json.gz"]
     assert not (run_dir / "profile-now").exists()
+
+
+def test_a_profile_that_cannot_start_is_a_warning(config, capfd, monkeypatch):
+    """As when another profiler of the process, which torch knows, has not ended."""
+
+    def start(_):
+        raise RuntimeError("profiler is already enabled")
+
+    class Ask(Hook):
+        def on_step(self, session, step, tokens):
+            if step == 1:
+                (session.run_dir / "profile-now").touch()
+
+    monkeypatch.setattr(torch.profiler.profile, "start", start)
+    assert run(config, [Ask()]).steps == 6
+    assert "the profile was not written" in capfd.readouterr().err
 
 
 def test_a_launcher_locks_the_directory_survives_sigusr1_and_exits_with_its_signal(tmp_path):

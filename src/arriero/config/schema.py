@@ -571,7 +571,8 @@ class GuardSection(Section):
         "its cause some steps earlier.",
     )
     max_rollbacks: Annotated[int, Field(ge=0)] = Field(
-        5, description="Rollbacks after which a process of the run stops with an error."
+        5,
+        description="Rollbacks within 10,000 steps, also over restarts, after which the run stops.",
     )
     hang_factor: Annotated[float, Field(ge=2)] | Literal[False] = Field(
         20.0,

@@ -11,7 +11,7 @@ from arriero.checkpoint.scores import attach_evaluation, has_evaluation
 from arriero.errors import UserError
 from arriero.evaluate.perplexity import Perplexity, PerplexityRequest, measure_perplexity
 from arriero.evaluate.tasks import TaskScores, TasksRequest, evaluate_tasks
-from arriero.events import EVENTS, START_OVER, events_since
+from arriero.events import end_of
 from arriero.parallel.spawn import RankFailed, run_ranks
 
 Request = PerplexityRequest | TasksRequest
@@ -40,7 +40,7 @@ def watch_run(
     failed = False
     while True:
         # asked before looking: a checkpoint may be saved between the two
-        has_ended = once or _has_ended(run)
+        has_ended = once or end_of(run) is not None
         for request, saved in _unevaluated(run, requests, tried):
             tried.add((_kind(request), saved.step))
             result = _evaluate(request, saved, nproc)
@@ -49,12 +49,6 @@ def watch_run(
         if has_ended:
             return failed
         time.sleep(poll_s)
-
-
-def _has_ended(run: Path) -> bool:
-    history = events_since(run / EVENTS, START_OVER) if (run / EVENTS).is_file() else []
-    # a supervisor writes its own events after the end
-    return [event["event"] for event in history if event["event"] in ("start", "end")][-1:] == ["end"]
 
 
 def _kind(request: Request) -> str:

@@ -11,17 +11,27 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from arriero import slurm
 from arriero.errors import UserError
+from arriero.events import warn
 
 _TASK = re.compile(r"(?:srun|slurmstepd): error: (\S+): tasks? (\d+)[\d,-]*: (.+)")
 _RANK = re.compile(r"rank (\d+) was killed \((\w+)\)")
 _DEAD = re.compile(r"Node failure on (\S+)|DUE TO NODE (\S+) FAILURE")
 _KEPT_LINES = 400
 _USABLE = ("allocated", "mixed", "idle", "completing", "planned", "reserved")
+# what may have been given to sbatch beside the script
+_KEPT = {
+    "job-name": "JobName",
+    "partition": "Partition",
+    "account": "Account",
+    "time": "TimeLimit",
+    "qos": "QOS",
+    "reservation": "Reservation",
+}
 
 
 @dataclass(frozen=True)
@@ -82,14 +92,14 @@ class Step:
         if self._job is None:
             self._process.send_signal(number)
         for step in _own_steps(self._job) if self._job else ():
-            _run("scancel", f"--signal={signal.Signals(number).name[3:]}", step)
+            slurm.command("scancel", f"--signal={signal.Signals(number).name[3:]}", step)
 
     def kill(self) -> None:
         """Write the stacks of all ranks into their logs, then end the step."""
         self.send(signal.SIGUSR2)
         time.sleep(3.0)
         for step in _own_steps(self._job) if self._job else ():
-            _run("scancel", "--signal=KILL", step)
+            slurm.command("scancel", "--signal=KILL", step)
         self._process.kill()
 
     def output(self) -> list[str]:
@@ -98,16 +108,8 @@ class Step:
 
 def _own_steps(job: str) -> list[str]:
     """Return the running steps of a job that srun started, such as '123.0'."""
-    shown = _run("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i").stdout.split()
-    return [step for step in shown if step.rpartition(".")[2].isdigit()]
-
-
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command; a controller that does not answer is a failed command, not an exception."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    except subprocess.TimeoutExpired as error:
-        return subprocess.CompletedProcess(command, 1, "", f"no answer within {error.timeout:.0f} s")
+    asked = slurm.command("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i")
+    return [step for step in asked.stdout.split() if step.rpartition(".")[2].isdigit()]
 
 
 class Allocation:
@@ -116,12 +118,7 @@ class Allocation:
     def __init__(self, tasks_per_node: int) -> None:
         self.job = os.environ["SLURM_JOB_ID"]
         self._tasks_per_node = tasks_per_node
-        shown = _run("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])
-        if shown.returncode:
-            raise UserError(
-                f"`scontrol show hostnames` failed: {shown.stderr.strip()}", "check the Slurm client"
-            )
-        self.nodes = shown.stdout.split()
+        self.nodes = list(slurm.hosts(os.environ["SLURM_JOB_NODELIST"]))
 
     def start(self, command: Sequence[str], nodes: int, ranks: int, chosen: Sequence[str]) -> Step:
         """Start the ranks as a step on the chosen nodes; it ends when one rank fails."""
@@ -138,7 +135,8 @@ class Allocation:
         """Return the nodes that Slurm reports as down, drained or not responding."""
         if not nodes:
             return {}
-        shown = _run("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T")
+        names = f"--nodes={','.join(nodes)}"
+        shown = slurm.command("sinfo", "--noheader", "--Node", names, "--format=%N %T")
         states = dict(line.split(maxsplit=1) for line in shown.stdout.splitlines() if " " in line)
         return {
             node: f"Slurm reports it as {state}"
@@ -149,51 +147,58 @@ class Allocation:
     def describe(self) -> dict[str, Any]:
         """Return job, nodes, and when it was submitted and started, in seconds since 1970."""
         shown = self._shown()
-        times = {"submitted": shown.get("SubmitTime", ""), "started": shown.get("StartTime", "")}
-        if int(shown.get("Restarts", 0) or 0):
-            # a requeued job waits from its requeue on, which Slurm stores as the time it became eligible
-            times["submitted"] = shown.get("EligibleTime", "")
+        # a requeued job waits from its requeue on, which Slurm stores as the time it became eligible
+        since = "EligibleTime" if shown.get("Restarts", "0") not in ("", "0") else "SubmitTime"
+        times = {"submitted": slurm.moment(shown.get(since)), "started": slurm.moment(shown.get("StartTime"))}
         return {
             "job": self.job,
             "nodes": self.nodes,
             "tasks_per_node": self._tasks_per_node,
-            **{name: seconds for name, text in times.items() if (seconds := _seconds(text)) is not None},
+            **{name: seconds for name, seconds in times.items() if seconds is not None},
         }
 
     def requeue(self) -> str | None:
         """Requeue the job; return the problem if it cannot be."""
-        if self._shown().get("JobState") != "RUNNING":
+        state = self._shown().get("JobState")
+        if state not in ("RUNNING", slurm.NO_ANSWER):
             return "it is being cancelled"
-        done = _run("scontrol", "requeue", self.job)
-        return done.stderr.strip() or f"scontrol ended with {done.returncode}" if done.returncode else None
+        return slurm.problem_of(slurm.command("scontrol", "requeue", self.job))
 
     def resubmit(self, exclude: Sequence[str]) -> str | None:
-        """Submit the same job again, to start after this one, without these nodes."""
+        """Submit the same job again, to start after this one, without these nodes; return the problem.
+
+        Jobs that wait for the end of this one, as in a chain, wait for the new one instead.
+        """
         shown = self._shown()
-        script = shown.get("Command", "")
-        if not Path(script).is_file():
-            return f"the job script {script or '?'} does not exist any more"
-        kept = {"job-name": "JobName", "partition": "Partition", "account": "Account", "time": "TimeLimit"}
-        options = [f"--{option}={shown[key]}" for option, key in kept.items() if _is_set(shown.get(key))]
+        script = Path(shown.get("Command", ""))
+        if not script.is_file():
+            return f"the job script {script} does not exist any more"
+        options = [
+            f"--{option}={shown[key]}" for option, key in _KEPT.items() if slurm.is_set(shown.get(key))
+        ]
         options += [f"--nodes={len(self.nodes)}", f"--dependency=afterany:{self.job}"]
-        known = [node for node in (shown.get("ExcNodeList") or "").split(",") if _is_set(node)]
+        known = [shown["ExcNodeList"]] if slurm.is_set(shown.get("ExcNodeList")) else []
         options += [f"--exclude={','.join([*known, *exclude])}"] if known or exclude else []
-        done = _run("sbatch", "--parsable", *options, script)
-        return done.stderr.strip() or "sbatch failed" if done.returncode else None
+        waiting = self._waiting()
+        try:
+            new = slurm.submit(script, *options, replaces=self.job)
+        except UserError as error:
+            return error.what
+        for job in waiting:
+            done = slurm.command("scontrol", "update", f"JobId={job}", f"Dependency=afterany:{new}")
+            if (problem := slurm.problem_of(done)) is not None:
+                warn(f"job {job} does not wait for job {new}, which replaces {self.job}: {problem}")
+        return None
+
+    def _waiting(self) -> list[str]:
+        """Return the jobs of this user that start when this job has ended, however it ended."""
+        asked = slurm.command("squeue", "--me", "--noheader", "--states=PENDING", "--format=%i %E")
+        lines = [line.split(maxsplit=1) for line in asked.stdout.splitlines()]
+        waits = re.compile(rf"afterany:{self.job}\b")
+        return [words[0] for words in lines if len(words) == 2 and waits.search(words[1])]
 
     def _shown(self) -> dict[str, str]:
-        shown = _run("scontrol", "show", "job", "--oneliner", self.job).stdout
-        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
-
-
-def _is_set(value: str | None) -> bool:
-    return bool(value) and value not in ("(null)", "None")
-
-
-def _seconds(text: str) -> float | None:
-    with suppress(ValueError):
-        return datetime.fromisoformat(text).timestamp()
-    return None
+        return slurm.job_facts([self.job]).get(self.job, {})
 
 
 class Local:

@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from arriero.config.schema import RunConfig
 from arriero.config.site import Site, Variable
 from arriero.config.timeline import total_steps
 from arriero.errors import UserError
-from arriero.events import EVENTS, START_OVER, events_since
+from arriero.events import EVENTS, START_OVER, end_of, events_since, metrics_of
 from arriero.model.spec import ModelSpec
 from arriero.plan.layout import AXES
 from arriero.train.rundir import run_directory
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 RUN_FILE = "resolved.toml"
 PLAN = "plan.json"
-METRICS = "metrics.jsonl"
 # Slurm checks time limits every 30 s and may send a signal up to 60 s early
 _SLACK_S = 90
 _LEAST_S = 120
@@ -197,7 +196,7 @@ def signal_seconds(config: RunConfig, request: JobRequest, step_s: float | None 
     """Return how many seconds before the time limit Slurm must send the signal, and why."""
     run_dir = run_directory(config)
     saves = [event for event in events_since(run_dir / EVENTS, START_OVER) if event["event"] == "save"]
-    steps = [line["step_s"] for line in metrics(run_dir) if line.get("step_s")][-100:]
+    steps = [line["step_s"] for line in metrics_of(run_dir) if line.get("step_s")][-100:]
     step = statistics.median(steps) if steps else (step_s or _STEP_S)
     if request.save_s is not None:
         save, why = float(request.save_s), "--save-seconds"
@@ -212,28 +211,14 @@ def signal_seconds(config: RunConfig, request: JobRequest, step_s: float | None 
     return seconds, f"a save takes {human_time(save)} ({why}), a step {step:.3g} s"
 
 
-def metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl; half a line, left by a kill, is ignored."""
-    path = run_dir / METRICS
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict) and "step" in found:
-            yield found
-
-
 def is_finished(config: RunConfig) -> bool:
     """Whether the last event of training is its end, at the horizon of this config."""
-    history = events_since(run_directory(config) / EVENTS, START_OVER)
-    last = next((event for event in reversed(history) if event["event"] in ("start", "end")), None)
-    if last is None or last["event"] != "end":
+    if (end := end_of(run_directory(config))) is None:
         return False
     steps = total_steps(config)
     if steps is None:
-        return last.get("seconds", 0.0) >= config.train.horizon.amount
-    return last.get("steps", 0) >= steps
+        return end.get("seconds", 0.0) >= config.train.horizon.amount
+    return end.get("steps", 0) >= steps
 
 
 def submit_chain(job: Job, slots: int, options: Sequence[str] = ()) -> list[str]:

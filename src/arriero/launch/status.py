@@ -9,9 +9,9 @@ from arriero import slurm
 from arriero.checkpoint.directory import find_checkpoints
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import total_steps
-from arriero.events import EVENTS, START_OVER, events_since
-from arriero.launch.jobs import is_finished, launch_folder, metrics
-from arriero.train.goodput import goodput
+from arriero.events import EVENTS, START_OVER, events_since, metrics_of
+from arriero.launch.jobs import is_finished, launch_folder
+from arriero.report.goodput import goodput
 from arriero.train.rundir import run_directory
 from arriero.ui import Console, Table, facts
 from arriero.units import counted, human_count, human_time
@@ -44,7 +44,7 @@ class Status:
 def read_status(config: RunConfig) -> Status:
     """Collect what the run directory, the launch folder and Slurm say."""
     run_dir, steps = run_directory(config), total_steps(config)
-    lines = list(metrics(run_dir))
+    lines = metrics_of(run_dir)
     last = lines[-1] if lines else {}
     rates = sorted(line["tokens_per_s"] for line in lines[-_RECENT:] if line.get("tokens_per_s"))
     rate = rates[len(rates) // 2] if rates else None
@@ -78,7 +78,7 @@ def _jobs(folder: Path) -> list[dict[str, Any]]:
         said = known.get(record["job"], {})
         shown = {
             "job": record["job"],
-            "state": said.get("JobState", "UNKNOWN"),
+            "state": said.get("JobState", slurm.UNKNOWN),
             "reason": said.get("Reason"),
             "nodes": said.get("NodeList"),
             "run_time": said.get("RunTime"),

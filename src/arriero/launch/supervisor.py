@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,60 +28,19 @@ from arriero.config.timeline import Timeline
 from arriero.errors import UserError
 from arriero.events import EVENTS, STOPPED, EventLog, events_since
 from arriero.launch.allocation import Allocation, Local, StepResult
-from arriero.launch.watchdog import Heartbeat
-from arriero.parallel.spawn import last_lines
-from arriero.train.goodput import goodput, goodput_table
-from arriero.train.rank_process import LOGS, rank_log_path
+from arriero.launch.failures import USER_ERROR, Failures, Heartbeat, Nodes
+from arriero.plan.layout import AXES
+from arriero.report.goodput import goodput, goodput_table
 from arriero.ui import make_console
 from arriero.units import counted
 
 SUPERVISE = "supervise"
 PREFLIGHT = "preflight"
-_USER_ERROR = 2
-# a node is left out after so many failures of its ranks
-_FAILURES_OF_A_BAD_NODE = 2
 
 
 class OnTimeLimit(enum.StrEnum):
     requeue = "requeue"
     exit = "exit"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a step failed. `node` is where, if that is known; `is_dead`: Slurm reports the node itself."""
-
-    reason: str
-    node: str | None = None
-    can_restart: bool = True
-    is_dead: bool = False
-    log: Sequence[str] = ()
-
-
-@dataclass
-class Nodes:
-    """The nodes of an allocation, of which a run needs `wanted`; `bad` maps those left out to the reason."""
-
-    all: Sequence[str]
-    wanted: int
-    bad: dict[str, str] = field(default_factory=dict)
-    failures: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def usable(self) -> list[str]:
-        return [node for node in self.all if node not in self.bad]
-
-    def charge(self, failure: Failure) -> str | None:
-        """Count a failure; return the node if it is left out from now on."""
-        node = failure.node
-        if node is None or node in self.bad:
-            return None
-        self.failures[node] += 1
-        if failure.is_dead or self.failures[node] >= _FAILURES_OF_A_BAD_NODE:
-            times = "" if failure.is_dead else f" ({self.failures[node]} failures)"
-            self.bad[node] = f"{failure.reason}{times}"
-            return node
-        return None
 
 
 @dataclass(frozen=True)
@@ -98,9 +56,11 @@ def smaller_size(config: RunConfig, wanted: Size, usable: int, tasks_per_node: i
     """Return the size with as many replicas of the model as fit on the usable nodes; None if none fits.
 
     Only parallel.dp_replicate changes. The global batch is kept: each rank accumulates more micro-batches.
+    Degrees that are "auto" are not known here, and None is returned.
     """
-    given = config.parallel
-    degrees = {name: getattr(given, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+    degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
+    if "auto" in degrees.values():
+        return None
     rest = wanted.ranks // prod(degree for degree in degrees.values() if degree != -1)
     degrees = {name: rest if degree == -1 else degree for name, degree in degrees.items()}
     per_replica = wanted.ranks // degrees["dp_replicate"]
@@ -153,21 +113,21 @@ class Supervisor:
         self._decide("preflight", f"{len(nodes.bad)} of {len(nodes.all)} nodes fail", seconds=_since(begin))
         if len(nodes.usable) < self.wanted.nodes:
             return self._resubmit(nodes, "too few nodes passed the pre-flight check")
-        attempt = 0
+        attempt, failures = 0, Failures(self.run_dir)
         while not self._stop:
             nodes.bad.update(self.allocation.unavailable(nodes.usable))
             size = self._size(nodes)
             if size is None:
                 return self._resubmit(nodes, "too few nodes are left, and fewer replicas do not fit")
             begin = time.time()
-            self._clear_failures()
+            failures.clear()
             result = self._run_step(nodes, size)
             if (code := self._ended(result, begin)) is not None:
                 return code
-            failure = self._failure(result, begin)
+            failure = failures.of(result, begin)
             self._decide("failure", failure.reason, node=failure.node, code=result.code, log=failure.log)
             if not failure.can_restart:
-                return _USER_ERROR
+                return USER_ERROR
             if attempt == self.restarts:
                 self._decide("give up", f"{attempt} restarts were made, as many as --restarts allows")
                 return 1
@@ -253,51 +213,12 @@ class Supervisor:
         self._decide("resubmit", reason, excluded=bad)
         return 0
 
-    def _failure(self, result: StepResult, begin: float) -> Failure:
-        """Find out which rank or node failed first."""
-        hang = [e for e in self._events_since(begin) if e["event"] == "hang"]
-        if hang:
-            missing = hang[-1].get("nodes") or []
-            return Failure(hang[-1].get("message", "a rank hangs"), missing[0] if len(missing) == 1 else None)
-        if result.dead_node is not None:
-            return Failure(f"node {result.dead_node} failed", result.dead_node, is_dead=True)
-        records = sorted(self._failed_ranks(), key=lambda record: record["time"])
-        first = result.killed_task
-        if first is not None:
-            rank, node, how = first
-            log = last_lines(rank_log_path(self.run_dir, rank))
-            return Failure(f"rank {rank} on {node}: {how}", node, log=log)
-        if records:
-            record = records[0]
-            reason = f"rank {record['rank']} on {record['node']}: {record['error']}: {record['message']}"
-            log = last_lines(rank_log_path(self.run_dir, record["rank"]))
-            blamed = record.get("blamed", record["node"])
-            return Failure(reason, blamed, record["can_restart"], log=log)
-        tail = result.output[-3:]
-        return Failure(f"the step ended with code {result.code}", None, result.code != _USER_ERROR, log=tail)
-
     def _marker(self, begin: float) -> dict[str, Any] | None:
         try:
             marker = json.loads((self.run_dir / STOPPED).read_bytes())
         except (OSError, ValueError):
             return None
         return marker if marker.get("time", 0) >= begin else None
-
-    def _events_since(self, begin: float) -> list[dict[str, Any]]:
-        found = events_since(self.run_dir / EVENTS, "")
-        return [event for event in found if event.get("time", 0) >= begin]
-
-    def _failed_ranks(self) -> list[dict[str, Any]]:
-        found = []
-        for path in (self.run_dir / LOGS).glob("failed-*.json"):
-            # a rank that was killed while it wrote, or a full disk, leaves half a file
-            with suppress(OSError, ValueError):
-                found.append(json.loads(path.read_bytes()))
-        return found
-
-    def _clear_failures(self) -> None:
-        for path in (self.run_dir / LOGS).glob("failed-*.json"):
-            path.unlink(missing_ok=True)
 
     def _decide(self, decision: str, reason: str, **fields: Any) -> None:
         kept = {name: value for name, value in fields.items() if value not in (None, (), [])}

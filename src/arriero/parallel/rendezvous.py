@@ -4,18 +4,16 @@ import fcntl
 import ipaddress
 import json
 import os
-import shutil
 import socket
 import struct
-import subprocess
 import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from arriero.errors import EXIT_RESTART, UserError
-from arriero.parallel.hostlist import hosts
+from arriero import slurm
+from arriero.errors import NodeError, UserError
 from arriero.units import human_time
 
 if TYPE_CHECKING:
@@ -24,16 +22,16 @@ if TYPE_CHECKING:
 
     from arriero.parallel.world import World
 
-_SCONTROL_SECONDS = 20
 # gloo connects every pair of ranks of a group, unless it connects them when they first communicate
 _LAZY_ABOVE = 64
 
 
-class RanksMissing(UserError):
-    """Ranks did not start or cannot be reached. `node` is theirs if it is one; a restart may help."""
+class RanksMissing(NodeError):
+    """Ranks did not start or cannot be reached. `node` is theirs if it is one, else None."""
 
-    exit_code = EXIT_RESTART
-    node: str | None = None
+    def __init__(self, what: str, todo: str, node: str | None = None) -> None:
+        super().__init__(what, todo)
+        self.node = node
 
 
 def join(world: "World", timeout: timedelta, refusal: UserError | None) -> "dist.Store":
@@ -77,7 +75,7 @@ def _open_store(world: "World", timeout: timedelta) -> "dist.Store":
         store = next(dist.rendezvous(meeting, world.rank, world.size, timeout=timeout))[0]
     except dist.DistNetworkError as error:
         if world.is_leader:
-            raise UserError(
+            raise NodeError(
                 f"rank 0 cannot listen at {meeting} ({_first_line(error)})",
                 "set MASTER_PORT to a free port of the first node, and MASTER_ADDR to its address",
             ) from None
@@ -112,15 +110,14 @@ def _missing_ranks(store: "dist.Store", world: "World", timeout: timedelta) -> R
     here = {rank for rank in range(world.size) if store.check([f"here/{rank}"])}
     missing = [str(rank) for rank in range(world.size) if rank not in here]
     nodes = {store.get(f"here/{rank}").decode() for rank in here}
-    silent = [node for node in hosts(os.environ.get("SLURM_STEP_NODELIST", "")) if node not in nodes]
+    silent = [node for node in slurm.hosts(os.environ.get("SLURM_STEP_NODELIST", "")) if node not in nodes]
     shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
     where = f"; no rank came from {', '.join(silent[:20])}" if silent else ""
-    missing_ranks = RanksMissing(
+    return RanksMissing(
         f"{waited}, {len(here)} of {world.size} ranks had started; missing: rank {shown}{where}",
         "look for their errors above, run `arriero doctor` on their nodes, or raise parallel.init_timeout",
+        silent[0] if len(silent) == 1 else None,
     )
-    missing_ranks.node = silent[0] if len(silent) == 1 else None
-    return missing_ranks
 
 
 def check_own_gpu(store: "dist.Store", device: "torch.device") -> None:
@@ -165,16 +162,13 @@ def address_of(host: str) -> str:
     """
     if resolves(host):
         return host
-    tried = "and scontrol, which knows its address, is not on the PATH"
-    if shutil.which("scontrol"):
-        shown = _scontrol_node(host)
-        address = shown.partition("NodeAddr=")[2].split(" ")[0]
-        if address and resolves(address):
-            return address
-        tried = (
-            f"nor does NodeAddr={address}" if address else f"and Slurm knows no such node ({shown.strip()})"
-        )
-    raise UserError(
+    done = slurm.command("scontrol", "show", "node", "-o", host, seconds=20)
+    address = slurm.fields_of(done.stdout).get("NodeAddr", "")
+    if address and resolves(address):
+        return address
+    said = slurm.problem_of(done) or done.stdout.strip()
+    tried = f"nor does NodeAddr={address}" if address else f"and Slurm does not say its address: {said}"
+    raise NodeError(
         f"the name of the rendezvous host, {host}, does not resolve on {socket.gethostname()}, {tried}",
         "set MASTER_ADDR to an address of the first node, or ARRIERO_HOST_SUFFIX if names need one",
     )
@@ -191,12 +185,3 @@ def resolves(host: str) -> bool:
             return False
         return True
     return False
-
-
-def _scontrol_node(host: str) -> str:
-    command = ["scontrol", "show", "node", "-o", host]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"scontrol did not answer in {_SCONTROL_SECONDS} s"
-    return done.stdout if done.returncode == 0 else done.stdout + done.stderr

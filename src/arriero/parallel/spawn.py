@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from arriero.errors import EXIT_RESTART, UserError
+from arriero.errors import EXIT_RESTART, NodeError, UserError
 from arriero.interrupt import HEARD, STOPPING, Interrupted
 from arriero.parallel.world import RENDEZVOUS
 
@@ -28,10 +28,8 @@ _LAST_SECONDS = 4.0
 _REAPED_LATE = 0.5
 
 
-class RankKilled(UserError):
+class RankKilled(NodeError):
     """A rank was killed from outside: nothing is wrong with the run itself."""
-
-    exit_code = EXIT_RESTART
 
 
 class RankFailed(Exception):
@@ -182,7 +180,8 @@ def _raise_first_failure(
     errors = {int(path.name[6:]): pickle.loads(path.read_bytes()) for path in folder.glob("error-*[0-9]")}
     first_error = min((when for when, _, _ in errors.values()), default=float("inf"))
     for rank, (when, number) in sorted(killed.items(), key=lambda item: item[1]):
-        if stop or when - _REAPED_LATE > first_error:
+        # nothing here sends SIGKILL before the first failure, so it is the cause however late it is noticed
+        if stop or (number != signal.SIGKILL and when - _REAPED_LATE > first_error):
             continue
         todo = "the system does so when memory runs out" if number == signal.SIGKILL else ""
         name = signal.Signals(number).name

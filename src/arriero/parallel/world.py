@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arriero.errors import UserError
-from arriero.parallel.hostlist import first_host
 from arriero.parallel.rendezvous import check_own_gpu, join
+from arriero.slurm import first_host
 
 if TYPE_CHECKING:
     import torch

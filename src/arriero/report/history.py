@@ -13,12 +13,11 @@ from typing import Any, Literal
 from arriero.config.load import config_from_toml
 from arriero.config.timeline import total_steps
 from arriero.errors import UserError
-from arriero.events import EVENTS, read_records
+from arriero.events import EVENTS, METRICS, metrics_of, read_records
 from arriero.files import is_locked
-from arriero.train.goodput import Goodput, goodput
+from arriero.report.goodput import Goodput, goodput
 from arriero.train.rundir import lock_of
 
-METRICS = "metrics.jsonl"
 _RUN_FILE = "run.toml"
 State = Literal["running", "finished", "stopped", "failed", "killed", "new"]
 _STATES: dict[str, State] = {
@@ -69,12 +68,7 @@ class RunHistory:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl in the order of steps; of a step that was repeated, the last line."""
-        lines = {
-            line["step"]: line
-            for line in read_records(self.directory / METRICS)
-            if isinstance(line.get("step"), int)
-        }
-        return [lines[step] for step in sorted(lines)]
+        return metrics_of(self.directory)
 
     @cached_property
     def last(self) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from arriero.checkpoint.directory import find_checkpoints
 from arriero.checkpoint.scores import read_evaluations
 from arriero.config.fields import toml_value
 from arriero.data.order.ledger import LEDGER
+from arriero.report.goodput import CAUSES
 from arriero.report.history import RunHistory, differing_settings, run_names
 from arriero.report.page import Bar, Cell, Column, Section, page, stacked_bars, table, tiles
-from arriero.train.goodput import CAUSES
 from arriero.train.plan_file import predicted_and_measured
 from arriero.units import human_bytes, human_count, human_time
 

@@ -24,7 +24,7 @@ from arriero.data.order.streams import (
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import separators_of, tokenizer_of
 from arriero.data.workers import ProgressCallback
-from arriero.errors import UserError
+from arriero.errors import NodeError, UserError
 from arriero.kernels import enable_kernels
 from arriero.kernels.float8 import computes_float8
 from arriero.model.lora import is_adapter
@@ -38,9 +38,17 @@ from arriero.parallel.pipeline import Pipeline, sum_tied_gradients
 from arriero.parallel.precision import renew_scales
 from arriero.parallel.simulate import Simulation, simulate_step
 from arriero.parallel.world import World, leader_first
+from arriero.plan.hardware import Machine
 from arriero.plan.layout import SCHEDULES
 from arriero.plan.resolve import Decision, Resolved, Share, resolve
-from arriero.train.device import DTYPES, Device, choose_device, make_deterministic
+from arriero.train.device import (
+    DTYPES,
+    MEMORY_HELD,
+    Device,
+    choose_device,
+    make_deterministic,
+    memory_is_held,
+)
 from arriero.train.finish import check_export
 from arriero.train.forward_backward import Evaluator, ForwardBackward
 from arriero.train.guard import Guard
@@ -64,6 +72,7 @@ from arriero.train.rundir import (
 from arriero.train.saving import Saver, merge_over_stages
 from arriero.train.schedule import Cadence, LearningRates
 from arriero.train.session import RunRecord, Session, SessionData
+from arriero.units import human_bytes
 
 
 @dataclass(frozen=True)
@@ -88,8 +97,25 @@ def arrange(config: RunConfig, world: World) -> Arrangement:
     """Choose the device of this rank and resolve the run for it."""
     check_run_directory(config)
     device = choose_device(config.run.device, world.local_rank, world.local_size, config.run.share_gpu)
-    machine = device.machine(world.local_size)
-    return Arrangement(resolve(config, machine, world.size, started_with(config)), world, device)
+    return Arrangement(_resolved(config, device.machine(world.local_size), world), world, device)
+
+
+def _resolved(config: RunConfig, machine: Machine, world: World) -> Resolved:
+    """Resolve the run. If it would fit but for other processes on the GPU, that is an error of the node."""
+    try:
+        return resolve(config, machine, world.size, started_with(config))
+    except UserError as error:
+        held = machine.memory_total - machine.memory_free
+        if config.run.share_gpu or not memory_is_held(held, machine.memory_total, 0):
+            raise
+        try:
+            resolve(
+                config, replace(machine, memory_free=machine.memory_total), world.size, started_with(config)
+            )
+        except UserError:
+            raise error from None
+        what = f"other processes use {human_bytes(held)} of the memory of {machine.name} on {node_name()}"
+        raise NodeError(f"{what}, and the run would fit without them", MEMORY_HELD) from error
 
 
 def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[Hook] = ()) -> Session:

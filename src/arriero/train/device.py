@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from arriero.errors import UserError
+from arriero.errors import NodeError, UserError
 from arriero.kernels.float8 import computes_float8
 from arriero.parallel.world import RENDEZVOUS, world_from
 from arriero.plan.hardware import Machine, available_ram, peak_of, proc_bytes
@@ -21,6 +21,8 @@ from arriero.units import counted, human_bytes
 # torch reads the first of them that is set
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_DRIVER_BYTES = 2 * 2**30
+MEMORY_HELD = "end the other processes on this GPU, or leave the node out"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -72,10 +74,10 @@ def uuid_of(gpu: torch.device | int) -> str:
 
 def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1, share_gpu: bool = False) -> Device:
     """Return the device of a local rank and make it torch's current one."""
+    if wanted != "cpu" and not torch.cuda.is_available():
+        _check_no_gpu_was_allocated()
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device is 'cuda' but torch sees no GPU here", "set run.device = 'auto' or 'cpu'")
-    if wanted == "auto" and not torch.cuda.is_available():
-        _check_no_gpu_was_allocated()
     if wanted == "cpu" or not torch.cuda.is_available():
         name = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
         return Device(torch.device("cpu"), name, available_ram() // local_size, None)
@@ -83,7 +85,8 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1, share_g
     # a launcher may show each process only its own GPU; that no other has it is checked when the ranks meet
     bound = visible == 1 and RENDEZVOUS not in os.environ and world_from().size > 1
     if local_rank >= visible and not bound and not share_gpu:
-        raise UserError(
+        kind = NodeError if "SLURM_STEP_ID" in os.environ else UserError
+        raise kind(
             f"process {local_rank} of this node has no GPU of its own: there are {visible}",
             "start one process per GPU, set run.device = 'cpu', or for tests run.share_gpu = true",
         )
@@ -104,7 +107,7 @@ def _check_no_gpu_was_allocated() -> None:
         return
     hidden = [v for v in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if os.environ.get(v) == ""]
     why = f"{hidden[0]} is empty" if hidden else "torch sees none; is it a build for this GPU?"
-    raise UserError(
+    raise NodeError(
         f"Slurm allocated {counted(int(gpus), 'GPU')} on this node, but {why}",
         "request GPUs with --gpus-per-node and without --gpu-bind=none, or set run.device = 'cpu'",
     )
@@ -130,19 +133,27 @@ def out_of_memory(error: BaseException, resolved: Resolved, device: Device) -> U
     if seen is None:
         return None
     predicted = human_bytes(resolved.predicted_bytes)
-    what = f"the memory of {device.name} ran out; the predicted peak is {predicted}"
+    what, held = f"the memory of {device.name} ran out; the predicted peak is {predicted}", False
     if device.is_gpu:
         place = device.torch_device
         free, total = torch.cuda.mem_get_info(place)
         own, reserved = torch.cuda.max_memory_allocated(place), torch.cuda.memory_reserved(place)
         others = total - free - reserved
+        held = memory_is_held(others, total, resolved.predicted_bytes) and not resolved.config.run.share_gpu
         what += (
             f", this process allocated up to {human_bytes(own)} and reserved {human_bytes(reserved)} of "
             f"{human_bytes(total)}, {human_bytes(others)} are used by other processes and the driver"
         )
     else:
         what += f", this process used up to {human_bytes(device.peak_memory())}"
+    if held:
+        return NodeError(what, MEMORY_HELD)
     return UserError(what, f"set {_next_setting(resolved)}; the run resumes from its newest checkpoint")
+
+
+def memory_is_held(others: int, total: int, needed: int) -> bool:
+    """Return whether a device would suffice without other processes; the driver itself uses up to 2 GiB."""
+    return others > _DRIVER_BYTES and needed + _DRIVER_BYTES <= total
 
 
 def _says_out_of_memory(error: BaseException) -> bool:

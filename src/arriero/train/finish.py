@@ -23,7 +23,7 @@ from arriero.config.schema import RunConfig
 from arriero.config.timeline import total_steps
 from arriero.data.tokens.tokenizer import Separators, Tokenizer, chat_template_beside, read_definition
 from arriero.errors import UserError
-from arriero.events import EVENTS, START_OVER, events_since
+from arriero.events import EVENTS, START_OVER, end_of, events_since
 from arriero.files import check_free_space, replaced_directory
 from arriero.model.family import build_model
 from arriero.model.generation import Sampling, generate
@@ -279,9 +279,9 @@ def outcome_if_ended(config: RunConfig) -> Outcome | None:
 
 
 def _ended_unsaved(run_dir: Path) -> Outcome | None:
-    history = events_since(run_dir / EVENTS, START_OVER)
-    kinds = [event["event"] for event in history]
-    return Outcome.from_state(history[-1]) if kinds[-1:] == ["end"] and "save" not in kinds else None
+    end, history = end_of(run_dir), events_since(run_dir / EVENTS, START_OVER)
+    is_saved = any(event["event"] == "save" for event in history)
+    return Outcome.from_state(end) if end is not None and not is_saved else None
 
 
 def sample(session: Session, directory: Path | None) -> str | None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _REMEMBERED = 256
 # the deviation of a normal distribution, in median absolute deviations
 _MAD_TO_SIGMA = 1.4826
+_RECENT_STEPS = 10_000
 # a rise by less than this share of the loss times the threshold is no spike, however steady the losses are
 _SMALLEST_SIGMA = 1e-3
 
@@ -59,7 +60,7 @@ class Guard:
         self._known = 0
         self.skipped: list[tuple[int, int]] = []
         self.to_roll_back: list[BadStep] = []
-        self.rollbacks = 0
+        self.rollbacks: list[int] = []
 
     def passes_over(self, batch: Batch) -> bool:
         """Return whether a batch was bad before, and is read but not trained on."""
@@ -108,11 +109,11 @@ class Guard:
                 self.to_roll_back.append(each)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores: the losses that spikes are judged by, oldest first."""
+        """Return what a checkpoint stores: losses to judge spikes by, oldest first, and rollbacks."""
         count, losses = int(self._accepted), self._losses.tolist()
         if count > len(losses):
             losses = losses[count % len(losses) :] + losses[: count % len(losses)]
-        return {"losses": losses[: min(count, len(losses))]}
+        return {"losses": losses[: min(count, len(losses))], "rollbacks": self.rollbacks}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a checkpoint, which may have been saved with another window or without a guard."""
@@ -121,6 +122,8 @@ class Guard:
         self._losses[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
         self._accepted.fill_(len(losses))
         self._spike = torch.zeros_like(self._spike)
+        # a rollback loads an older state and stays counted
+        self.rollbacks = sorted({*self.rollbacks, *(state or {}).get("rollbacks", [])})
 
     def skip(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Pass over these ranges of samples from now on; the ledger lists them."""
@@ -178,8 +181,9 @@ def _delete_newer(session: "Session", step: int) -> None:
 
 
 def _count_rollback(guard: Guard, step: int) -> None:
-    guard.rollbacks += 1
-    if guard.rollbacks > guard.section.max_rollbacks:
+    """Count a rollback; older ones than 10,000 steps are forgotten, because a long run may have many."""
+    guard.rollbacks = [before for before in guard.rollbacks if before > step - _RECENT_STEPS] + [step]
+    if len(guard.rollbacks) > guard.section.max_rollbacks:
         raise UserError(
             f"step {step} would be rolled back, and guard.max_rollbacks is {guard.section.max_rollbacks}",
             "check the data and the learning rate of these steps; events.jsonl names the documents",

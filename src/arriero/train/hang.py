@@ -18,8 +18,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from arriero.config.schema import GuardSection
+from arriero.errors import EXIT_RESTART
 from arriero.events import EVENTS, HEARTBEAT, EventLog
-from arriero.parallel.spawn import EXIT_RESTART
+from arriero.files import publish_file
 from arriero.parallel.world import World
 from arriero.train.hooks import Hook
 from arriero.train.rank_process import LOGS, rank_log_path
@@ -66,6 +67,10 @@ class HangWatch(Hook):
         if self._taken:
             self._steps.append(now - self._last)
         self._last, self._step, self._taken = now, step, self._taken + 1
+        if session.timeline.at(step) != session.timeline.at(step - 1):
+            # the first step of a phase compiles again, and its steps take another time
+            self._steps.clear()
+            self._taken = 0
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
         self._last = time.monotonic()
@@ -109,9 +114,7 @@ class HangWatch(Hook):
         beat = {"time": time.time(), "step": self._step, "limit_s": limit, "step_s": step_s}
         path = self._run_dir / HEARTBEAT
         with suppress(OSError):
-            making = path.with_suffix(".tmp")
-            making.write_text(json.dumps(beat) + "\n")
-            making.replace(path)
+            publish_file(path, json.dumps(beat).encode(), is_durable=False)
 
     def _report_path(self, rank: int) -> Path:
         return self._run_dir / LOGS / f"hang-{rank:05d}.json"
@@ -121,7 +124,7 @@ class HangWatch(Hook):
         mine = {"rank": self._world.rank, "step": self._step, "doing": doing, "waited_s": round(waited, 1)}
         with suppress(OSError):
             self._report_path(0).parent.mkdir(exist_ok=True)
-            self._report_path(self._world.rank).write_text(json.dumps(mine) + "\n")
+            publish_file(self._report_path(self._world.rank), json.dumps(mine).encode(), is_durable=False)
             with rank_log_path(self._run_dir, self._world.rank).open("a") as log:
                 log.write(f"hang: no step for {waited:.0f} s; stacks of all threads:\n")
                 log.flush()

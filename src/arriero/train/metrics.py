@@ -21,7 +21,17 @@ from arriero.checkpoint.ranks import Ranks
 from arriero.data.order.documents import documents_of
 from arriero.data.order.ledger import LEDGER, Stretch, begin_ledger, ledger_bytes
 from arriero.errors import UserError
-from arriero.events import EVENTS, STARTED, STOPPED, AppendedFile, EventLog, LineFile, TolerantWriter, finite
+from arriero.events import (
+    EVENTS,
+    METRICS,
+    STARTED,
+    STOPPED,
+    AppendedFile,
+    EventLog,
+    LineFile,
+    TolerantWriter,
+    finite,
+)
 from arriero.files import publish_file
 from arriero.interrupt import Interrupted
 from arriero.parallel.mesh import Mesh
@@ -200,7 +210,7 @@ class MetricsFile(Hook):
     """Write metrics.jsonl."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._file = LineFile(run_dir / "metrics.jsonl")
+        self._file = LineFile(run_dir / METRICS)
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
         self._file.line(metrics.line() | {"time": round(time.time(), 3)})

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +32,7 @@ class ProfileOnDemand(Hook):
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._profiler: StepProfiler | None = None
+        self._is_refused = False
 
     def on_step(self, session: "Session", step: int, tokens: int) -> None:
         if self._profiler is None:
@@ -46,24 +46,29 @@ class ProfileOnDemand(Hook):
     def _start(self, session: "Session", step: int) -> None:
         request = self._run_dir / PROFILE_NOW
         # Path.exists would raise a transient error of the file system
-        if not os.path.lexists(request):
+        if self._is_refused or not os.path.lexists(request):
             return
         self._first = step + 1
-        with suppress(OSError):
-            request.unlink()
-            self._path("trace", "json.gz").parent.mkdir(exist_ok=True)
-            if session.device.is_gpu:
-                torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
-            self._profiler = StepProfiler(session.device, _STEPS_ON_DEMAND, self._path("trace", "json.gz"))
+        self._attempt(lambda: self._begin(request, session.device))
+        # a request that cannot be deleted would be read again at every step
+        self._is_refused = os.path.lexists(request)
+
+    def _begin(self, request: Path, device: Device) -> None:
+        request.unlink()
+        trace = self._path("trace", "json.gz")
+        trace.parent.mkdir(exist_ok=True)
+        if device.is_gpu:
+            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+        self._profiler = StepProfiler(device, _STEPS_ON_DEMAND, trace)
 
     def _path(self, kind: str, suffix: str) -> Path:
         return self._run_dir / PROFILES / f"{kind}-{self._first:08d}.{suffix}"
 
     def _attempt(self, work: Callable[[], bool | None]) -> bool | None:
-        """Run something that must not end a training run."""
+        """Run something that must not end training; torch raises RuntimeError if another profiler runs."""
         try:
             return work()
-        except (OSError, UserError) as error:
+        except (OSError, RuntimeError, UserError) as error:
             warn(f"the profile was not written: {error}")
             return None
 

@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from arriero.errors import EXIT_RESTART, UserError
+from arriero.errors import EXIT_RESTART, NodeError, UserError
 from arriero.events import warn
+from arriero.files import publish_file
 from arriero.interrupt import Interrupted
 from arriero.parallel.rendezvous import RanksMissing
 from arriero.parallel.world import World
@@ -53,13 +54,15 @@ def report_failure(run_dir: Path, world: World, error: BaseException) -> None:
         "error": type(error).__name__,
         "message": str(error),
         "can_restart": getattr(error, "exit_code", EXIT_RESTART) == EXIT_RESTART,
+        "is_of_node": isinstance(error, NodeError),
+        "todo": getattr(error, "todo", ""),
     }
     if isinstance(error, RanksMissing):
         record["blamed"] = error.node
     with suppress(OSError):
         path = failure_path(run_dir, world.rank)
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(record) + "\n")
+        publish_file(path, json.dumps(record).encode(), is_durable=False)
 
 
 class RankLog(Hook):

@@ -21,8 +21,8 @@ from arriero.files import publish_file
 from arriero.launch.doctor.check import Result
 from arriero.launch.doctor.devices import SLOW
 from arriero.launch.doctor.interfaces import interfaces, selected
-from arriero.parallel.hostlist import hosts
 from arriero.parallel.rendezvous import address_of
+from arriero.slurm import hosts
 from arriero.train.rank_process import node_name
 from arriero.ui import Console, Table, escape, make_console, styled
 from arriero.units import counted

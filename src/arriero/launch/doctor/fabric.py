@@ -93,15 +93,15 @@ class _Groups:
         init = time.time() - start
         # 4 MiB are enough to fill a CPU's loopback, 256 MiB are needed for an NVLink domain
         values = torch.ones((64 if is_gpu else 1) * 2**20, device=self._device)
-        start = time.time()
-        self._reduce(values)
-        first, seconds = time.time() - start, []
-        for _ in range(_REPEATS):
+        seconds, correct = [], True
+        for _ in range(1 + _REPEATS):
+            values.fill_(1.0)
             start = time.time()
             self._reduce(values)
             seconds.append(time.time() - start)
-        correct = bool((values == float(size) ** (1 + _REPEATS)).all()) if size < 64 else True
-        bus = 2 * (size - 1) / size * values.nbytes / median(seconds) / 1e9
+            correct = correct and bool((values == size).all())
+        first, *later = seconds
+        bus = 2 * (size - 1) / size * values.nbytes / median(later) / 1e9
         found = {"gb_per_s": bus, "init": init, "first": first, "correct": correct}
         if clocks:
             found["clocks"] = self._clock_offsets(size)

@@ -3,15 +3,14 @@
 Everything comes from events.jsonl and metrics.jsonl. Times are seconds of one device, summed over devices.
 """
 
-import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from arriero.events import EVENTS, START_OVER, events_since
+from arriero.events import EVENTS, METRICS, START_OVER, events_since, read_records
 from arriero.ui import Table
 from arriero.units import human_time
 
@@ -25,6 +24,7 @@ CAUSES = {
     "hang": "no step ended until the watchdog acted",
     "idle": "between steps and restarts, the end of a process, spare nodes",
 }
+_NEEDED = {"step", "step_s", "time"}
 _ENDS = ("end", "signal", "fault", "hang")
 
 
@@ -103,7 +103,7 @@ class _Attempt:
 def goodput(run_dir: Path) -> Goodput | None:
     """Return the goodput of a run over all its jobs and restarts; None if it has not started."""
     events = events_since(run_dir / EVENTS, START_OVER)
-    attempts = _attempts(events, list(_metrics(run_dir / "metrics.jsonl")))
+    attempts = _attempts(events, [x for x in read_records(run_dir / METRICS) if x.keys() >= _NEEDED])
     if not attempts:
         return None
     kept, lost = 0.0, dict.fromkeys(CAUSES, 0.0)
@@ -190,16 +190,6 @@ def _ended_after(hang: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -
 
 def _is_first_evaluation(event: Mapping[str, Any], start: Mapping[str, Any]) -> bool:
     return event["event"] == "evaluation" and event.get("step") == start.get("step", 0)
-
-
-def _metrics(path: Path) -> Iterable[dict[str, Any]]:
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        try:
-            content = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(content, dict) and {"step", "step_s", "time"} <= content.keys():
-            yield content
 
 
 def goodput_table(report: Goodput) -> Table:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from arriero.errors import UserError
-from arriero.parallel.hostlist import first_host, hosts
+from arriero.slurm import first_host, hosts
 
 
 @pytest.mark.parametrize(
