@@ -18,7 +18,7 @@ TINY = [
 
 
 VERBS = (
-    *("train", "init", "data", "plan", "bench", "ckpt", "eval", "generate"),
+    *("train", "init", "data", "plan", "bench", "ckpt", "eval", "generate", "replay"),
     *("launch", "doctor", "fed", "runs", "status", "report", "config"),
 )
 

@@ -16,6 +16,7 @@ import arriero.data.commands.datasets as dataset_verbs
 import arriero.data.commands.prepare as prepare_verbs
 import arriero.data.commands.runs as run_data_verbs
 import arriero.evaluate.commands as evaluate_verbs
+import arriero.evaluate.replay_commands as replay_verbs
 import arriero.federate.commands as federation_verbs
 import arriero.launch.commands as launch_verbs
 import arriero.launch.doctor.commands as doctor_verbs
@@ -53,6 +54,7 @@ app.add_typer(evaluation, name="eval")
 evaluation.command()(evaluate_verbs.perplexity)
 evaluation.command()(evaluate_verbs.tasks)
 evaluation.command()(evaluate_verbs.watch)
+app.command()(replay_verbs.replay)
 app.add_typer(data, name="data")
 data.command()(prepare_verbs.prepare)
 data.command()(prepare_verbs.train_tokenizer)

@@ -1,0 +1,99 @@
+"""`arriero replay`: repeat steps of a run and compare them with what it recorded."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from arriero.checkpoint.commands import run_directory_at
+from arriero.config.options import AsJson, Sets
+from arriero.ui import Console, Table, byte_progress, make_console, print_json, styled
+
+if TYPE_CHECKING:
+    from arriero.evaluate.replay import Plan, Verdict
+
+
+def replay(
+    run: Annotated[
+        Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)
+    ],
+    start: Annotated[
+        int | None,
+        typer.Option(
+            "--from",
+            min=0,
+            help="The checkpoint to begin with, by its step; 0 is the beginning of the run.",
+            show_default="the last one with recorded steps after it",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps to repeat.", show_default="5, or up to a recorded one")
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", min=1, max=1024, help="Number of local ranks.", show_default="as the run"),
+    ] = None,
+    sets: Sets = [],
+    workdir: Annotated[
+        Path | None, typer.Option(help="Folder for temporary files; the system's if not given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Repeat steps of a run from a checkpoint, and compare losses, norms and weights with its record.
+
+    A run with run.deterministic must be repeated bit by bit on the same layout; elsewhere, and on any other
+    layout (--nproc, --set parallel.tp=2), within the bounds of `bench parity`. The first step that differs is
+    named, with exit code 1. The run directory is only read.
+
+    Example: arriero replay runs/demo --nproc 2
+    """
+    from arriero.evaluate.replay import damage_of, plan_replay, remarks, temporary_folder
+    from arriero.evaluate.replay import replay as repeat
+
+    console = make_console(as_json)
+    with temporary_folder(workdir) as folder:
+        plan = plan_replay(run_directory_at(run), start, steps, nproc, sets, Path(folder))
+        size = plan.saved.manifest.size if plan.saved and plan.saved.manifest else 0
+        with byte_progress(console, "reading the checkpoint", size) as advance:
+            damage = damage_of(plan, advance)
+        if damage:
+            if as_json:
+                print_json({"run": str(plan.record.run), "holds": False, "first_difference": damage})
+            else:
+                console.plain(f"differs: {damage}", "bold red")
+            raise typer.Exit(1)
+        ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
+        console.print(f"repeating steps {plan.start + 1} to {plan.end} of {plan.record.run} on {ranks}")
+
+        def show(step: int, loss: float) -> None:
+            console.print(f"  step {step}  loss {loss:.6f}")
+
+        verdict = repeat(plan, Path(folder), show)
+    if as_json:
+        print_json(verdict.to_dict() | {"remarks": list(remarks(plan, verdict))})
+    else:
+        _print(console, plan, verdict)
+        for remark in remarks(plan, verdict):
+            console.plain(remark, "dim")
+    raise typer.Exit(0 if verdict.first is None else 1)
+
+
+def _print(console: Console, plan: "Plan", verdict: "Verdict") -> None:
+    table = Table(">step", ">recorded loss", ">replayed", ">recorded norm", ">replayed", "")
+    for row in verdict.rows:
+        pairs = [row.get(key, {}) for key in ("loss", "grad_norm")]
+        values = [pair.get(side) for pair in pairs for side in ("recorded", "replayed")]
+        shown = ["not finite" if value is None else f"{value:.7g}" for value in values]
+        state = "equal" if row["bit_equal"] else "within bounds"
+        table.row(row["step"], *shown, styled("differs", "bold red") if row["problem"] else state)
+    console.print(table)
+    for each in verdict.checkpoints:
+        if not each["problem"]:
+            off = f"relative difference {each['largest_difference']:.1e}" if each["unequal"] else "equal"
+            console.print(f"checkpoint of step {each['step']}: {each['tensors']} tensors, {off}")
+    if verdict.first is not None:
+        console.plain(f"differs at {verdict.first}", "bold red")
+        return
+    equal = all(row["bit_equal"] for row in verdict.rows) and not verdict.has_unequal_tensors
+    how = "bit by bit" if equal else "within the bounds"
+    console.print(f"[green]holds:[/] steps {plan.start + 1} to {plan.end} were repeated {how}")
