@@ -1,4 +1,5 @@
 import contextlib
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from forked import run_command_line
 from slurm import slurm  # noqa: F401  a fixture
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -137,13 +139,36 @@ IN_PROCESS = {("config",), ("ckpt",), ("bench", "compare")} | {
 }
 
 
+@pytest.fixture(scope="session")
+def forked_arriero(tmp_path_factory):
+    """Run the command line in a process forked from one with its modules loaded: 4 CPU-seconds less."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["arriero.cli", "arriero.train.build", "arriero.train.run"])
+    printed = tmp_path_factory.mktemp("printed")
+
+    def run(*arguments, cwd):
+        environment = {**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
+        files = [printed / "stdout", printed / "stderr"]
+        given = (list(map(str, arguments)), cwd, environment, files)
+        process = server.Process(target=run_command_line, args=given)
+        process.start()
+        process.join(300)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(["arriero", *arguments], 300)
+        out, err = (path.read_text() for path in files)
+        return SimpleNamespace(returncode=process.exitcode, stdout=out, stderr=err)
+
+    return run
+
+
 @pytest.fixture
-def arriero(python, command, tmp_path):
+def arriero(forked_arriero, command, tmp_path):
     """Run the command line; verbs that train or fork run in their own process, the others in this one."""
 
     def run(*arguments, cwd=tmp_path):
         if arguments[:1] not in IN_PROCESS and arguments[:2] not in IN_PROCESS:
-            return python("-m", "arriero", *arguments, cwd=cwd)
+            return forked_arriero(*arguments, cwd=cwd)
         with contextlib.chdir(cwd):
             return command(*arguments)
 

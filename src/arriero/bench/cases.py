@@ -18,6 +18,8 @@ BASE: dict[str, Any] = {
     "model.vocab_size": 4096,
     "data.sources": [{"path": "builtin:synthetic"}],
     "data.seq_len": 64,
+    # one batch: evaluation is not compared here
+    "eval.heldout": f"{64 * SEQUENCES} tok",
     "train.batch": f"{64 * SEQUENCES} tok",
     "train.horizon": "20 steps",
     "optim.lr": 1e-3,

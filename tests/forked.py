@@ -1,0 +1,17 @@
+"""The command line in a forked process."""
+
+import os
+import sys
+
+
+def run_command_line(arguments, cwd, environment, files):
+    """Become `python -m arriero ARGUMENTS` in another folder and environment."""
+    from arriero.__main__ import main
+
+    for number, path in enumerate(files, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.argv = ["arriero", *arguments]
+    main()
