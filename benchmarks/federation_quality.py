@@ -10,13 +10,14 @@ import json
 import time
 from pathlib import Path
 
+from arriero.federate.local import run_local
+from arriero.federate.status import final_losses
+
 from arriero.config.load import load_run
 from arriero.federate.coordinator import Coordinator
 from arriero.federate.demo import make_demo, train_centralised
-from arriero.federate.local import run_local
 from arriero.federate.rounds import Assignment
 from arriero.federate.site import SitePaths, evaluate_global
-from arriero.federate.status import final_losses
 from arriero.model.presets import expand
 
 SETS = (

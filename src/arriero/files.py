@@ -205,6 +205,23 @@ def link_or_copy(source: Path, target: Path, kind: LinkKind) -> Placed:
     return "symbolic link"
 
 
+def link_tree(source: Path, target: Path, leave_out: str | None = None) -> None:
+    """Give the files of a directory a second name below `target`; copy them to another file system.
+
+    `leave_out` is the name of a directory in `source` that is not taken.
+    """
+    for path in sorted(source.rglob("*")):
+        if path.is_file() and path.relative_to(source).parts[0] != leave_out:
+            place = target / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path, place)
+            except OSError as error:
+                if error.errno not in _NO_HARD_LINK:
+                    raise
+                shutil.copyfile(path, place)
+
+
 def nearest_directory(path: Path) -> Path:
     """Return the path itself or its nearest ancestor that exists."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())

@@ -1,12 +1,12 @@
 """Tiny models as global models and members, without training."""
 
-from dataclasses import replace
+import math
 
 import torch
 
 from arriero.checkpoint.formats.model_reader import ModelReader
-from arriero.federate.members import MemberManifest, publish_first_model, write_member
-from arriero.federate.outer import OuterOptimizer
+from arriero.federate.members import publish_first_model, write_member
+from arriero.federate.outer import OuterOptimizer, Part, outer_step, pseudo_gradient
 from arriero.model.family import build_model
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
@@ -43,10 +43,22 @@ def moved(state, seed, size=1e-2):
 
 
 def member(base, state, target, site, codec="fp32", tokens=1000, number=0, spec=SPEC, **fields):
-    about = MemberManifest(site, number, "", codec, tokens, number * 10, number * 10 + 10, {}, **fields)
-
-    def describe(model, files, size):
-        return replace(about, base=model, files=files, bytes=size)
-
-    write_member(base, reader(state, spec), target, codec, describe)
+    about = {"site": site, "round": number, "tokens": tokens, "first_step": number * 10}
+    write_member(base, reader(state, spec), target, codec, **about, step=number * 10 + 10, **fields)
     return target
+
+
+def outer_update(base, members, state, optimizer):
+    """Aggregate whole state dicts of local weights: the reference for the streaming aggregation of files.
+
+    `state` and the returned state map the optimizer's state names to tensors by parameter name.
+    """
+    total = math.fsum(weight for weight, _ in members)
+    weights, kept = {}, {name: {} for name in optimizer.state_names}
+    for name, tensor in base.items():
+        parts = [Part(weight, local[name], True) for weight, local in members]
+        known = {kind: tensors[name] for kind, tensors in state.items() if name in tensors}
+        weights[name], new = outer_step(tensor, pseudo_gradient(tensor, parts, total), known, optimizer)
+        for kind, values in new.items():
+            kept[kind][name] = values
+    return weights, kept

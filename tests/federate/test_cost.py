@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from arriero.federate.cost import RoundCost, documented, parse_rate
+from arriero.federate.cost import RoundCost, parse_rate
+from benchmarks.federation_costs import documented
 from federate.test_file import SITES
 
 RUN = """

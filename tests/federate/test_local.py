@@ -79,7 +79,7 @@ def weights_at(path):
 def play_round(coordinator):
     """Play one round in this process, site after site."""
     for name, order in coordinator.assign_idle().items():
-        paths = coordinator.paths(coordinator.config.site(name), order.round)
+        paths = coordinator.paths(coordinator.config.site(name), order)
         paths.work.mkdir(parents=True, exist_ok=True)
         run_round(order, paths)
     return coordinator.rounds.try_to_close(coordinator.names)
@@ -124,7 +124,7 @@ def test_a_site_that_is_killed_continues_inside_its_round(federate):
     coordinator.prepare()
     play_round(coordinator)
     order = coordinator.assign_idle()["a"]
-    paths = coordinator.paths(coordinator.config.site("a"), 1)
+    paths = coordinator.paths(coordinator.config.site("a"), order)
     paths.out.parent.mkdir(parents=True, exist_ok=True)
     code = (
         "import os, sys, json; from pathlib import Path\n"
@@ -136,7 +136,7 @@ def test_a_site_that_is_killed_continues_inside_its_round(federate):
         "order, *paths = json.loads(sys.argv[1])\n"
         "run_round(Assignment(**order), SitePaths(*map(Path, paths)), hooks=(Kill(),))\n"
     )
-    given = [vars(order), *map(str, (paths.model, paths.run_file, paths.work, paths.out))]
+    given = [order.model_dump(), *map(str, (paths.model, paths.run_file, paths.work, paths.out))]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
     killed = subprocess.run([sys.executable, "-c", code, json.dumps(given)], env=environment, check=False)
     assert killed.returncode == -signal.SIGKILL and not paths.out.exists()
@@ -157,7 +157,7 @@ def test_a_second_call_of_a_finished_round_publishes_nothing_new(federate):
     coordinator = Coordinator.of(federate("a"))
     coordinator.prepare()
     order = coordinator.assign_idle()["a"]
-    paths = coordinator.paths(coordinator.config.site("a"), 0)
+    paths = coordinator.paths(coordinator.config.site("a"), order)
     first = run_round(order, paths)
     stamp = (paths.out / "member.json").stat().st_mtime_ns
     assert run_round(order, paths) == first
@@ -173,7 +173,7 @@ def test_a_site_refuses_a_damaged_global_model(federate):
     content[-1] ^= 1
     model.write_bytes(content)
     with pytest.raises(UserError, match="other bytes"):
-        run_round(order, coordinator.paths(coordinator.config.site("a"), 0))
+        run_round(order, coordinator.paths(coordinator.config.site("a"), order))
 
 
 def start(path, cwd):

@@ -9,19 +9,18 @@ import torch
 
 from arriero.checkpoint.convert import open_model
 from arriero.checkpoint.formats.tensor_files import SafetensorsReader
+from arriero.federate.aggregation import Contribution, aggregate
 from arriero.federate.members import (
-    Contribution,
     GlobalManifest,
     MemberManifest,
     Refused,
-    aggregate,
     check_member,
     open_global,
     read_manifest,
     write_manifest,
 )
-from arriero.federate.outer import CHUNK, OuterOptimizer, outer_update
-from federate.models import DILOCO, FEDAVG, SPEC, first_model, member, moved, weights
+from arriero.federate.outer import CHUNK, OuterOptimizer
+from federate.models import DILOCO, FEDAVG, SPEC, first_model, member, moved, outer_update, weights
 
 
 def contribution(path, base, weight=None):
@@ -100,7 +99,7 @@ def test_norms_and_cosines_show_a_site_that_pulls_the_other_way(tmp_path, base):
     made = [member(base, ahead, tmp_path / "a", "a"), member(base, back, tmp_path / "b", "b")]
     done = aggregate(base, [contribution(each, base) for each in made], FEDAVG, tmp_path / "new")
     assert done.cosines[0][1] == pytest.approx(-1, abs=1e-3)
-    assert done.members[0]["norm"] == pytest.approx(done.members[1]["norm"], rel=1e-3)
+    assert done.members[0].norm == pytest.approx(done.members[1].norm, rel=1e-3)
 
 
 def damage(path, how):
@@ -122,7 +121,7 @@ def damage(path, how):
         (path / "member.json").write_bytes((path / "member.json").read_bytes()[:100])
     elif how == "file outside":
         about = read_manifest(path, MemberManifest)
-        write_manifest(path, replace(about, files={"../../etc/passwd": ""}))
+        write_manifest(path, about.model_copy(update={"files": {"../../etc/passwd": "0" * 64}}))
 
 
 @pytest.mark.parametrize(

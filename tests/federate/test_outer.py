@@ -10,10 +10,9 @@ from arriero.federate.outer import (
     decode_int8,
     encode,
     outer_step,
-    outer_update,
     pseudo_gradient,
 )
-from federate.models import DILOCO, FEDAVG, moved, weights
+from federate.models import DILOCO, FEDAVG, moved, outer_update, weights
 
 
 def test_one_site_with_fedavg_is_its_own_model_to_the_bit():

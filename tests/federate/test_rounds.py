@@ -1,7 +1,7 @@
 """Rounds as files: what closes a round, what is counted, and that a coordinator may die between any two."""
 
+import json
 import shutil
-from dataclasses import replace
 
 import pytest
 
@@ -13,8 +13,9 @@ from arriero.federate.members import (
     read_manifest,
     write_manifest,
 )
-from arriero.federate.rounds import Rounds, balanced_tokens
+from arriero.federate.rounds import Discarded, Rounds, balanced_tokens
 from arriero.federate.schema import FederationSection
+from arriero.files import sha256_of_json
 from federate.models import DILOCO, first_model, member, moved, weights
 
 STATE = weights(0)
@@ -45,7 +46,10 @@ class Federation:
         return Rounds(self.folder, self.section, DILOCO, clock=self.clock)
 
     def assign(self, *sites):
-        return {s: self.rounds.assign(s, 10, 1000, 100, "bf16") for s in sites or self.sites}
+        return {s: self.ask(s) for s in sites or self.sites}
+
+    def ask(self, site, tokens=1000, codec="bf16"):
+        return self.rounds.assign(site, 10, tokens, horizon=100, codec=codec, inner="continue")
 
     def answer(self, site, number=None, tokens=1000, size=1e-2, state=None, codec="bf16"):
         number = self.rounds.number if number is None else number
@@ -134,7 +138,7 @@ def test_a_late_member_is_discarded_by_policy_and_its_tokens_are_recorded(federa
         fed.answer(site)
     fed.try_to_close()
     assert accepted(fed, 1) == [("a", 1), ("b", 1), ("c", 1)]
-    assert fed.rounds.closed(1).discarded == ({"site": "c", "round": 0, "tokens": 1000},)
+    assert fed.rounds.closed(1).discarded == (Discarded(site="c", round=0, tokens=1000),)
 
 
 def test_a_member_that_is_too_late_is_refused(federation):
@@ -147,7 +151,7 @@ def test_a_member_that_is_too_late_is_refused(federation):
     fed.answer("b", number=0)
     fed.answer("a")
     fed.try_to_close()
-    assert "too late" in fed.rounds.refusals(0)[0]["reason"]
+    assert "too late" in fed.rounds.refusals(0)[0].reason
     assert all(site == "a" for number in range(4) for site, _ in accepted(fed, number))
 
 
@@ -167,7 +171,7 @@ def test_asynchronous_updates_count_a_member_by_its_share_of_a_round(federation)
 @pytest.mark.parametrize(("weighting", "weights"), [("tokens", [100, 300]), ("uniform", [1, 1])])
 def test_weights_of_members(federation, weighting, weights):
     fed = federation("ab", mode="synchronous", weighting=weighting)
-    fed.assign()
+    fed.ask("a", tokens=100), fed.ask("b", tokens=300)
     fed.answer("a", tokens=100), fed.answer("b", tokens=300)
     fed.try_to_close()
     assert [each.weight for each in fed.rounds.closed(0).accepted] == weights
@@ -181,7 +185,7 @@ def test_a_poisoned_member_is_refused_and_the_quorum_goes_on(federation):
     fed.answer("a"), fed.answer("b", state=bad), fed.answer("c")
     fed.try_to_close()
     assert accepted(fed, 0) == [("a", 0), ("c", 0)]
-    assert "NaN or infinity" in fed.rounds.refusals(0)[0]["reason"]
+    assert "NaN or infinity" in fed.rounds.refusals(0)[0].reason
 
 
 def test_an_outlier_is_refused_with_a_sentence(federation):
@@ -190,7 +194,7 @@ def test_an_outlier_is_refused_with_a_sentence(federation):
     fed.answer("a"), fed.answer("b", size=3.0), fed.answer("c")
     fed.try_to_close()
     assert accepted(fed, 0) == [("a", 0), ("c", 0)]
-    assert "outlier" in fed.rounds.refusals(0)[0]["reason"]
+    assert "outlier" in fed.rounds.refusals(0)[0].reason
 
 
 def test_a_synchronous_round_with_a_refused_member_stops_with_the_reason(federation):
@@ -233,13 +237,119 @@ def test_the_same_steps_are_never_counted_twice(federation):
         fed.assign()
         fed.answer("a"), fed.answer("b")
         fed.try_to_close()
+    fed.ask("a")
     path = fed.rounds.inbox("a", 2)
     path.parent.mkdir(parents=True)
     member(fed.rounds.model(2), moved(STATE, 5), path, "a", "bf16", number=1)
     # the member claims round 2 with the steps of round 1
-    write_manifest(path, replace(read_manifest(path, MemberManifest), round=2))
+    write_manifest(path, read_manifest(path, MemberManifest).model_copy(update={"round": 2}))
     fed.rounds.receive()
-    assert "were counted in round 1" in fed.rounds.refusals(2)[0]["reason"]
+    assert "were counted in round 1" in fed.rounds.refusals(2)[0].reason
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("codec", "zip"),
+        ("tokens", "5"),
+        ("tokens", -5),
+        ("tokens", 1e3),
+        ("round", "x"),
+        ("round", -1),
+        ("step", None),
+        ("seconds", "long"),
+        ("files", ["delta.safetensors"]),
+        ("train_loss", "NaN"),
+        ("format", "1"),
+        ("surprise", 1),
+    ],
+)
+def test_a_signed_manifest_with_bad_values_is_the_refusal_of_that_member(federation, field, value):
+    """Whatever a site signs, the coordinator goes on and every later start does."""
+    fed = federation(quorum=2)
+    fed.assign()
+    path = fed.answer("b")
+    content = json.loads((path / "member.json").read_text()) | {field: value}
+    del content["sha256"]
+    (path / "member.json").write_text(json.dumps(content | {"sha256": sha256_of_json(content)}))
+    fed.answer("a"), fed.answer("c")
+    assert fed.try_to_close().round == 1
+    assert accepted(fed, 0) == [("a", 0), ("c", 0)]
+    assert field in fed.rounds.refusals(0)[0].reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokens": 9000}, "claims 9,000 tokens in 10 steps, not 10 steps of 1,000 tokens"),
+        ({"tokens": 9000, "step": 90}, "claims 9,000 tokens in 90 steps"),
+        ({"base": "0" * 64}, "another model"),
+    ],
+)
+def test_a_member_that_differs_from_its_assignment_is_refused(federation, change, reason):
+    """More tokens than were asked for would raise its weight and hide an outlier."""
+    fed = federation(quorum=2)
+    fed.assign()
+    path = fed.answer("b")
+    write_manifest(path, read_manifest(path, MemberManifest).model_copy(update=change))
+    fed.answer("a"), fed.answer("c")
+    fed.try_to_close()
+    assert accepted(fed, 0) == [("a", 0), ("c", 0)]
+    assert reason in fed.rounds.refusals(0)[0].reason
+
+
+def test_a_member_with_fewer_steps_than_asked_counts_its_own_tokens(federation):
+    fed = federation("ab", mode="synchronous")
+    fed.assign()
+    path = fed.answer("a")
+    short = read_manifest(path, MemberManifest).model_copy(update={"step": 5, "tokens": 500})
+    write_manifest(path, short)
+    fed.answer("b")
+    fed.try_to_close()
+    assert [each.weight for each in fed.rounds.closed(0).accepted] == [500, 1000]
+
+
+def test_a_member_that_nobody_asked_for_is_refused(federation):
+    fed = federation(quorum=1)
+    fed.assign("a")
+    fed.answer("a"), fed.answer("b")
+    fed.try_to_close()
+    assert accepted(fed, 0) == [("a", 0)] and "was not asked for" in fed.rounds.refusals(0)[0].reason
+
+
+def test_every_refusal_of_a_site_is_kept(federation):
+    """One without a member, as of a site that failed, has a name of its own too."""
+    fed = federation("ab", mode="synchronous")
+    fed.assign()
+    for _ in range(2):
+        next(fed.answer("b").glob("delta*")).write_bytes(b"cut")
+        fed.rounds.receive()
+    fed.rounds.give_up("b", "b failed 4 times")
+    reasons = [each.reason for each in fed.rounds.refusals(0, "b")]
+    assert len(reasons) == 3 and reasons[-1] == "b failed 4 times"
+
+
+def test_a_member_that_is_damaged_every_time_is_not_asked_for_for_ever(federation):
+    fed = federation("ab", mode="synchronous", retries=2)
+    fed.assign()
+    fed.answer("a")
+    for _ in range(3):
+        assert fed.rounds.pending("b") is not None
+        next(fed.answer("b").glob("delta*")).write_bytes(b"cut")
+        fed.rounds.receive()
+    with pytest.raises(UserError, match="missing: b"):
+        fed.try_to_close()
+
+
+def test_a_member_that_arrives_twice_is_received_once(federation):
+    fed = federation("ab", mode="synchronous")
+    fed.assign()
+    for _ in range(2):
+        fed.answer("a")
+        fed.rounds.receive()
+    fed.answer("b")
+    assert fed.try_to_close().round == 1
+    assert fed.rounds.refusals(0) == [] and open_global(fed.rounds.model(1)).tokens == 2000
 
 
 def test_a_deadline_stops_the_federation_and_names_who_is_missing(federation):
@@ -307,7 +417,7 @@ def test_a_replay_of_the_accepted_members_gives_the_same_bits(federation, tmp_pa
     for number in range(3):
         for site in "abc"[: 2 + number % 2]:
             if fed.rounds.pending(site) and fed.rounds.pending(site).round == number:
-                fed.answer(site, tokens=100 + number)
+                fed.answer(site)
         if number == 1:
             fed.answer("c", number=0)
         fed.rounds.receive()

@@ -33,7 +33,7 @@ def test_every_token_of_64_unreliable_sites_is_accounted_for(tmp_path, mode):
             site = sites[name]
             pending = rounds.pending(name)
             if pending is None and name not in rounds.assignments(rounds.number):
-                pending = rounds.assign(name, 10, 1000, 100, "int8")
+                pending = fed.ask(name, dice.randrange(500, 1500), "int8")
             if pending is None or dice.random() < 0.05:
                 continue
             if site.order != pending:
@@ -55,7 +55,7 @@ def test_every_token_of_64_unreliable_sites_is_accounted_for(tmp_path, mode):
 
 
 def publish(rounds, site, order, dice, published):
-    tokens = dice.randrange(500, 1500)
+    tokens = order.tokens
     path = rounds.inbox(site.name, order.round)
     path.parent.mkdir(parents=True, exist_ok=True)
     member(
@@ -78,14 +78,11 @@ def check_accounts(rounds, published):
     accepted = [(each.site, each.round, each.tokens) for c in rounds.history() for each in c.accepted]
     assert len({key[:2] for key in accepted}) == len(accepted), "a member was counted twice"
     assert all(published[site, number] == tokens for site, number, tokens in accepted)
-    lost = [(each["site"], each["round"], each["tokens"]) for c in rounds.history() for each in c.discarded]
+    lost = [(each.site, each.round, each.tokens) for c in rounds.history() for each in c.discarded]
     on_time, late, dropped = rounds.candidates()
     waiting = [(*m.key, m.manifest.tokens) for m in [*on_time, *late, *dropped]]
     refused = {
-        (each["site"], each["round"])
-        for n in range(rounds.number + 1)
-        for each in rounds.refusals(n)
-        if each["final"]
+        (each.site, each.round) for n in range(rounds.number + 1) for each in rounds.refusals(n) if each.final
     }
     unread = {
         (path.name, n) for n in range(rounds.number + 1) for path in (rounds.at(n) / "inbox").glob("s*")

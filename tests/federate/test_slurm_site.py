@@ -6,9 +6,8 @@ import pytest
 
 from arriero import slurm as slurm_commands
 from arriero.federate.coordinator import Coordinator
-from arriero.federate.launching import Launcher
 from arriero.federate.members import MemberManifest, read_manifest
-from arriero.federate.site import run_round
+from arriero.federate.site import Launcher, run_round
 from federate.test_streamflow import federation_file
 
 SITE = """
@@ -28,7 +27,7 @@ def test_a_round_is_a_slurm_job_of_arriero_launch(slurm, tmp_path, corpus_cache,
     coordinator = Coordinator.of(federation_file(tmp_path, corpus_cache, sites="a"))
     coordinator.prepare()
     order = coordinator.assign_idle()["a"]
-    paths = coordinator.paths(coordinator.config.site("a"), 0)
+    paths = coordinator.paths(coordinator.config.site("a"), order)
     paths.work.mkdir(parents=True, exist_ok=True)
     member = run_round(order, paths, Launcher(profile=str(tmp_path / "here.toml")))
     assert (member.first_step, member.step) == (0, 2)

@@ -14,8 +14,16 @@ import pytest
 from arriero.errors import UserError
 from arriero.federate.coordinator import Coordinator
 from arriero.federate.members import open_global
+from arriero.federate.rounds import Assignment
 from arriero.federate.schema import load_federation
-from arriero.federate.streamflow import streamflow_program, take_turn, workflow_files, write_turn
+from arriero.federate.site import run_turn
+from arriero.federate.streamflow import (
+    all_workflow_files,
+    deliver,
+    streamflow_program,
+    take_turn,
+    write_turn,
+)
 from federate.test_local import RUN
 
 REPOSITORY = Path(__file__).parents[2]
@@ -46,54 +54,65 @@ def remote(folder, port=22):
     }
 
 
-def test_the_workflow_has_a_named_step_per_site_a_loop_and_a_failure_manager(tmp_path):
+def test_the_workflow_of_a_site_has_a_named_step_a_loop_and_a_failure_manager(tmp_path):
     path = federation_file(tmp_path, "data", **remote(tmp_path))
-    files = workflow_files(load_federation(path), path, 3, tmp_path / "turn")
-    assert files["main.cwl"]["steps"]["rounds"]["requirements"]["cwltool:Loop"]["outputMethod"] == "last"
-    assert set(files["round.cwl"]["steps"]) == {"train-a", "train-b", "close"}
-    engine = files["streamflow.yml"]
-    assert engine["failureManager"]["type"] == "rollback"
-    bound = {
-        each["step"]: each["target"]["deployment"] for each in engine["workflows"]["federation"]["bindings"]
-    }
-    assert bound == {"/rounds/train-a": "a", "/rounds/train-b": "b"}
-    assert all(each["config"]["checkHostKey"] for each in engine["deployments"].values())
+    for name, files in all_workflow_files(load_federation(path), path).items():
+        assert files["main.cwl"]["steps"]["rounds"]["requirements"]["cwltool:Loop"]["outputMethod"] == "last"
+        assert set(files["round.cwl"]["steps"]) == {f"train-{name}", "next"}
+        engine = files["streamflow.yml"]
+        assert engine["failureManager"]["type"] == "rollback"
+        (bound,) = engine["workflows"]["federation"]["bindings"]
+        assert bound == {"step": f"/rounds/train-{name}", "target": {"deployment": name}}
+        assert engine["deployments"][name]["config"]["checkHostKey"]
 
 
 def test_data_is_no_input_of_the_workflow(tmp_path):
     """What is no input of a step cannot be moved by the engine."""
     path = federation_file(tmp_path, "data", data="['/secret/data']", **remote(tmp_path))
-    files = workflow_files(load_federation(path), path, 3, tmp_path / "turn")
+    files = all_workflow_files(load_federation(path), path)
     assert "/secret/data" not in json.dumps(files)
-    assert set(files["config.yml"]) == {"turn", "rounds"}
+    assert all(set(each["config.yml"]) == {"turn"} for each in files.values())
 
 
 def test_init_shows_the_workflow(tmp_path, command):
     federation_file(tmp_path, "data", **remote(tmp_path))
     done = command("fed", "init", "fed.toml", "--show")
-    assert done.returncode == 0 and "train-b.cwl" in json.loads(done.stdout)
+    assert done.returncode == 0 and "train.cwl" in json.loads(done.stdout)["b"]
 
 
-def test_turns_close_rounds_without_trusting_the_engine(tmp_path, corpus_cache):
-    """A job that ended without a member, a damaged member, and a member of a stranger change nothing."""
-    from arriero.federate.site import run_turn
-
-    coordinator = Coordinator.of(federation_file(tmp_path, corpus_cache))
+def test_what_the_engine_brings_is_not_trusted(tmp_path, corpus_cache):
+    """An empty answer, one of another site and a damaged member change nothing; the order is sent again."""
+    coordinator = Coordinator.of(federation_file(tmp_path, corpus_cache, "a"))
     coordinator.prepare()
-    write_turn(coordinator, tmp_path / "turn-0")
-    for name in "ab":
-        run_turn(tmp_path / "turn-0", name, tmp_path / f"work-{name}", tmp_path / f"member-{name}")
+    order = coordinator.assign_idle()["a"]
+    write_turn(coordinator, order, tmp_path / "turn")
+    work, good = tmp_path / "work", tmp_path / "good"
+    run_turn(tmp_path / "turn", "a", work, good)
+    for name in ("empty", "stranger", "damaged"):
+        shutil.copytree(good, tmp_path / name)
+    shutil.rmtree(tmp_path / "empty")
     (tmp_path / "empty").mkdir()
-    damaged = tmp_path / "damaged"
-    shutil.copytree(tmp_path / "member-b", damaged)
-    next(damaged.glob("delta*")).write_bytes(b"half")
-    assert take_turn(coordinator, [tmp_path / "member-a", tmp_path / "empty"], tmp_path / "turn-1") is None
-    assert take_turn(coordinator, [tmp_path / "member-a", damaged], tmp_path / "turn-2") is None
-    assert coordinator.rounds.number == 0
-    made = take_turn(coordinator, [tmp_path / "member-a", tmp_path / "member-b"], tmp_path / "turn-3")
-    assert made.round == 1
-    assert open_global(tmp_path / "turn-3" / "model").model == made.model
-    assert not (tmp_path / "turn-2" / "orders" / "a.json").exists(), "a site that has answered has no order"
+    (tmp_path / "stranger" / "order.json").write_text(
+        order.model_copy(update={"site": "b"}).model_dump_json()
+    )
+    assert deliver(coordinator, "a", tmp_path / "empty") is None
+    assert deliver(coordinator, "a", tmp_path / "stranger") is None
+    next((tmp_path / "damaged" / "member").glob("delta*")).write_bytes(b"half")
+    assert deliver(coordinator, "a", tmp_path / "damaged") == order
+    assert coordinator.rounds.try_to_close(["a"]) is None and coordinator.rounds.pending("a") == order
+
+    with coordinator.lock():
+        again = take_turn(coordinator, "a", tmp_path / "empty", tmp_path / "again")
+        assert Assignment.read(again / "order.json") == order, "the same order, because nothing was accepted"
+        run_turn(again, "a", work, tmp_path / "second")
+        deliver(coordinator, "a", tmp_path / "second")
+        made = coordinator.rounds.try_to_close(["a"])
+        assert made.round == 1 and open_global(work / "models" / "0000").model == made.parent
+        (coordinator.rounds.at(2) / "global").mkdir(parents=True)
+        last = take_turn(coordinator, "a", tmp_path / "empty", tmp_path / "last")
+    assert Assignment.read(last / "order.json").steps == 0, "the final model is evaluated at the site"
+    with pytest.raises(UserError, match="no `arriero fed run` is running"):
+        take_turn(coordinator, "a", tmp_path / "empty", tmp_path / "orphan")
 
 
 @pytest.fixture

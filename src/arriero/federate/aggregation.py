@@ -1,29 +1,198 @@
-"""The aggregation alone, on members or on models of any format."""
+"""The aggregation of members or models into the next global model, in parts, by a few threads."""
 
+import math
+import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from arriero.checkpoint.convert import open_model
 from arriero.checkpoint.directory import resolve_checkpoint
-from arriero.checkpoint.formats.tensor_files import Advance, no_progress
+from arriero.checkpoint.formats.model_reader import EXTRA_FILES
+from arriero.checkpoint.formats.tensor_files import (
+    Advance,
+    SafetensorsReader,
+    SafetensorsWriter,
+    no_progress,
+)
 from arriero.errors import UserError
 from arriero.federate.members import (
-    GLOBAL,
-    MEMBER,
-    Contribution,
+    OUTER,
     GlobalManifest,
     MemberManifest,
     Refused,
-    aggregate,
+    Share,
     check_member,
+    delta_file,
+    model_hash,
     open_global,
     publish_first_model,
+    write_manifest,
     write_member,
 )
-from arriero.federate.outer import OuterOptimizer
+from arriero.federate.outer import (
+    CHUNK,
+    OuterOptimizer,
+    Part,
+    chunks,
+    cosines,
+    inner_products,
+    outer_step,
+    pseudo_gradient,
+    read_delta,
+)
+from arriero.federate.schema import Codec
+from arriero.files import link_or_copy, staged_directory
+
+_PARTS_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A member that takes part in an aggregation: its directory and its weight."""
+
+    directory: Path
+    site: str
+    round: int
+    codec: Codec
+    weight: float
+    tokens: int
+    base: Path
+
+
+def aggregate(
+    base: Path,
+    contributions: Sequence[Contribution],
+    optimizer: OuterOptimizer,
+    target: Path,
+    total: float | None = None,
+    advance: Advance = no_progress,
+) -> GlobalManifest:
+    """Publish the next global model, read and written in parts of 262,144 elements by a few threads.
+
+    Members are summed in the order of site and round, so the result does not depend on the order in which
+    they are given. `total` is the weight of a full round, the sum of the members' weights if not given.
+    """
+    known = open_global(base, verify=False)
+    ordered = sorted(contributions, key=lambda each: (each.site, each.round))
+    total = math.fsum(each.weight for each in ordered) if total is None else total
+    products = torch.zeros(len(ordered), len(ordered), dtype=torch.float64)
+    files = dict(known.files)
+    with staged_directory(target) as making:
+        for name in known.files:
+            if Path(name).name in EXTRA_FILES or name.endswith(".json"):
+                link_or_copy(base / name, making / name, "copy")
+        for name in known.weights:
+            files |= _aggregate_file(base, making, name, ordered, optimizer, total, products, advance)
+        stale = {each for each in files if each.startswith(f"{OUTER}/")} - _state_files(known, optimizer)
+        files = {each: digest for each, digest in files.items() if each not in stale}
+        manifest = GlobalManifest(
+            round=known.round + 1,
+            tokens=known.tokens + sum(each.tokens for each in ordered),
+            model=model_hash(files, known.weights),
+            weights=known.weights,
+            optimizer=optimizer,
+            files=files,
+            parent=known.model,
+            members=tuple(
+                Share(site=each.site, round=each.round, weight=each.weight, norm=norm)
+                for each, norm in zip(ordered, products.diagonal().sqrt().tolist(), strict=True)
+            ),
+            cosines=tuple(map(tuple, cosines(products))),
+        )
+        write_manifest(making, manifest)
+    return manifest
+
+
+def _state_files(known: GlobalManifest, optimizer: OuterOptimizer) -> set[str]:
+    return {f"{OUTER}/{kind}/{name}" for kind in optimizer.state_names for name in known.weights}
+
+
+def _aggregate_file(
+    base: Path,
+    making: Path,
+    name: str,
+    members: Sequence[Contribution],
+    optimizer: OuterOptimizer,
+    total: float,
+    products: Tensor,
+    advance: Advance,
+) -> dict[str, str]:
+    """Write one file of weights and its outer state; return the checksums."""
+    weights = SafetensorsReader(base / name)
+    deltas = [SafetensorsReader(each.directory / delta_file(name)) for each in members]
+    # a late member is a delta from an older model; its exact weights are compared with that one
+    bases = [weights if each.base == base else SafetensorsReader(each.base / name) for each in members]
+    kept = {kind: base / OUTER / kind / name for kind in optimizer.state_names}
+    state = {kind: SafetensorsReader(path) for kind, path in kept.items() if path.is_file()}
+    with ExitStack() as stack:
+
+        def opened(path: Path) -> SafetensorsWriter:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return stack.enter_context(SafetensorsWriter(path, weights.tensors))
+
+        made = {name: opened(making / name)}
+        made |= {
+            f"{OUTER}/{kind}/{name}": opened(making / OUTER / kind / name) for kind in optimizer.state_names
+        }
+
+        def compute(place: tuple[str, int, int]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+            current = weights.read_flat(*place)
+            parts = [
+                _part(member, delta, own, weights, *place)
+                for member, delta, own in zip(members, deltas, bases, strict=True)
+            ]
+            before = {kind: reader.read_flat(*place) for kind, reader in state.items()}
+            gradient = pseudo_gradient(current, parts, total)
+            return *outer_step(current, gradient, before, optimizer), inner_products(current, parts)
+
+        places = [(each, *bounds) for each, meta in weights.tensors.items() for bounds in chunks(meta)]
+        for new, after, product in _in_order(compute, places, len(members)):
+            products += product
+            made[name].write(new)
+            for kind, values in after.items():
+                made[f"{OUTER}/{kind}/{name}"].write(values)
+            advance(new.nbytes)
+    return {path: writer.sha256 for path, writer in made.items()}
+
+
+def _in_order(work: Callable[[Any], Any], items: Sequence[Any], members: int) -> Iterator[Any]:
+    """Apply `work` by threads, a few items ahead; yield the results in order.
+
+    Their number is such that the parts in memory stay below a gigabyte.
+    """
+    threads = max(1, min(8, os.cpu_count() or 1, _PARTS_BYTES // (8 * CHUNK * (members + 8))))
+    with ThreadPoolExecutor(threads) as pool:
+        ahead: deque[Any] = deque()
+        for item in items:
+            ahead.append(pool.submit(work, item))
+            if len(ahead) > 2 * threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+
+def _part(
+    member: Contribution,
+    delta: SafetensorsReader,
+    own_base: SafetensorsReader,
+    weights: SafetensorsReader,
+    name: str,
+    start: int,
+    stop: int,
+) -> Part:
+    values = read_delta(delta, member.codec, name, start, stop)
+    if member.codec != "fp32" or own_base is weights:
+        return Part(member.weight, values, member.codec == "fp32")
+    return Part(member.weight, own_base.read_flat(name, start, stop) - values)
 
 
 def aggregate_models(
@@ -44,7 +213,7 @@ def aggregate_models(
         raise UserError(f"the weights {weights} have no mean", "give positive numbers")
     outer = OuterOptimizer(**optimizer)
     is_mean = outer.name == "fedavg" and outer.lr == 1
-    needs_base = not is_mean or any((path / MEMBER).is_file() for path in models)
+    needs_base = not is_mean or any((path / MemberManifest.FILE).is_file() for path in models)
     if base is None and needs_base:
         raise UserError("deltas need the model they start from", "give it with --base")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +227,7 @@ def aggregate_models(
 
 
 def _base(path: Path, scratch: Path, outer: OuterOptimizer) -> Path:
-    if (path / GLOBAL).is_file():
+    if (path / GlobalManifest.FILE).is_file():
         open_global(path)
         return path
     publish_first_model(open_model(resolve_checkpoint(path)), scratch / "base", outer)
@@ -68,18 +237,12 @@ def _base(path: Path, scratch: Path, outer: OuterOptimizer) -> Path:
 def _contribution(path: Path, index: int, base: Path, scratch: Path) -> Contribution:
     """Return a member as it is; ship other models in fp32 as their sites would."""
     directory = path
-    if not (path / MEMBER).is_file():
+    if not (path / MemberManifest.FILE).is_file():
         directory = scratch / f"member-{index}"
         # names order the sum, so equal directory names of different models stay apart
         site = f"{path.resolve().as_posix()}"
-        about = MemberManifest(site, 0, "", "fp32", 1, 0, 1, {})
-        write_member(
-            base,
-            open_model(resolve_checkpoint(path)),
-            directory,
-            "fp32",
-            lambda model, files, size: replace(about, base=model, files=files, bytes=size),
-        )
+        about = {"site": site, "round": 0, "tokens": 1, "first_step": 0, "step": 1}
+        write_member(base, open_model(resolve_checkpoint(path)), directory, "fp32", **about)
     try:
         member, _ = check_member(directory, open_global(base, verify=False), base)
     except Refused as error:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FederationFile = Annotated[Path, typer.Argument(help="A federation file, such as fed.toml.")]
 _DEMO = Path("federations/demo")
+_NUMBERS = {"tokens", "train_loss", "bytes", "seconds"}
 
 
 def init(
@@ -36,10 +37,9 @@ def init(
     """
     if show:
         from arriero.federate.schema import load_federation
-        from arriero.federate.streamflow import TURN, workflow_files
+        from arriero.federate.streamflow import all_workflow_files
 
-        config = load_federation(path)
-        print_json(workflow_files(config, path.absolute(), config.federation.rounds, Path(TURN)))
+        print_json(all_workflow_files(load_federation(path), path.absolute()))
         return
     if path.exists():
         raise UserError(f"{path} exists already", "choose another name, or remove it first")
@@ -83,34 +83,13 @@ def _run(path: Path | None, local: bool) -> None:
     if path is None:
         _run_demo(console)
         return
-    coordinator = Coordinator.of(path)
-    remote = [site.name for site in coordinator.config.sites if site.host]
-    if remote and not local:
-        _run_streamflow(coordinator, console)
-    else:
-        _run_local(coordinator, console)
-
-
-def _run_streamflow(coordinator: "Coordinator", console: Console) -> None:
-    from arriero.federate.members import open_global
-    from arriero.federate.streamflow import run_streamflow
-
-    def report(number: int) -> None:
-        made = open_global(coordinator.rounds.model(number), verify=False)
-        _show_round(coordinator, console, made)
-
-    with coordinator.lock():
-        coordinator.prepare()
-        run_streamflow(coordinator, report)
-    console.print(_loss_table(coordinator))
-    final = coordinator.rounds.model(coordinator.rounds.number)
-    console.print(f"[bold]model[/]  {escape(str(final))}")
+    _drive(Coordinator.of(path), console, local)
 
 
 def run_site(
-    turn: Annotated[Path, typer.Option(help="The directory with model, orders and run files.")],
+    turn: Annotated[Path, typer.Option(help="The directory with model, order and run file.")],
     site: Annotated[str, typer.Option(help="The name of this site.")],
-    out: Annotated[Path, typer.Option(help="The member to publish.")],
+    out: Annotated[Path, typer.Option(help="The answer to write.")],
     work: Annotated[Path, typer.Option(help="The site's work directory.")] = Path("federation"),
     profile: Annotated[str | None, typer.Option(help="Site profile of `arriero launch`.")] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of a Slurm job.")] = 1,
@@ -118,32 +97,36 @@ def run_site(
 ) -> None:
     """Train this site's round and publish its member. The coordinator's workflow runs this at the site.
 
-    Example: arriero fed round --turn turn --site leonardo --work /scratch/me/federation --out member
+    Example: arriero fed round --turn turn --site leonardo --work /scratch/me/federation --out answer
     """
-    from arriero.federate.launching import Launcher
-    from arriero.federate.site import run_turn
+    from arriero.federate.site import Launcher, run_turn
 
     run_turn(turn, site, work.absolute(), out.absolute(), Launcher(nproc, profile, nodes))
 
 
 def take_turn(
     path: FederationFile,
-    member: Annotated[list[Path], typer.Option(help="What the sites have sent.")],
-    out: Annotated[Path, typer.Option(help="The next turn to publish.")],
+    site: Annotated[str, typer.Option(help="The name of the site.")],
+    answer: Annotated[Path, typer.Option(help="What the site has sent.")],
+    out: Annotated[Path, typer.Option(help="Where to write the next turn.")] = Path(),
 ) -> None:
-    """Receive members and close the round. The workflow runs this at the coordinator, between rounds.
+    """Deliver a site's answer and wait for its next turn. The workflow runs this at the coordinator.
 
-    Example: arriero fed turn fed.toml --member member-a --member member-b --out turn
+    Example: arriero fed turn fed.toml --site leonardo --answer answer --out .
     """
     from arriero.federate.coordinator import Coordinator
     from arriero.federate.streamflow import take_turn as take
 
-    take(Coordinator.of(path), member, out.absolute())
+    take(Coordinator.of(path), site, answer.absolute(), out.absolute())
 
 
-def _run_local(coordinator: "Coordinator", console: Console) -> None:
-    from arriero.federate.local import run_local
+def _drive(coordinator: "Coordinator", console: Console, local: bool) -> None:
+    """Run the rounds that are left and print the result."""
+    from arriero.federate.driver import Driver
+    from arriero.federate.streamflow import streamflow_program
 
+    if any(site.host for site in coordinator.config.sites) and not local:
+        streamflow_program()
     section = coordinator.config.federation
     with coordinator.lock():
         coordinator.prepare()
@@ -154,7 +137,7 @@ def _run_local(coordinator: "Coordinator", console: Console) -> None:
         )
         if coordinator.is_finished:
             console.print("the federation is finished; raise federation.rounds to continue it")
-        run_local(coordinator, lambda made: _show_round(coordinator, console, made))
+        Driver(coordinator, local).run(lambda made: _show_round(coordinator, console, made))
     final = coordinator.rounds.model(coordinator.rounds.number)
     console.print(_loss_table(coordinator))
     console.print(f"[bold]model[/]  {escape(str(final))}")
@@ -174,23 +157,22 @@ def _show_round(coordinator: "Coordinator", console: Console, made: "GlobalManif
         f"{human_count(made.tokens)} in all"
     )
     for each in coordinator.rounds.refusals(closed.round):
-        console.plain(f"  refused: {each['reason']}", "yellow")
+        console.plain(f"  refused: {each.reason}", "yellow")
 
 
 def _run_demo(console: Console) -> None:
     from arriero.federate.coordinator import Coordinator
     from arriero.federate.demo import make_demo, train_centralised
-    from arriero.federate.status import mean_final_loss
     from arriero.ui import StageProgress
 
     with StageProgress(console, "preparing the dataset (once)") as progress:
         demo = make_demo(_DEMO, progress=progress)
     console.print("two sites train on disjoint halves of the embedded corpus")
     coordinator = Coordinator(None, demo.config)
-    _run_local(coordinator, console)
+    _drive(coordinator, console, local=True)
     console.print("one run trains on both halves, with as many tokens, for comparison")
     centralised = train_centralised(demo, _DEMO)
-    federated = mean_final_loss(coordinator)
+    federated = coordinator.mean_final_loss()
     table = Table("held-out loss", ">nats", ">against centralised")
     table.row("centralised", f"{centralised:.4f}", "")
     if federated is not None and centralised:
@@ -200,15 +182,13 @@ def _run_demo(console: Console) -> None:
 
 def _loss_table(coordinator: "Coordinator") -> Table:
     """Return the losses per round and site: training, held-out of the site's model and of the aggregate."""
-    from arriero.federate.status import final_losses
-
     table = Table(">round", "site", ">tokens", ">train loss", ">held-out, global", ">held-out, site")
     for number in range(coordinator.rounds.number):
         for site, member in coordinator.rounds.members(number).items():
             about = member.manifest
             losses = (about.train_loss, about.eval_before, about.eval_after)
             table.row(number + 1, site, human_count(about.tokens), *map(_loss, losses))
-    for site, loss in final_losses(coordinator).items():
+    for site, loss in coordinator.final_losses().items():
         table.row("final", site, "", "", _loss(loss), "")
     return table
 
@@ -231,26 +211,65 @@ def status(
     Example: arriero fed status fed.toml
     """
     from arriero.federate.coordinator import Coordinator
-    from arriero.federate.status import accounts, round_rows
 
     coordinator = Coordinator.of(path)
     if not coordinator.rounds.model(0).is_dir():
         raise UserError(f"{coordinator.folder} has not started", f"`arriero fed run {path}` starts it")
-    rows = [row for number in range(coordinator.rounds.number + 1) for row in round_rows(coordinator, number)]
+    rows = [row for number in range(coordinator.rounds.number + 1) for row in _rows(coordinator, number)]
     replayed = _replay(coordinator) if replay else []
     if as_json:
         facts = {"federation": str(coordinator.folder), "round": coordinator.rounds.number, "rows": rows}
-        print_json(facts | {"accounts": accounts(coordinator), "replay": dict(replayed)})
+        print_json(facts | {"accounts": coordinator.accounts(), "replay": dict(replayed)})
     else:
         _print_status(coordinator, rows, replayed)
     raise typer.Exit(0 if all(same for _, same in replayed) else 1)
 
 
+def _rows(coordinator: "Coordinator", number: int) -> list[dict[str, Any]]:
+    """Return one row per site of a round: what it was asked, sent, and what became of it."""
+    from arriero.federate.members import open_global
+
+    rounds = coordinator.rounds
+    closed, later = rounds.closed(number), rounds.model(number + 1)
+    made = open_global(later, verify=False) if later.is_dir() else None
+    parts = {(each.site, each.round): each for each in closed.accepted} if closed else {}
+    late = {site: rounds.members(base)[site] for site, base in parts if base < number}
+    rows = []
+    for site, member in {**rounds.members(number), **late}.items():
+        about, part = member.manifest, parts.get((site, member.manifest.round))
+        state = "accepted" if part else "late" if closed else "arrived"
+        if part and about.round < number:
+            state = f"accepted, {counted(number - about.round, 'round')} late"
+        row = _row(number, site, state) | about.model_dump(include=_NUMBERS) | {"norm": member.norm}
+        row |= {"eval_global": about.eval_before, "eval_site": about.eval_after}
+        if part and closed:
+            row["weight"] = part.weight / closed.total
+            row["cosine"] = _mean_cosine(made, site, about.round) if made else None
+        rows.append(row)
+    rows += [_row(number, each.site, "refused") | {"reason": each.reason} for each in rounds.refusals(number)]
+    shown = {row["site"] for row in rows}
+    for site, order in rounds.assignments(number).items():
+        if site not in shown:
+            rows.append(_row(number, site, "absent" if closed else "training"))
+            rows[-1]["tokens"] = None if closed else order.tokens
+    return rows
+
+
+def _row(number: int, site: str, state: str) -> dict[str, Any]:
+    names = (*_NUMBERS, "eval_global", "eval_site", "weight", "norm", "cosine", "reason")
+    return {"round": number, "site": site, "state": state, **dict.fromkeys(names)}
+
+
+def _mean_cosine(made: "GlobalManifest", site: str, base: int) -> float | None:
+    """Return the mean cosine between a member's delta and the others of its round."""
+    index = next(i for i, each in enumerate(made.members) if (each.site, each.round) == (site, base))
+    others = [value for i, value in enumerate(made.cosines[index]) if i != index]
+    return sum(others) / len(others) if others else None
+
+
 def _print_status(
     coordinator: "Coordinator", rows: list[dict[str, Any]], replayed: list[tuple[int, bool]]
 ) -> None:
-    from arriero.federate.status import accounts
-
     console = make_console(wide=True)
     headings = (">round", "site", "state", ">tokens", ">train loss", ">held-out, global", ">held-out, site")
     table = Table(*headings, ">shipped", ">time", ">weight", ">norm", ">cosine")
@@ -272,7 +291,7 @@ def _print_status(
     for row in rows:
         if row["reason"]:
             console.plain(f"round {row['round'] + 1}: {row['reason']}", "yellow")
-    held = ", ".join(f"{human_count(value)} {name}" for name, value in accounts(coordinator).items())
+    held = ", ".join(f"{human_count(value)} {name}" for name, value in coordinator.accounts().items())
     console.print(f"tokens: {held}")
     for number, same in replayed:
         text = f"global model {number}: " + ("the same bits" if same else "DIFFERENT from its members")
@@ -301,8 +320,7 @@ def plan(
 
     Example: arriero fed plan fed.toml --bandwidth '10 Gbit/s' --tokens-per-s 500000
     """
-    from arriero.federate.cost import RoundCost, parse_rate
-    from arriero.federate.planning import planned_round
+    from arriero.federate.cost import RoundCost, parse_rate, planned_round
 
     round_ = planned_round(path, tokens_per_s)
     rate = parse_rate(bandwidth)
@@ -378,7 +396,6 @@ def aggregate(
     """
     from arriero.federate.aggregation import aggregate_models
     from arriero.federate.schema import OuterSection, optimizer_values
-    from arriero.federate.status import mean_cosine
 
     values = optimizer_values(OuterSection(optimizer=optimizer, lr=lr, momentum=momentum))
     console = make_console(as_json)
@@ -386,14 +403,14 @@ def aggregate(
         made = aggregate_models(models, out, base, weights, values, advance)
     if as_json:
         print_json(
-            {"model": str(out), "sha256": made.model, "members": list(made.members), "cosines": made.cosines}
+            {"model": str(out), "sha256": made.model, **made.model_dump(include={"members", "cosines"})}
         )
         return
     table = Table("member", ">weight", ">norm", ">mean cosine")
-    total = sum(each["weight"] for each in made.members)
+    total = sum(each.weight for each in made.members)
     for each in made.members:
-        cosine = mean_cosine(made, each["site"], each["round"])
+        cosine = _mean_cosine(made, each.site, each.round)
         shown = "" if cosine is None else f"{cosine:.3f}"
-        table.row(each["site"], f"{each['weight'] / total:.1%}", f"{each['norm']:.3g}", shown)
+        table.row(each.site, f"{each.weight / total:.1%}", f"{each.norm:.3g}", shown)
     console.print(table)
     console.print(f"[bold]model[/]  {escape(str(out))} ({made.model[:12]})")

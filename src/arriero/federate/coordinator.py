@@ -1,7 +1,9 @@
 """The coordinator: prepare a federation, ask idle sites to train, close rounds, publish global models."""
 
+import json
 import math
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -72,9 +74,14 @@ class Coordinator:
     def is_finished(self) -> bool:
         return self.rounds.number >= self.last_round
 
+    @property
+    def lock_file(self) -> Path:
+        """The process of `arriero fed run` holds a lock on it."""
+        return self.folder.with_name(f".{self.folder.name}.lock")
+
     def lock(self):
         return locked(
-            self.folder.with_name(f".{self.folder.name}.lock"),
+            self.lock_file,
             self.folder,
             busy="wait for it or stop it, or choose another federation.name",
             unwritable="set federation.dir to a directory you may write",
@@ -87,14 +94,39 @@ class Coordinator:
     def work(self, site: SiteSection) -> Path:
         return Path(site.work) if site.work else self.folder / "sites" / site.name
 
-    def paths(self, site: SiteSection, number: int) -> SitePaths:
-        """Return the paths of a site on this machine."""
-        return SitePaths(
-            self.rounds.model(number),
-            self.run_file(site.name),
-            self.work(site),
-            self.rounds.inbox(site.name, number),
-        )
+    def paths(self, site: SiteSection, order: Assignment) -> SitePaths:
+        """Return the paths of a site on this machine, for a round or an evaluation."""
+        number = order.round
+        out = self.rounds.inbox(site.name, number) if order.steps else self.evaluation(site.name, number)
+        return SitePaths(self.rounds.model(number), self.run_file(site.name), self.work(site), out)
+
+    def evaluation(self, site: str, number: int) -> Path:
+        """Return the file with the validation loss of a global model at a site."""
+        return self.rounds.at(number) / "evaluation" / f"{site}.json"
+
+    def evaluation_order(self, site: str, number: int) -> Assignment:
+        about: dict[str, Any] = {"tokens": 0, "horizon": 1, "codec": "bf16", "inner": "continue"}
+        return Assignment(site=site, round=number, steps=0, at=time.time(), **about)
+
+    def final_losses(self) -> dict[str, float]:
+        """Return the validation loss of the newest global model at each site that has evaluated it."""
+        paths = sorted(self.evaluation("", self.rounds.number).parent.glob("*.json"))
+        found = {path.stem: json.loads(path.read_bytes())["eval_loss"] for path in paths}
+        return {site: loss for site, loss in found.items() if loss is not None}
+
+    def mean_final_loss(self) -> float | None:
+        losses = self.final_losses()
+        return sum(losses.values()) / len(losses) if losses else None
+
+    def accounts(self) -> dict[str, int]:
+        """Return the tokens of all members by what became of them."""
+        history = self.rounds.history()
+        members = [member for group in self.rounds.candidates() for member in group]
+        return {
+            "accepted": sum(each.tokens for closed in history for each in closed.accepted),
+            "discarded": sum(each.tokens for closed in history for each in closed.discarded),
+            "waiting": sum(member.manifest.tokens for member in members),
+        }
 
     def prepare(self) -> None:
         """Check the run files of all sites and publish the first global model."""
@@ -184,7 +216,7 @@ class Coordinator:
         found = {}
         for site in self.names:
             pending = self.rounds.pending(site)
-            if pending is None and site not in self.rounds.assignments(self.rounds.number):
+            if pending is None and self.rounds.assignment(site, self.rounds.number) is None:
                 pending = self._assign(site)
             if pending is not None:
                 found[site] = pending
@@ -198,8 +230,17 @@ class Coordinator:
         batch = config_from_toml(self.run_file(site)).train.batch.amount
         steps, rounds = max(1, round(tokens / batch)), self.config.federation.rounds
         horizon = rounds * max(1, math.ceil(nominal[site] / batch))
-        outer = self.config.outer
-        return self.rounds.assign(site, steps, steps * batch, horizon, outer.codec, outer.inner)
+        outer, about = self.config.outer, {"horizon": horizon, "codec": self.config.outer.codec}
+        # the optimizer state of a site whose delta was refused may be what spoilt it
+        inner = "reset" if self._was_refused(site) else outer.inner
+        return self.rounds.assign(site, steps, steps * batch, inner=inner, **about)
+
+    def _was_refused(self, site: str) -> bool:
+        """Return whether the delta of a site was refused in the last round that it was asked for."""
+        for number in range(self.rounds.number - 1, -1, -1):
+            if self.rounds.assignment(site, number) is not None:
+                return any(each.final and each.member for each in self.rounds.refusals(number, site))
+        return False
 
     def _nominal(self, site: str) -> int:
         span, batch = self.config.federation.tokens, config_from_toml(self.run_file(site)).train.batch.amount

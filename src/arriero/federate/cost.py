@@ -2,10 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from arriero.config.load import load_run
 from arriero.errors import UserError
+from arriero.federate.coordinator import Coordinator
+from arriero.model.presets import expand
+from arriero.model.spec import ModelSpec
 
 # what a site ships of a parameter (int8 has an fp32 scale per 256), and the fp32 model that it receives
 UP_BYTES = {"bf16": 2.0, "int8": 1 + 4 / 256, "fp32": 4.0}
@@ -69,29 +73,44 @@ def parse_rate(text: str) -> float:
     return float(match[1]) * _RATES[match[2]]
 
 
-_METHODS = (("FedAvg bf16", "bf16", False), ("DiLoCo int8", "int8", False), ("streaming int8", "int8", True))
-_MODELS = (("8B", 8_030_261_248, 7.9), ("70B", 70_553_706_496, 69.0))
-_STEPS = 500
+@dataclass(frozen=True)
+class PlannedRound:
+    """A round of the slowest site; `source` says where its speed comes from."""
+
+    parameters: int
+    sites: int
+    steps: int
+    step_s: float
+    codec: str
+    source: str
 
 
-def documented() -> Iterator[str]:
-    """Yield the rows of the table in docs/federation.md."""
-    yield "| model | sites | link | method | per round | transfer | share of the round | least H under 5 % |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for model, parameters, step_s in _MODELS:
-        for sites in (2, 8, 64):
-            for link in ("1 Gbit/s", "10 Gbit/s"):
-                for method, codec, overlaps in _METHODS:
-                    cost = RoundCost(parameters, sites, parse_rate(link), codec, step_s, _STEPS, overlaps)
-                    size, hours = f"{cost.bytes / 1e9:,.0f} GB", f"{cost.transfer_s / 60:,.0f} min"
-                    row = (
-                        model,
-                        sites,
-                        link,
-                        method,
-                        size,
-                        hours,
-                        f"{cost.share:.1%}",
-                        f"{cost.least_steps:,}",
-                    )
-                    yield f"| {' | '.join(map(str, row))} |"
+def planned_round(path: Path, tokens_per_s: float | None) -> PlannedRound:
+    coordinator = Coordinator.of(path)
+    model = coordinator.config.federation.model
+    sets = [f"checkpoint.start_from='{model}'"] if model else []
+    configs = [
+        load_run(Path(site.run_file), [*site.set, *sets], expand).config for site in coordinator.config.sites
+    ]
+    spec = ModelSpec.from_dict(configs[0].model.model_dump(exclude={"preset"}))
+    batch = max(config.train.batch.amount for config in configs)
+    source = "--tokens-per-s"
+    if tokens_per_s is None:
+        speeds = coordinator.measured_speeds() if coordinator.rounds.model(0).is_dir() else {}
+        if not speeds:
+            raise UserError(
+                "the speed of the sites is not known yet",
+                "give --tokens-per-s of the slowest one (`arriero plan` predicts it), or run a round first",
+            )
+        slowest = min(speeds, key=speeds.__getitem__)
+        tokens_per_s, source = speeds[slowest], f"measured at {slowest}"
+    steps = max(1, round(coordinator.config.federation.tokens.in_tokens(batch) / batch))
+    codec = coordinator.config.outer.codec
+    return PlannedRound(
+        spec.parameters,
+        len(configs),
+        steps,
+        batch / tokens_per_s,
+        codec,
+        f"{tokens_per_s:,.0f} tokens/s, {source}",
+    )

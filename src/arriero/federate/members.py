@@ -1,4 +1,4 @@
-"""Files of a federation: the global model of a round, a site's member, and the aggregation that joins them.
+"""Files of a federation: the global model of a round and a site's member.
 
 Both are directories that are published by one rename after everything in them was synced to disk. Each holds
 a manifest with the sha256 of every other file and of itself.
@@ -6,48 +6,30 @@ a manifest with the sha256 of every other file and of itself.
 
 import json
 import math
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
+from pydantic import ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from arriero.checkpoint.convert import convert
-from arriero.checkpoint.formats.model_reader import EXTRA_FILES, ModelReader, WriteOptions
+from arriero.checkpoint.formats.model_reader import ModelReader, WriteOptions
 from arriero.checkpoint.formats.tensor_files import (
     Advance,
     SafetensorsReader,
     SafetensorsWriter,
     no_progress,
 )
-from arriero.errors import UserError
-from arriero.federate.outer import (
-    CHUNK,
-    Codec,
-    OuterOptimizer,
-    Part,
-    chunks,
-    cosines,
-    encode,
-    inner_products,
-    outer_step,
-    planned,
-    pseudo_gradient,
-    read_delta,
-)
-from arriero.files import link_or_copy, publish_file, sha256_of_file, sha256_of_json, staged_directory
+from arriero.config.schema import Section
+from arriero.errors import UserError, first_problem
+from arriero.federate.outer import OuterOptimizer, chunks, encode, planned, read_delta
+from arriero.federate.schema import Codec
+from arriero.files import publish_file, sha256_of_file, sha256_of_json, staged_directory
 from arriero.model.name_maps import has_hf_names, hf_from_own
 
-GLOBAL, MEMBER = "federation.json", "member.json"
-FORMAT = 1
 OUTER = "outer"
-_PARTS_BYTES = 2**28
 _SHARDS = WriteOptions(dtype=torch.float32)
 
 
@@ -59,75 +41,107 @@ class Damaged(Refused):
     """The files are not what was written: the same content may be sent again."""
 
 
-@dataclass(frozen=True)
-class GlobalManifest:
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class Record(Section):
+    """A JSON file of a federation, whose types are checked without conversions when it is read."""
+
+    model_config = ConfigDict(strict=True)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls.model_validate_json(path.read_bytes())
+
+    def write(self, path: Path) -> None:
+        write_json(path, self.model_dump(mode="json"))
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish_file(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+class Share(Record):
+    """A member's part in a global model."""
+
+    site: str
+    round: Count
+    weight: Seconds
+    norm: Seconds
+
+
+class GlobalManifest(Record):
     """The global model before round `round`. `model` identifies its weights, `tokens` counts all rounds."""
 
-    round: int
-    tokens: int
-    model: str
+    FILE: ClassVar = "federation.json"
+
+    round: Count
+    tokens: Count
+    model: Sha256
     weights: tuple[str, ...]
-    optimizer: Mapping[str, Any]
-    files: Mapping[str, str]
-    parent: str | None = None
-    members: tuple[Mapping[str, Any], ...] = ()
+    optimizer: OuterOptimizer
+    files: dict[str, Sha256]
+    parent: Sha256 | None = None
+    members: tuple[Share, ...] = ()
     cosines: tuple[tuple[float, ...], ...] = ()
-    format: int = FORMAT
+    format: Literal[1] = 1
 
 
-@dataclass(frozen=True)
-class MemberManifest:
+class MemberManifest(Record):
     """What a site trained: from `first_step` to `step` of its own run, `tokens` in all, on the model `base`.
 
     `train_loss` is the last training loss. `eval_before` and `eval_after` are losses on the site's held-out
     data: of the global model that the round began with, and of the site's model at its end.
     """
 
+    FILE: ClassVar = "member.json"
+
     site: str
-    round: int
-    base: str
+    round: Count
+    base: Sha256
     codec: Codec
-    tokens: int
-    first_step: int
-    step: int
-    files: Mapping[str, str]
-    bytes: int = 0
-    seconds: float = 0.0
-    waited: float = 0.0
+    tokens: Annotated[int, Field(gt=0, le=2**53)]
+    first_step: Count
+    step: Count
+    files: dict[str, Sha256]
+    bytes: Count = 0
+    seconds: Seconds = 0.0
+    waited: Seconds = 0.0
     tokenizer: str | None = None
     train_loss: float | None = None
     eval_before: float | None = None
     eval_after: float | None = None
-    format: int = FORMAT
+    format: Literal[1] = 1
 
 
 Manifest = TypeVar("Manifest", GlobalManifest, MemberManifest)
 
 
 def write_manifest(directory: Path, manifest: GlobalManifest | MemberManifest) -> None:
-    content = json.loads(json.dumps(asdict(manifest)))
-    name = GLOBAL if isinstance(manifest, GlobalManifest) else MEMBER
-    signed = content | {"sha256": sha256_of_json(content)}
-    publish_file(directory / name, (json.dumps(signed, indent=1) + "\n").encode())
+    content = manifest.model_dump(mode="json")
+    write_json(directory / manifest.FILE, content | {"sha256": sha256_of_json(content)})
 
 
 def read_manifest(directory: Path, kind: type[Manifest]) -> Manifest:
-    """Return the manifest of a directory; raise Refused if it is missing or damaged."""
-    name = GLOBAL if kind is GlobalManifest else MEMBER
+    """Return the manifest of a directory; raise Refused if it is missing, damaged or of wrong types."""
+    path = directory / kind.FILE
     try:
-        content = json.loads((directory / name).read_bytes())
-        if content["format"] > FORMAT:
-            raise Refused(
-                f"{directory} was written by a newer version of Arriero (format {content['format']})"
-            )
+        content = json.loads(path.read_bytes())
         if content.pop("sha256") != sha256_of_json(content):
-            raise Damaged(f"{directory / name} is damaged: its checksum differs")
-        lists = {key: tuple(value) for key, value in content.items() if isinstance(value, list)}
-        return kind(**content | lists)
+            raise Damaged(f"{path} is damaged: its checksum differs")
     except FileNotFoundError:
-        raise Damaged(f"{directory} has no {name}: it was not completely written") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{directory / name} is damaged ({type(error).__name__})") from None
+        raise Damaged(f"{directory} has no {path.name}: it was not completely written") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+        raise Damaged(f"{path} is damaged ({type(error).__name__})") from None
+    if isinstance(version := content.get("format"), int) and version > 1:
+        raise Refused(f"{directory} was written by a newer version of Arriero (format {version})")
+    try:
+        return kind.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        raise Refused(f"{path}: {first_problem(error.errors())}") from None
 
 
 def verify_files(directory: Path, files: Mapping[str, str], advance: Advance = no_progress) -> None:
@@ -144,12 +158,16 @@ def verify_files(directory: Path, files: Mapping[str, str], advance: Advance = n
             raise Damaged(f"{directory / name} has other bytes than were written")
 
 
-def open_global(directory: Path, verify: bool = True) -> GlobalManifest:
-    """Return the manifest of a global model, whose files are verified; raise UserError if it is unusable."""
+def open_global(directory: Path, verify: bool = True, outer: bool = True) -> GlobalManifest:
+    """Return the manifest of a global model, whose files are verified; raise UserError if it is unusable.
+
+    A site needs no outer state, so none is sent to it: `outer` is false there.
+    """
     try:
         manifest = read_manifest(directory, GlobalManifest)
         if verify:
-            verify_files(directory, manifest.files)
+            names = [name for name in manifest.files if outer or not name.startswith(f"{OUTER}/")]
+            verify_files(directory, {name: manifest.files[name] for name in names})
     except Refused as error:
         raise UserError(str(error), "copy or transfer the global model again") from None
     return manifest
@@ -171,7 +189,14 @@ def publish_first_model(
         (making / "model").rmdir()
         weights = tuple(sorted(path.name for path in making.glob("model*.safetensors")))
         files = {path.name: sha256_of_file(path) for path in sorted(making.iterdir())}
-        manifest = GlobalManifest(0, 0, model_hash(files, weights), weights, asdict(optimizer), files)
+        manifest = GlobalManifest(
+            round=0,
+            tokens=0,
+            model=model_hash(files, weights),
+            weights=weights,
+            optimizer=optimizer,
+            files=files,
+        )
         write_manifest(making, manifest)
     return manifest
 
@@ -181,17 +206,9 @@ def model_hash(files: Mapping[str, str], weights: Sequence[str]) -> str:
 
 
 def write_member(
-    base: Path,
-    local: ModelReader,
-    target: Path,
-    codec: Codec,
-    describe: Callable[[str, Mapping[str, str], int], MemberManifest],
-    advance: Advance = no_progress,
+    base: Path, local: ModelReader, target: Path, codec: Codec, advance: Advance = no_progress, **about: Any
 ) -> MemberManifest:
-    """Publish what a site ships, one tensor at a time.
-
-    `describe` makes the manifest of the base model's hash, the files' checksums and their bytes.
-    """
+    """Publish what a site ships, one tensor at a time; `about` are the other fields of the manifest."""
     known, recipe = open_global(base, verify=False), hf_from_own(local.spec)
     files: dict[str, str] = {}
     with staged_directory(target) as making:
@@ -212,13 +229,13 @@ def write_member(
                     advance(tensor.nbytes)
             files[made] = file.sha256
         size = sum(path.stat().st_size for path in making.iterdir())
-        manifest = describe(known.model, files, size)
+        manifest = MemberManifest(base=known.model, codec=codec, files=files, bytes=size, **about)
         write_manifest(making, manifest)
     return manifest
 
 
 def delta_file(weights: str) -> str:
-    return f"delta{weights.removeprefix('model')}"
+    return weights.replace("model", "delta", 1)
 
 
 def _check_names(recipe: Mapping[str, Any], reader: SafetensorsReader, name: str, local: ModelReader) -> None:
@@ -238,8 +255,8 @@ def check_member(directory: Path, known: GlobalManifest, base: Path) -> tuple[Me
     who = f"the member of {member.site} for round {member.round}"
     if member.base != known.model:
         raise Refused(f"{who} was trained from another model ({member.base[:12]}, not {known.model[:12]})")
-    if member.tokens <= 0 or member.step <= member.first_step:
-        raise Refused(f"{who} says that it trained {member.tokens} tokens")
+    if member.step <= member.first_step:
+        raise Refused(f"{who} says that it trained steps {member.first_step} to {member.step}")
     if set(member.files) != {delta_file(name) for name in known.weights}:
         raise Refused(f"{who} does not hold the files of the global model")
     verify_files(directory, member.files)
@@ -272,143 +289,3 @@ def _check_tensor(delta: SafetensorsReader, name: str, meta: Tensor, codec: Code
         if found is None or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
             shown = "nothing" if found is None else f"{list(found.shape)} of {found.dtype}"
             raise Refused(f"{who} has {shown} for {name}{suffix}, not {list(wanted.shape)} of {wanted.dtype}")
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """A member that takes part in an aggregation: its directory and its weight."""
-
-    directory: Path
-    site: str
-    round: int
-    codec: Codec
-    weight: float
-    tokens: int
-    base: Path
-
-
-def aggregate(
-    base: Path,
-    contributions: Sequence[Contribution],
-    optimizer: OuterOptimizer,
-    target: Path,
-    total: float | None = None,
-    advance: Advance = no_progress,
-) -> GlobalManifest:
-    """Publish the next global model, read and written in parts of 262,144 elements by a few threads.
-
-    Members are summed in the order of site and round, so the result does not depend on the order in which
-    they are given. `total` is the weight of a full round, the sum of the members' weights if not given.
-    """
-    known = open_global(base, verify=False)
-    ordered = sorted(contributions, key=lambda each: (each.site, each.round))
-    total = math.fsum(each.weight for each in ordered) if total is None else total
-    products = torch.zeros(len(ordered), len(ordered), dtype=torch.float64)
-    files = dict(known.files)
-    with staged_directory(target) as making:
-        for name in known.files:
-            if Path(name).name in EXTRA_FILES or name.endswith(".json"):
-                link_or_copy(base / name, making / name, "copy")
-        for name in known.weights:
-            files |= _aggregate_file(base, making, name, ordered, optimizer, total, products, advance)
-        stale = {each for each in files if each.startswith(f"{OUTER}/")} - _state_files(known, optimizer)
-        files = {each: digest for each, digest in files.items() if each not in stale}
-        manifest = GlobalManifest(
-            round=known.round + 1,
-            tokens=known.tokens + sum(each.tokens for each in ordered),
-            model=model_hash(files, known.weights),
-            weights=known.weights,
-            optimizer=asdict(optimizer),
-            files=files,
-            parent=known.model,
-            members=tuple(
-                {"site": each.site, "round": each.round, "weight": each.weight, "norm": norm}
-                for each, norm in zip(ordered, products.diagonal().sqrt().tolist(), strict=True)
-            ),
-            cosines=tuple(map(tuple, cosines(products))),
-        )
-        write_manifest(making, manifest)
-    return manifest
-
-
-def _state_files(known: GlobalManifest, optimizer: OuterOptimizer) -> set[str]:
-    return {f"{OUTER}/{kind}/{name}" for kind in optimizer.state_names for name in known.weights}
-
-
-def _aggregate_file(
-    base: Path,
-    making: Path,
-    name: str,
-    members: Sequence[Contribution],
-    optimizer: OuterOptimizer,
-    total: float,
-    products: Tensor,
-    advance: Advance,
-) -> dict[str, str]:
-    """Write one file of weights and its outer state; return the checksums."""
-    weights = SafetensorsReader(base / name)
-    deltas = [SafetensorsReader(each.directory / delta_file(name)) for each in members]
-    # a late member is a delta from an older model; its exact weights are compared with that one
-    bases = [weights if each.base == base else SafetensorsReader(each.base / name) for each in members]
-    kept = {kind: base / OUTER / kind / name for kind in optimizer.state_names}
-    state = {kind: SafetensorsReader(path) for kind, path in kept.items() if path.is_file()}
-    with ExitStack() as stack:
-
-        def opened(path: Path) -> SafetensorsWriter:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return stack.enter_context(SafetensorsWriter(path, weights.tensors))
-
-        made = {name: opened(making / name)}
-        made |= {
-            f"{OUTER}/{kind}/{name}": opened(making / OUTER / kind / name) for kind in optimizer.state_names
-        }
-
-        def compute(place: tuple[str, int, int]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-            current = weights.read_flat(*place)
-            parts = [
-                _part(member, delta, own, weights, *place)
-                for member, delta, own in zip(members, deltas, bases, strict=True)
-            ]
-            before = {kind: reader.read_flat(*place) for kind, reader in state.items()}
-            gradient = pseudo_gradient(current, parts, total)
-            return *outer_step(current, gradient, before, optimizer), inner_products(current, parts)
-
-        places = [(each, *bounds) for each, meta in weights.tensors.items() for bounds in chunks(meta)]
-        for new, after, product in _in_order(compute, places, len(members)):
-            products += product
-            made[name].write(new)
-            for kind, values in after.items():
-                made[f"{OUTER}/{kind}/{name}"].write(values)
-            advance(new.nbytes)
-    return {path: writer.sha256 for path, writer in made.items()}
-
-
-def _in_order(work: Callable[[Any], Any], items: Sequence[Any], members: int) -> Iterator[Any]:
-    """Apply `work` by threads, a few items ahead; yield the results in order.
-
-    Their number is such that the parts in memory stay below a gigabyte.
-    """
-    threads = max(1, min(8, os.cpu_count() or 1, _PARTS_BYTES // (8 * CHUNK * (members + 8))))
-    with ThreadPoolExecutor(threads) as pool:
-        ahead: deque[Any] = deque()
-        for item in items:
-            ahead.append(pool.submit(work, item))
-            if len(ahead) > 2 * threads:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-
-
-def _part(
-    member: Contribution,
-    delta: SafetensorsReader,
-    own_base: SafetensorsReader,
-    weights: SafetensorsReader,
-    name: str,
-    start: int,
-    stop: int,
-) -> Part:
-    values = read_delta(delta, member.codec, name, start, stop)
-    if member.codec != "fp32" or own_base is weights:
-        return Part(member.weight, values, member.codec == "fp32")
-    return Part(member.weight, own_base.read_flat(name, start, stop) - values)

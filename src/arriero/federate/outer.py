@@ -8,13 +8,12 @@ whoever sorts the members gets the same bits in whatever order they arrive.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-OuterName = Literal["fedavg", "nesterov", "fedadam"]
-Codec = Literal["bf16", "int8", "fp32"]
+from arriero.federate.schema import Codec, OuterName
 
 BLOCK = 256  # elements that share a scale of the int8 codec
 CHUNK = BLOCK * 2**10
@@ -107,29 +106,6 @@ def outer_step(
         step = share * optimizer.lr * new["momentum"] / (new["variance"].sqrt() + optimizer.eps)
     weights = base.to(torch.float64, copy=True).sub_(step).to(base.dtype)
     return weights, {name: tensor.to(base.dtype) for name, tensor in new.items()}
-
-
-def outer_update(
-    base: Mapping[str, Tensor],
-    members: Sequence[tuple[float, Mapping[str, Tensor]]],
-    state: Mapping[str, Mapping[str, Tensor]],
-    optimizer: OuterOptimizer,
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Aggregate whole state dicts of local weights: the reference for the streaming aggregation of files.
-
-    `state` and the returned state map the optimizer's state names to tensors by parameter name.
-    """
-    total = math.fsum(weight for weight, _ in members)
-    weights: dict[str, Tensor] = {}
-    kept: dict[str, dict[str, Tensor]] = {name: {} for name in optimizer.state_names}
-    for name, tensor in base.items():
-        parts = [Part(weight, local[name], True) for weight, local in members]
-        known = {kind: tensors[name] for kind, tensors in state.items() if name in tensors}
-        gradient = pseudo_gradient(tensor, parts, total)
-        weights[name], new = outer_step(tensor, gradient, known, optimizer)
-        for kind, values in new.items():
-            kept[kind][name] = values
-    return weights, kept
 
 
 def encode(base: Tensor, local: Tensor, codec: Codec) -> dict[str, Tensor]:

@@ -13,40 +13,41 @@ continues with what the files say; nothing else is remembered.
 
 import json
 import math
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from arriero.errors import UserError
 from arriero.events import EVENTS, EventLog
+from arriero.federate.aggregation import Contribution, aggregate
 from arriero.federate.members import (
-    Contribution,
     Damaged,
     GlobalManifest,
     MemberManifest,
+    Record,
     Refused,
-    aggregate,
     check_member,
     open_global,
     read_manifest,
     verify_files,
+    write_json,
 )
-from arriero.federate.outer import Codec, OuterOptimizer
-from arriero.federate.schema import FederationSection
-from arriero.files import publish_file, sync
+from arriero.federate.outer import OuterOptimizer
+from arriero.federate.schema import Codec, FederationSection
+from arriero.files import sync
 from arriero.units import counted, human_time
 
 _CLOSED = "closed.json"
 _LEAST_SHARE, _LARGEST_SHARE = 1 / 8, 8
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """What a site was asked to train, from the global model of a round.
+class Assignment(Record):
+    """What a site was asked to train, from the global model of a round. No steps: to evaluate that model.
 
     `horizon` is the end of the site's learning-rate schedule, unless its run file gives one.
     """
@@ -57,8 +58,48 @@ class Assignment:
     tokens: int
     horizon: int
     codec: Codec
-    inner: str
+    inner: Literal["continue", "reset"]
     at: float
+
+
+class Accepted(Record):
+    """A member's part in the next model; `weight` includes the factor for staleness."""
+
+    site: str
+    round: int
+    weight: float
+    tokens: int
+    first_step: int
+    step: int
+    norm: float
+
+
+class Discarded(Record):
+    site: str
+    round: int
+    tokens: int
+
+
+class Closed(Record):
+    """How a round ended. `total` is the weight of a full round; `absent` sites have no member in it."""
+
+    round: int
+    at: float
+    total: float
+    accepted: tuple[Accepted, ...]
+    discarded: tuple[Discarded, ...] = ()
+    absent: tuple[str, ...] = ()
+
+
+class Refusal(Record):
+    """`final`: the site has no other attempt in this round. `member`: the file name of what was refused."""
+
+    site: str
+    round: int
+    reason: str
+    final: bool
+    at: float
+    member: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,43 +114,6 @@ class Member:
     @property
     def key(self) -> tuple[str, int]:
         return self.manifest.site, self.manifest.round
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """A member's part in the next model; `weight` includes the factor for staleness."""
-
-    site: str
-    round: int
-    weight: float
-    tokens: int
-    first_step: int
-    step: int
-    norm: float
-
-
-@dataclass(frozen=True)
-class Closed:
-    """How a round ended. `total` is the weight of a full round; `absent` sites have no member in it."""
-
-    round: int
-    at: float
-    total: float
-    accepted: tuple[Accepted, ...]
-    discarded: tuple[Mapping[str, Any], ...] = ()
-    absent: tuple[str, ...] = ()
-
-    @staticmethod
-    def read(path: Path) -> "Closed":
-        content = json.loads(path.read_bytes())
-        lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
-        accepted = tuple(Accepted(**each) for each in lists["accepted"])
-        return Closed(**content | lists | {"accepted": accepted})
-
-
-def write_json(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    publish_file(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 @dataclass
@@ -149,7 +153,11 @@ class Rounds:
 
     def assignments(self, number: int) -> dict[str, Assignment]:
         paths = sorted((self.at(number) / "assigned").glob("*.json"))
-        return {path.stem: Assignment(**json.loads(path.read_bytes())) for path in paths}
+        return {path.stem: Assignment.read(path) for path in paths}
+
+    def assignment(self, site: str, number: int) -> Assignment | None:
+        path = self.at(number) / "assigned" / f"{site}.json"
+        return Assignment.read(path) if path.is_file() else None
 
     def members(self, number: int) -> dict[str, Member]:
         """Return the verified members that started from the model of a round."""
@@ -174,31 +182,31 @@ class Rounds:
     def history(self) -> list[Closed]:
         return [closed for number in range(self.number + 1) if (closed := self.closed(number))]
 
-    def refusals(self, number: int) -> list[dict[str, Any]]:
-        paths = sorted((self.at(number) / "refused").glob("*.json"))
-        return [json.loads(path.read_bytes()) for path in paths]
+    def refusals(self, number: int, site: str | None = None) -> list[Refusal]:
+        """Return the refusals of a round, the oldest first."""
+        paths = (self.at(number) / "refused").glob(f"{site or '*'}-*.json")
+        ordered = sorted(paths, key=lambda path: int(path.stem.rpartition("-")[2]))
+        return [each for path in ordered if (each := Refusal.read(path)).site == (site or each.site)]
 
     def pending(self, site: str) -> Assignment | None:
         """Return the newest assignment of a site that has neither a member nor a final refusal."""
         for number in range(self.number, -1, -1):
-            path = self.at(number) / "assigned" / f"{site}.json"
-            if path.is_file():
-                assigned = Assignment(**json.loads(path.read_bytes()))
+            assigned = self.assignment(site, number)
+            if assigned is not None:
                 done = (self.at(number) / "members" / site).is_dir()
-                final = any(each["site"] == site and each["final"] for each in self.refusals(number))
+                final = any(each.final for each in self.refusals(number, site))
                 dropped = self.section.late == "discard" and number < self.number
                 too_late = self.number - number > self.section.max_staleness
                 return None if done or final or dropped or too_late else assigned
         return None
 
-    def assign(
-        self, site: str, steps: int, tokens: int, horizon: int, codec: Codec, inner: str = "continue"
-    ) -> Assignment:
-        """Ask a site to train from the newest global model."""
-        assigned = Assignment(site, self.number, steps, tokens, horizon, codec, inner, self.clock())
-        write_json(self.at(assigned.round) / "assigned" / f"{site}.json", asdict(assigned))
-        self.events.write("assign", site=site, round=assigned.round, steps=steps, tokens=tokens)
-        return assigned
+    def assign(self, site: str, steps: int, tokens: int, **about: Any) -> Assignment:
+        """Ask a site to train from the newest global model; `about` are the other fields of Assignment."""
+        number = self.number
+        made = Assignment(site=site, round=number, steps=steps, tokens=tokens, at=self.clock(), **about)
+        made.write(self.at(number) / "assigned" / f"{site}.json")
+        self.events.write("assign", site=site, round=number, steps=steps, tokens=tokens)
+        return made
 
     def give_up(self, site: str, reason: str) -> None:
         """Record that a site has failed in its round; the others need not wait for it."""
@@ -219,11 +227,24 @@ class Rounds:
             for path in paths:
                 if path.is_dir() and not path.name.startswith("."):
                     try:
-                        received.append(self._verify(path, number))
+                        if not self._is_repeated(path, number):
+                            received.append(self._verify(path, number))
                     except Refused as error:
                         final = not isinstance(error, Damaged)
                         self._record_refusal(path.name, number, str(error), final, path)
         return received
+
+    def has_member(self, site: str, number: int) -> bool:
+        """Return whether a site has published its member of a round, verified or not."""
+        return any((self.at(number) / folder / site).is_dir() for folder in ("inbox", "members"))
+
+    def _is_repeated(self, path: Path, number: int) -> bool:
+        """Delete a member that was received already, as after a restart of the coordinator."""
+        known = self.members(number).get(path.name)
+        if known is None or read_manifest(path, MemberManifest).files != known.manifest.files:
+            return False
+        shutil.rmtree(path)
+        return True
 
     def _verify(self, path: Path, number: int) -> Member:
         site = path.name
@@ -233,13 +254,7 @@ class Rounds:
         target = self.at(number) / "members" / site
         if target.exists():
             raise Refused(f"{site} has sent a member for round {number} already")
-        for round_ in self.history():
-            for each in round_.accepted:
-                if each.site == site and each.first_step < member.step and member.first_step < each.step:
-                    raise Refused(
-                        f"the member of {site} for round {number} holds steps {member.first_step} to "
-                        f"{member.step}, some of which were counted in round {round_.round}"
-                    )
+        self._check_order(member)
         self._check_tokenizer(member)
         at = self.clock()
         write_json(target.with_suffix(".json"), {"norm": norm, "at": at})
@@ -247,6 +262,26 @@ class Rounds:
         sync(target.parent)
         self.events.write("member", site=site, round=number, tokens=member.tokens, norm=norm)
         return Member(target, member, norm, at)
+
+    def _check_order(self, member: MemberManifest) -> None:
+        """Refuse a member that differs from what its site was asked to train, or repeats steps."""
+        site, number, steps = member.site, member.round, member.step - member.first_step
+        who = f"the member of {site} for round {number}"
+        order = self.assignment(site, number)
+        if order is None:
+            raise Refused(f"{who} was not asked for")
+        if steps > order.steps or member.tokens * order.steps != steps * order.tokens:
+            asked = f"{counted(order.steps, 'step')} of {order.tokens:,} tokens"
+            raise Refused(f"{who} claims {member.tokens:,} tokens in {counted(steps, 'step')}, not {asked}")
+        if member.codec != order.codec:
+            raise Refused(f"{who} has the codec {member.codec}, not {order.codec}")
+        for earlier in range(self.number + 1):
+            known = self.members(earlier).get(site)
+            if known and known.manifest.first_step < member.step and member.first_step < known.manifest.step:
+                raise Refused(
+                    f"{who} holds steps {member.first_step} to {member.step}, some of which were counted in "
+                    f"round {earlier}"
+                )
 
     def _check_tokenizer(self, member: MemberManifest) -> None:
         """Refuse a member that was trained on text of another tokenizer than the first one."""
@@ -259,21 +294,28 @@ class Rounds:
                     return
 
     def _record_refusal(self, site: str, number: int, reason: str, final: bool, damaged: Path | None) -> None:
-        """Write the reason, then move the member aside; it is never used and never deleted."""
+        """Write the reason, then move the member aside; it is never used and never deleted.
+
+        A member that was damaged more often than the site may fail is not asked for again.
+        """
         folder = self.at(number) / "refused"
         folder.mkdir(parents=True, exist_ok=True)
-        name = next(f"{site}-{i}" for i in range(1, 10**6) if not (folder / f"{site}-{i}").exists())
-        record = {"site": site, "round": number, "reason": reason, "final": final, "at": self.clock()}
-        write_json(folder / f"{name}.json", record)
+        final = final or len(self.refusals(number, site)) >= self.section.retries
+        names = (f"{site}-{i}" for i in range(1, 10**6))
+        taken = {path.name.removesuffix(".json") for path in folder.iterdir()}
+        name = next(name for name in names if name not in taken)
+        kept = name if damaged is not None else None
+        record = Refusal(site=site, round=number, reason=reason, final=final, at=self.clock(), member=kept)
+        record.write(folder / f"{name}.json")
         if damaged is not None:
             damaged.rename(folder / name)
             sync(folder)
-        self.events.write("refuse", **record)
+        self.events.write("refuse", **record.model_dump())
 
     def candidates(self) -> tuple[list[Member], list[Member], list[Member]]:
         """Return the unused members: of this round, late ones to merge, and late ones to discard."""
         used = {(each.site, each.round) for closed in self.history() for each in closed.accepted}
-        used |= {(each["site"], each["round"]) for closed in self.history() for each in closed.discarded}
+        used |= {(each.site, each.round) for closed in self.history() for each in closed.discarded}
         now, on_time, late, dropped = self.number, [], [], []
         for number in range(now + 1):
             for member in self.members(number).values():
@@ -309,7 +351,7 @@ class Rounds:
             window = self.section.grace * max(0.0, reached - self._opened(number))
             return max(0.0, reached + window - now)
         missing = sorted(set(sites) - present.keys())
-        reasons = [each["reason"] for each in self.refusals(number) if each["final"]]
+        reasons = [each.reason for each in self.refusals(number) if each.final]
         if not any(self.pending(site) for site in sites) and self.assignments(number):
             raise UserError(
                 f"round {number} has {counted(len(present), 'member')} and needs {needed}; missing: "
@@ -344,30 +386,26 @@ class Rounds:
             return None
         accepted, total = [], 0.0
         for member in sorted(fit, key=lambda each: each.key):
-            full = self._weight(member.manifest)
-            factor = self.section.staleness ** (number - member.manifest.round)
-            about = member.manifest
-            accepted.append(
-                Accepted(
-                    about.site,
-                    about.round,
-                    full * factor,
-                    about.tokens,
-                    about.first_step,
-                    about.step,
-                    member.norm,
-                )
-            )
+            about, full = member.manifest, self._weight(member.manifest)
+            same = about.model_dump(include={"site", "round", "tokens", "first_step", "step"})
+            factor = self.section.staleness ** (number - about.round)
+            accepted.append(Accepted(**same, weight=full * factor, norm=member.norm))
             total += full
         if self.section.mode == "asynchronous":
             total = max(total, self._full_weight(sites))
-        lost = [
-            {"site": m.manifest.site, "round": m.manifest.round, "tokens": m.manifest.tokens} for m in dropped
-        ]
-        absent = tuple(sorted(set(sites) - {each.site for each in accepted}))
-        closed = Closed(number, self.clock(), total, tuple(accepted), tuple(lost), absent)
-        write_json(self.at(number) / _CLOSED, asdict(closed))
-        self.events.write("close", round=number, accepted=[each.site for each in accepted], absent=absent)
+        lost = (Discarded(site=m.key[0], round=m.key[1], tokens=m.manifest.tokens) for m in dropped)
+        closed = Closed(
+            round=number,
+            at=self.clock(),
+            total=total,
+            accepted=tuple(accepted),
+            discarded=tuple(lost),
+            absent=tuple(sorted(set(sites) - {each.site for each in accepted})),
+        )
+        closed.write(self.at(number) / _CLOSED)
+        self.events.write(
+            "close", round=number, accepted=[each.site for each in accepted], absent=closed.absent
+        )
         return closed
 
     def try_to_close(self, sites: Collection[str]) -> GlobalManifest | float | None:

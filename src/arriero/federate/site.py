@@ -4,12 +4,11 @@ The site's run is one ordinary run directory, WORK/run, over all rounds. WORK/ro
 checkpoint the current round started, so a site that was killed continues inside the round.
 """
 
-import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,85 @@ from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
 from arriero.errors import UserError
 from arriero.events import EVENTS, START_OVER, events_since
-from arriero.federate.launching import Launcher
 from arriero.federate.members import (
     GlobalManifest,
     MemberManifest,
+    Record,
     Refused,
     open_global,
     read_manifest,
     verify_files,
+    write_json,
     write_member,
 )
-from arriero.federate.rounds import Assignment, write_json
-from arriero.files import locked, publish_file, staged_directory
+from arriero.federate.rounds import Assignment
+from arriero.files import link_tree, locked, publish_file, staged_directory
 from arriero.model.presets import expand
 from arriero.train.hooks import Hook
 from arriero.train.saving import read_state
 
 RUN = "run"
 _ROUND = "round.json"
-LOCAL = Launcher()
+_EVALUATION = "evaluation"
+# files of a turn, which goes to a site, and of its answer
+MODEL, ORDER, RUN_FILE, MEMBER, EVALUATION = "model", "order.json", "run.toml", "member", "evaluation.json"
 
 
 @dataclass(frozen=True)
-class Started:
+class Launcher:
+    """`nproc` ranks of this machine, or a job on `nodes` nodes with a site profile of `arriero launch`."""
+
+    nproc: int = 1
+    profile: str | None = None
+    nodes: int = 1
+
+    def train(self, config: RunConfig, work: Path, hooks: tuple[Hook, ...] = ()) -> float:
+        """Train a run to its horizon; return the seconds that it waited in a queue.
+
+        Whether it was reached is read from the checkpoints: the state of a job says too little.
+        """
+        if self.profile is not None:
+            return self._submit(config, self.profile, work)
+        from arriero.train.run import run
+
+        run(config, list(hooks), nproc=None if self.nproc == 1 else self.nproc)
+        return 0.0
+
+    def _submit(self, config: RunConfig, profile: str, work: Path) -> float:
+        """Submit a job as `arriero launch submit` does and wait for it; a job that is alive is waited for."""
+        from arriero import slurm
+        from arriero.launch.commands import chosen_site
+        from arriero.launch.jobs import JobRequest, launch_folder, render, submit_chain
+
+        earlier = slurm.submitted(launch_folder(config))[-1:]
+        alive = [each["job"] for each in earlier if _is_alive(slurm.job_facts([each["job"]]), each["job"])]
+        given = Path(profile) if Path(profile).is_absolute() else work / profile
+        site = chosen_site(str(given) if given.is_file() else profile)
+        job = alive[0] if alive else submit_chain(render(config, site, JobRequest(nodes=self.nodes)), 1)[0]
+        slurm.wait_for(job, poll_s=2.0)
+        said = slurm.job_facts([job]).get(job, {})
+        return _seconds_between(said.get("SubmitTime"), said.get("StartTime"))
+
+
+def _is_alive(facts: dict[str, dict[str, str]], job: str) -> bool:
+    from arriero.slurm import ENDED
+
+    return job in facts and facts[job].get("JobState") not in (*ENDED, None)
+
+
+def _seconds_between(start: str | None, end: str | None) -> float:
+    try:
+        return max(
+            0.0, (datetime.fromisoformat(end or "") - datetime.fromisoformat(start or "")).total_seconds()
+        )
+    except ValueError:
+        return 0.0
+
+
+LOCAL = Launcher()
+
+
+class Started(Record):
     """Where the site's current round began. `seconds` is the training time of the run until then."""
 
     round: int
@@ -70,13 +125,8 @@ def run_round(
     hooks: tuple[Hook, ...] = (),
 ) -> MemberManifest:
     """Train a site's round, or the rest of it, and publish the member; a second call changes nothing."""
-    with locked(
-        paths.work / ".lock",
-        paths.work,
-        unwritable="give the site a work directory that it may write",
-        wait_s=None,
-    ):
-        known = open_global(paths.model)
+    with _work_lock(paths.work):
+        known = open_global(paths.model, outer=False)
         if (done := _published(paths.out, order, known)) is not None:
             return done
         started = _start(order, paths, known)
@@ -89,25 +139,45 @@ def run_round(
 
 
 def run_turn(turn: Path, site: str, work: Path, out: Path, launcher: Launcher = LOCAL) -> None:
-    """Run the order of a turn that a workflow brought; the model is kept, because a late round needs it."""
-    path = turn / "orders" / f"{site}.json"
-    if not path.is_file():
-        # nothing to do in this turn; an empty directory is no member
-        out.mkdir(parents=True, exist_ok=True)
-        return
-    order = Assignment(**json.loads(path.read_bytes()))
+    """Do what the order of a turn asks, and answer with the order and the member or the evaluation.
+
+    Model and member are moved or linked, so that a workflow that keeps all its files keeps no second copy.
+    """
+    order = Assignment.read(turn / ORDER)
+    if order.site != site:
+        raise UserError(f"{turn} holds an order for {order.site}, not {site}", "check the workflow")
     model = work / "models" / f"{order.round:04d}"
-    manifest = open_global(turn / "model")
-    if manifest.round == order.round and not model.is_dir():
-        with staged_directory(model) as making:
-            shutil.copytree(turn / "model", making, dirs_exist_ok=True)
+    _take_model(turn / MODEL, model)
     run_file = work / f"{site}.toml"
-    publish_file(run_file, (turn / "sites" / f"{site}.toml").read_bytes())
-    member = work / "member"
-    run_round(order, SitePaths(model, run_file, work, member), launcher)
-    shutil.copytree(member, out)
+    publish_file(run_file, (turn / RUN_FILE).read_bytes())
+    last = work / "answer"
+    if last.is_symlink():
+        shutil.rmtree(last / MEMBER, ignore_errors=True)
+        last.unlink()
+    out.mkdir(parents=True, exist_ok=True)
+    last.symlink_to(out)
+    made = work / MEMBER if order.steps else out / EVALUATION
+    perform(order, SitePaths(model, run_file, work, made), launcher)
+    if order.steps:
+        link_tree(made, out / MEMBER)
+    publish_file(out / ORDER, (turn / ORDER).read_bytes())
     for old in sorted((work / "models").iterdir())[:-4]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _take_model(arrived: Path, target: Path) -> None:
+    """Move the global model to a place that is the same after a restart; keep one that is there."""
+    wanted = (arrived / GlobalManifest.FILE).read_bytes()
+    kept = target / GlobalManifest.FILE
+    if kept.is_file() and kept.read_bytes() == wanted:
+        return
+    open_global(arrived, outer=False)
+    shutil.rmtree(target, ignore_errors=True)
+    with staged_directory(target) as making:
+        link_tree(arrived, making)
+    for path in arrived.rglob("*"):
+        if path.is_file() and path.name != GlobalManifest.FILE:
+            path.unlink()
 
 
 def _published(out: Path, order: Assignment, known: GlobalManifest) -> MemberManifest | None:
@@ -125,17 +195,17 @@ def _start(order: Assignment, paths: SitePaths, known: GlobalManifest) -> Starte
     """Return where this round began; at its first call, at the site's newest checkpoint."""
     path = paths.work / _ROUND
     if path.is_file():
-        started = Started(**json.loads(path.read_bytes()))
+        started = Started.read(path)
         if (started.round, started.base) == (order.round, known.model):
             return started
     saved = [saved for saved in find_checkpoints(paths.work / RUN) if saved.manifest]
-    if not saved:
-        started = Started(order.round, known.model, 0, None, 0.0, time.time())
-    else:
+    begun: dict[str, Any] = {"first_step": 0, "resume_from": None, "seconds": 0.0}
+    if saved:
         directory = saved[-1].directory
-        seconds = read_state(directory)["seconds"]
-        started = Started(order.round, known.model, saved[-1].step, str(directory), seconds, time.time())
-    write_json(path, asdict(started))
+        begun = {"first_step": saved[-1].step, "resume_from": str(directory)}
+        begun["seconds"] = read_state(directory)["seconds"]
+    started = Started(round=order.round, base=known.model, at=time.time(), **begun)
+    started.write(path)
     return started
 
 
@@ -196,15 +266,21 @@ def _publish(
         )
     state, timeline = read_state(directory), Timeline.of(config)
     saved = next(each for each in find_checkpoints(paths.work / RUN) if each.directory == directory)
-    about = MemberManifest(
+    if paths.out.exists():
+        # a rename first: nobody sees half a member
+        aside = paths.out.with_name(f".{paths.out.name}.{time.time_ns()}.replaced")
+        paths.out.rename(aside)
+        shutil.rmtree(aside)
+    return write_member(
+        paths.model,
+        open_model(directory),
+        paths.out,
+        order.codec,
         site=order.site,
         round=order.round,
-        base=started.base,
-        codec=order.codec,
         tokens=timeline.tokens_after(last) - timeline.tokens_after(started.first_step),
         first_step=started.first_step,
         step=last,
-        files={},
         seconds=max(0.0, state["seconds"] - started.seconds),
         waited=waited,
         tokenizer=saved.manifest.tokenizer if saved.manifest else None,
@@ -212,14 +288,6 @@ def _publish(
         eval_before=_initial_evaluation(paths.work / RUN, started.first_step),
         eval_after=_finite(state["last_eval_loss"]),
     )
-    if paths.out.exists():
-        aside = paths.out.with_name(f".{paths.out.name}.{time.time_ns()}.replaced")
-        paths.out.rename(aside)
-
-    def describe(model: str, files: Mapping[str, str], size: int) -> MemberManifest:
-        return replace(about, base=model, files=files, bytes=size)
-
-    return write_member(paths.model, open_model(directory), paths.out, order.codec, describe)
 
 
 def _finite(loss: Any) -> float | None:
@@ -235,16 +303,40 @@ def _initial_evaluation(run_dir: Path, step: int) -> float | None:
     return next((_finite(each["eval_loss"]) for each in reversed(found) if each["step"] == step), None)
 
 
-def evaluate_global(order: Assignment, paths: SitePaths) -> float | None:
-    """Return the validation loss of a global model on the site's held-out data; None without such data."""
-    from arriero.interrupt import Requests
-    from arriero.train.run import open_session
+def evaluate_global(paths: SitePaths, launcher: Launcher = LOCAL) -> float | None:
+    """Return the validation loss of a global model on the site's held-out data; None without such data.
 
-    with locked(paths.work / ".lock", paths.work, unwritable="check the work directory", wait_s=None):
-        known = open_global(paths.model)
-        started = _start(order, paths, known)
-        config = round_config(replace(order, steps=1), paths, started)
-        with open_session(config) as session:
-            if session.evaluator is None:
-                return None
-            return session.evaluator.loss(session.passes, Requests())
+    It is measured as at the start of a round, in a run of one step that is deleted: so it needs the same
+    nodes and memory as a round, and no other way to run a job.
+    """
+    with _work_lock(paths.work):
+        run_dir = paths.work / _EVALUATION
+        shutil.rmtree(run_dir, ignore_errors=True)
+        open_global(paths.model, outer=False)
+        sets = [
+            f"run.dir='{paths.work}'",
+            f"run.name={_EVALUATION}",
+            "train.horizon='1 steps'",
+            f"checkpoint.start_from='{paths.model}'",
+            "checkpoint.every=false",
+            "checkpoint.at_end=false",
+            "checkpoint.export=false",
+            "observe.sample=false",
+        ]
+        launcher.train(load_run(paths.run_file, sets, expand).config, paths.work)
+        loss = _initial_evaluation(run_dir, 0)
+        shutil.rmtree(run_dir, ignore_errors=True)
+        return loss
+
+
+def _work_lock(work: Path) -> Any:
+    todo = "give the site a work directory that it may write"
+    return locked(work / ".lock", work, unwritable=todo, wait_s=None)
+
+
+def perform(order: Assignment, paths: SitePaths, launcher: Launcher, hooks: tuple[Hook, ...] = ()) -> None:
+    """Do what a site was asked: train a round, or evaluate the final model."""
+    if order.steps:
+        run_round(order, paths, launcher, hooks)
+    else:
+        write_json(paths.out, {"site": order.site, "eval_loss": evaluate_global(paths, launcher)})
