@@ -88,7 +88,9 @@ class ModelSection(Section):
         None, description="Key/value heads; fewer than heads is grouped-query attention."
     )
     head_dim: Positive | None = Field(None, description="Width of one head; dim / heads unless given.")
-    ffn: Positive | None = Field(None, description="Hidden width of the feed-forward layer.")
+    ffn: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Hidden width of the feed-forward layer; 0 in families without one."
+    )
     max_seq_len: Positive | None = Field(
         None, description="Longest sequence the model accepts; data.seq_len unless given."
     )
@@ -108,7 +110,7 @@ class ModelSection(Section):
     max_window_layers: Annotated[int, Field(ge=0)] | None = Field(
         None, description="The first blocks that attend to all tokens in spite of sliding_window."
     )
-    extra: dict[str, bool | int | float | str] | None = Field(
+    extra: dict[str, bool | int | float | str | tuple[int | float, ...]] | None = Field(
         None, description="Fields that only this model family has, for example { activation = 'gelu' }."
     )
 

@@ -4,6 +4,8 @@
 without code of its own. Costs do not depend on the batch: what grows with the tokens is kept per token.
 """
 
+import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -51,6 +53,12 @@ class Operation:
     def flops_at(self, tokens: int, length: float) -> float:
         """Return the FLOPs of a micro-batch."""
         return tokens * (self.flops + self.flops_per_length * length)
+
+    def times(self, share: float) -> "Operation":
+        """Return the operator of a share of the blocks."""
+        read, written = (Affine(share * a.per_token, share * a.fixed) for a in (self.read, self.written))
+        flops = (share * self.flops, share * self.flops_per_length)
+        return replace(self, flops=flops[0], flops_per_length=flops[1], read=read, written=written)
 
     def bytes_at(self, tokens: int) -> float:
         """Return the bytes read and written for a micro-batch."""
@@ -112,11 +120,39 @@ def block_costs(
     `fused_qkv` computes q, k and v by one matmul of concatenated weights, as a GPU with whole weights does.
     `budget` is the share of a compiled block's activations that may be kept; backward recomputes the rest.
     """
+    kinds = Counter(spec.kinds)
+    if len(kinds) > 1:
+        each = [block_costs(kind, compiled, element, fused_qkv, budget) for kind in kinds]
+        return _mean_block(each, [count / spec.layers for count in kinds.values()])
     # equal blocks of another depth or vocabulary are the same block
     # a sliding window changes neither the operators nor what they keep; callers count its FLOPs
     own = {"layers": 1, "vocab_size": 1, "tied": False, "nominal_params": None}
     shape = replace(spec, **own, sliding_window=None, max_window_layers=0)
     return _traced(shape, tuple(sorted(spec.extra.items())), compiled, element, fused_qkv, budget)
+
+
+def _mean_block(costs: Sequence[BlockCosts], shares: Sequence[float]) -> BlockCosts:
+    """Return the mean of blocks that differ; the peaks and the shapes are those of the largest one."""
+
+    def mean(amounts: Sequence[Affine]) -> Affine:
+        return Affine(*(sum(map(operator.mul, shares, each)) for each in zip(*amounts, strict=True)))
+
+    def scaled(passes: Sequence[Sequence[Operation]]) -> tuple[Operation, ...]:
+        return tuple(each.times(share) for share, all_ in zip(shares, passes, strict=True) for each in all_)
+
+    def above(peaks: Sequence[Affine]) -> Affine:
+        over = [[p - k for p, k in zip(*both, strict=True)] for both in zip(peaks, kept, strict=True)]
+        return Affine(*(k + max(each) for k, each in zip(mean(kept), zip(*over, strict=True), strict=True)))
+
+    kept = [each.kept for each in costs]
+    return BlockCosts(
+        max((each for each in costs), key=lambda each: each.parameters).shapes,
+        scaled([each.forward for each in costs]),
+        scaled([each.backward for each in costs]),
+        mean(kept),
+        above([each.forward_peak for each in costs]),
+        above([each.backward_peak for each in costs]),
+    )
 
 
 @cache

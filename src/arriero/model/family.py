@@ -4,7 +4,7 @@ The folders of `arriero.model` are the built-in families. Another family is a `F
 `register_model`; nothing outside its own folder needs to know its name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,9 @@ Placement = Literal[
     "column-wise",
     "row-wise",
     "per head",
+    "column-wise groups",
+    "own rows",
+    "own groups",
     "vocabulary embedding",
     "position embedding",
     "vocabulary head",
@@ -65,6 +68,10 @@ def _no_problems(_: Mapping[str, Any]) -> list[str]:
     return []
 
 
+def _attention_counts(spec: "ModelSpec") -> Mapping[str, int]:
+    return {"heads": spec.heads, "kv_heads": spec.kv_heads, "ffn": spec.ffn}
+
+
 @dataclass(frozen=True)
 class Family:
     """Everything that the rest of the system asks of an architecture.
@@ -78,6 +85,8 @@ class Family:
     TOML file of named models. `block_shapes` and `block_memory` are formulas for the parameters and the
     memory of a block; without them the module is traced, which imports torch. `sequence_flops` returns the
     FLOPs per token of what mixes tokens in all blocks, forward, at an attended length, if not attention.
+    `kinds` returns for each block a model of one block like it, if blocks differ. `tp_counts` are
+    the numbers that tensor parallelism divides. `no_context` says why cp is impossible, if it is.
     """
 
     name: str
@@ -94,6 +103,9 @@ class Family:
     block_shapes: Callable[["ModelSpec"], Mapping[str, tuple[int, ...]]] | None = None
     block_memory: "Callable[[ModelSpec, Mode], BlockMemory] | None" = None
     sequence_flops: "Callable[[ModelSpec, float], float] | None" = None
+    kinds: "Callable[[ModelSpec], Sequence[ModelSpec]] | None" = None
+    tp_counts: "Callable[[ModelSpec], Mapping[str, int]]" = _attention_counts
+    no_context: str = ""
 
 
 _registry: dict[str, Family] = {}
@@ -111,10 +123,13 @@ def families() -> dict[str, Family]:
     if not _registry:
         from arriero.model.gpt2.family import GPT2
         from arriero.model.llama.family import LLAMA
+        from arriero.model.mamba.family import BAMBA, MAMBA2
         from arriero.model.mistral.family import MISTRAL
         from arriero.model.qwen.family import QWEN2, QWEN3
 
-        _registry.update({family.name: family for family in (LLAMA, GPT2, MISTRAL, QWEN2, QWEN3)})
+        _registry.update(
+            {family.name: family for family in (LLAMA, GPT2, MISTRAL, QWEN2, QWEN3, MAMBA2, BAMBA)}
+        )
     return _registry
 
 

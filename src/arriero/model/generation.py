@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arriero.errors import UserError
-from arriero.model.attention import AttentionCore, Mask, attend_causally
+from arriero.model.attention import AttentionCore, Mask, SequenceMixer, attend_causally
 from arriero.model.language_model import LanguageModel
 from arriero.model.layers import Attention, Block, TiledBlock
 
@@ -82,6 +82,14 @@ class KVCache:
                 tensors[i] = tensor[index]
 
 
+class RecurrentMixer(SequenceMixer):
+    """A mixer whose state has a fixed size: it caches it by itself."""
+
+    def use_cache(self, cache: KVCache | None) -> None:
+        """Keep the states of the rows of a cache between calls, or forget them."""
+        raise NotImplementedError
+
+
 class CachedAttentionCore(AttentionCore):
     """Attention of a whole prompt, or of one new token to itself and to all tokens of its row before it."""
 
@@ -114,12 +122,17 @@ def why_not_cached(model: LanguageModel) -> str | None:
     """
     blocks = [each for each in model.modules() if isinstance(each, Block)]
     attentions = [each for each in model.modules() if isinstance(each, Attention)]
-    if len(blocks) != len(model.blocks) or len(attentions) != len(model.blocks):
+    mixers = len(attentions) + len(_recurrent(model))
+    if len(blocks) != len(model.blocks) or mixers != len(model.blocks):
         return f"the blocks of the family {model.spec.family} are not arriero.model.layers.Block"
     if any(type(block).forward not in (Block.forward, TiledBlock.forward) for block in blocks):
         return f"the blocks of the family {model.spec.family} have their own forward method"
     own = (type(a).forward is Attention.forward and type(a.core) is AttentionCore for a in attentions)
     return None if all(own) else f"the family {model.spec.family} has its own attention"
+
+
+def _recurrent(model: LanguageModel) -> list[RecurrentMixer]:
+    return [each for each in model.modules() if isinstance(each, RecurrentMixer)]
 
 
 @contextmanager
@@ -128,9 +141,13 @@ def _cached(model: LanguageModel, cache: KVCache) -> Iterator[None]:
     before = [attention.core for attention in attentions]
     for attention in attentions:
         attention.core = CachedAttentionCore(cache, attention.core.window)
+    for mixer in _recurrent(model):
+        mixer.use_cache(cache)
     try:
         yield
     finally:
+        for mixer in _recurrent(model):
+            mixer.use_cache(None)
         for attention, core in zip(attentions, before, strict=True):
             attention.core = core
 

@@ -28,11 +28,15 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 @dataclass(frozen=True)
 class InitRule:
-    """A constant if std is zero, else a normal distribution truncated at `cut` standard deviations."""
+    """A constant if std is zero, else a normal distribution truncated at `cut` standard deviations.
+
+    `quantiles` maps numbers from 0 to 1 to the values of another distribution.
+    """
 
     std: float = 0.0
     cut: float = 3.0
     constant: float = 0.0
+    quantiles: Callable[[Tensor], Tensor] | None = None
 
 
 def plain_name(name: str) -> str:
@@ -167,12 +171,19 @@ def fill(parameter: Tensor, name: str, rule: InitRule, seed: int, local_shard: L
     local, start = local_shard(parameter)
     if local.is_meta:
         raise ValueError(f"{name} has no storage yet: call to_empty before init_weights")
+    if rule.quantiles is not None:
+        # on the CPU in fp64, so that all devices get the same bits
+        index = torch.arange(start[0], start[0] + len(local), device="cpu")
+        share = (_shift(_mix(index, _key(seed, name)), 11).double() + 0.5) * 2.0**-53
+        local.copy_(rule.quantiles(share))
+        return
     if rule.std == 0.0:
         local.fill_(rule.constant)
         return
-    rows = local.unsqueeze(0) if local.ndim == 1 else local
-    row, column = (0, start[0]) if local.ndim == 1 else (start[0], start[1])
-    _fill_rows(rows, row, column, parameter.shape[-1], _key(seed, name), rule)
+    rows = local.unsqueeze(0) if local.ndim == 1 else local.flatten(1)
+    row, column = (0, start[0]) if local.ndim == 1 else (start[0], start[1] if local.ndim == 2 else 0)
+    width = parameter.shape[-1] if local.ndim < 3 else rows.shape[1]
+    _fill_rows(rows, row, column, width, _key(seed, name), rule)
 
 
 def _fill_rows(rows: Tensor, row: int, column: int, width: int, key: int, rule: InitRule) -> None:

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, D dim, H heads, K kv heads, E head dim, F ffn, V voca
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -73,7 +74,11 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 
 def rotate(x_BTHE: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the heads, or their first dimensions where there are angles for these only."""
     cos, sin = rotation
+    width = 2 * cos.shape[-1]
+    if width < x_BTHE.shape[-1]:
+        return torch.cat((rotate(x_BTHE[..., :width], rotation), x_BTHE[..., width:]), dim=-1)
     a, b = x_BTHE.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTHE.dtype)
 
@@ -177,10 +182,13 @@ class Block(nn.Module):
         self.ffn_norm = ffn_norm
         self.ffn = ffn
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Mask) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Any) -> Tensor:
+        return self.feed_forward(self.mix(x_BTD, rotation, mask))
+
+    def mix(self, x_BTD: Tensor, rotation: Rotation | None, mask: Any) -> Tensor:
+        """Compute the half of the block in which tokens meet."""
         x_BTD, y_BTD = residual_and_norm(self.attention_norm, x_BTD)
-        x_BTD = x_BTD + self.attention(y_BTD, rotation, mask)
-        return self.feed_forward(x_BTD)
+        return x_BTD + self.attention(y_BTD, rotation, mask)
 
     def feed_forward(self, x_BTD: Tensor) -> Tensor:
         """Compute the half of the block that treats each token independently."""
@@ -198,19 +206,24 @@ class TiledBlock(Block):
     @classmethod
     def of(cls, block: Block, tile: int, compiler: Callable[..., Any] | None) -> "TiledBlock":
         """Convert a block; `compiler` compiles the function of one tile."""
-        new = converted(block, cls)
+        new = converted(block, cls if type(block) is Block else _tiled(type(block)))
         new.tile = tile
         function = MethodType(Block.feed_forward, new)
         new.feed_forward_of_tile = function if compiler is None else compiler(function)
         return new
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Mask) -> Tensor:
-        x_BTD, y_BTD = residual_and_norm(self.attention_norm, x_BTD)
-        x_BTD = x_BTD + self.attention(y_BTD, rotation, mask)
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Any) -> Tensor:
+        x_BTD = self.mix(x_BTD, rotation, mask)
         if x_BTD.shape[1] <= self.tile:
             return self.feed_forward_of_tile(x_BTD)
         weights = [p for part in (self.ffn_norm, self.ffn) for p in part.parameters() if p.requires_grad]
         return apply_in_tiles(self.feed_forward_of_tile, x_BTD, self.tile, weights)
+
+
+@cache
+def _tiled(kind: type[Block]) -> type[TiledBlock]:
+    """Return the tiled version of a subclass of Block with its own way to mix tokens."""
+    return type(f"Tiled{kind.__name__}", (TiledBlock, kind), {})
 
 
 @torch.compiler.disable

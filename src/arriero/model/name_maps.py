@@ -4,7 +4,7 @@ A family describes itself in Hugging Face's terms with a `HuggingFaceNames` reco
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,7 +84,11 @@ def _same_fields(fields: dict[str, Any], _config: Mapping[str, Any], _where: str
     return fields
 
 
-def _nothing_fused(_: ModelSpec) -> dict[str, tuple[str, ...]]:
+# our tensors that are concatenated in one: of equal size, or with their numbers of rows
+Fused = Sequence[str] | Mapping[str, int]
+
+
+def _nothing_fused(_: ModelSpec) -> Mapping[str, Fused]:
     return {}
 
 
@@ -108,7 +112,7 @@ class HuggingFaceNames:
     blocks: str
     block: Mapping[str, str]
     kinds: tuple[str, ...] = ("weight",)
-    fused: Callable[[ModelSpec], dict[str, tuple[str, ...]]] = _nothing_fused
+    fused: Callable[[ModelSpec], Mapping[str, Fused]] = _nothing_fused
     further: Callable[[ModelSpec], dict[str, str]] = _no_keys
     transposed: str = "$^"
     config: Callable[[ModelSpec], dict[str, Any]] = _no_keys
@@ -150,7 +154,7 @@ def hf_from_own(spec: ModelSpec) -> NameMap:
         for ours, theirs in names.one_to_one(spec).items()
     }
     for theirs, parts in names.fused(spec).items():
-        rules[theirs] = TensorRule(parts, partial(_fuse, names.conversion(theirs)))
+        rules[theirs] = TensorRule(tuple(parts), partial(_fuse, names.conversion(theirs)))
     return rules
 
 
@@ -162,8 +166,11 @@ def own_from_hf(spec: ModelSpec) -> NameMap:
         for ours, theirs in names.one_to_one(spec).items()
     }
     for theirs, parts in names.fused(spec).items():
+        rows = list(parts.values()) if isinstance(parts, Mapping) else None
         for i, ours in enumerate(parts):
-            rules[ours] = TensorRule((theirs,), partial(_part, names.conversion(theirs), i, len(parts)))
+            rules[ours] = TensorRule(
+                (theirs,), partial(_part, names.conversion(theirs), i, rows or len(parts))
+            )
     return rules
 
 
@@ -224,5 +231,6 @@ def _fuse(make: Callable[[Tensor], Tensor], *parts: Tensor) -> Tensor:
     return make(torch.cat(parts))
 
 
-def _part(make: Callable[[Tensor], Tensor], which: int, parts: int, fused: Tensor) -> Tensor:
-    return make(fused).chunk(parts)[which].clone()
+def _part(make: Callable[[Tensor], Tensor], which: int, parts: int | list[int], fused: Tensor) -> Tensor:
+    whole = make(fused)
+    return (whole.chunk(parts) if isinstance(parts, int) else whole.split(parts))[which].clone()

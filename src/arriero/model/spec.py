@@ -1,8 +1,10 @@
 """The dimensions of a model and what follows from them: parameters, bytes, FLOPs per token. No torch."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from arriero.errors import UserError, nearest
@@ -77,7 +79,7 @@ class ModelSpec:
         heads, dim = known.get("heads", 0), known.get("dim", 0)
         if heads > 0 and "kv_heads" not in problems:
             known.setdefault("kv_heads", heads)
-        if heads > 0 and dim > 0 and values.get("head_dim") is None:
+        if heads > 0 and dim > 0 and known.get("head_dim") is None:
             known["head_dim"] = dim // heads
             if dim % heads:
                 del known["head_dim"]
@@ -126,24 +128,36 @@ class ModelSpec:
         """Parameters of tables that are only looked up: tokens and, in some families, positions."""
         return self.embedding_parameters + self.counts.other_embeddings
 
+    @cached_property
+    def kinds(self) -> tuple["ModelSpec", ...]:
+        """For each block a model with only its kind of blocks: this one, if its blocks are equal."""
+        kinds = family_of(self.family).kinds
+        return tuple(kinds(self)) if kinds else (self,) * self.layers
+
+    @cached_property
+    def _blocks(self) -> tuple[int, int]:
+        """Numbers of matmul parameters and of others in all blocks."""
+        counts = [(number, kind.counts) for kind, number in Counter(self.kinds).items()]
+        return sum(n * c.block_matmul for n, c in counts), sum(n * c.block_other for n, c in counts)
+
     @property
     def block_matmul_parameters(self) -> int:
-        return self.counts.block_matmul
+        """Matmul parameters of a block, on average where blocks differ."""
+        return round(self._blocks[0] / self.layers)
 
     @property
     def block_parameters(self) -> int:
-        return self.counts.block_matmul + self.counts.block_other
+        return round(sum(self._blocks) / self.layers)
 
     @property
     def matmul_parameters(self) -> int:
         """Weights that every token is multiplied by: all linear layers and the head, tied or not."""
-        return self.layers * self.block_matmul_parameters + self.embedding_parameters
+        return self._blocks[0] + self.embedding_parameters
 
     @property
     def parameters(self) -> int:
         head = 0 if self.tied else self.embedding_parameters
-        blocks = self.layers * self.block_parameters
-        return self.input_embedding_parameters + blocks + self.counts.final_norm + head
+        return self.input_embedding_parameters + sum(self._blocks) + self.counts.final_norm + head
 
     @property
     def bf16_bytes(self) -> int:
@@ -158,7 +172,9 @@ def _typed(values: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, str]
     """Return the fields of the right type, and a sentence for each other one."""
     names = [f.name for f in fields(ModelSpec)]
     good: dict[str, Any] = {}
-    problems = {n: f"{n} is missing" for n in _REQUIRED if values.get(n) is None}
+    known = families().get(str(values.get("family") or "llama"))
+    usual = known.defaults if known else {}
+    problems = {n: f"{n} is missing" for n in _REQUIRED if values.get(n) is None and n not in usual}
     for name, value in values.items():
         if name not in names:
             near = nearest(name, names)
@@ -210,6 +226,7 @@ def _take_extra(value: object, family: str, good: dict[str, Any], problems: dict
     if not isinstance(value, Mapping):
         problems["extra"] = f"extra must be a table, not {value!r}"
         return
+    value = {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
     for name, item in value.items():
         if name not in known:
             near = nearest(name, list(known))
@@ -218,7 +235,7 @@ def _take_extra(value: object, family: str, good: dict[str, Any], problems: dict
         elif type(item) is not type(known[name]) and not (
             isinstance(known[name], float) and type(item) is int
         ):
-            kind = type(known[name]).__name__
+            kind = "list" if known[name] == () else type(known[name]).__name__
             problems[f"extra.{name}"] = f"extra.{name} must be of type {kind}, not {item!r}"
     good["extra"] = {name: item for name, item in value.items() if f"extra.{name}" not in problems}
 
@@ -234,12 +251,17 @@ def _shape_problems(known: Mapping[str, Any]) -> list[str]:
     """Check the fields that are given, so that one bad field does not hide another."""
     f = {n: v for n, v in known.items() if v is not None}
     most = dict.fromkeys(_COUNTS, _LARGEST_DIM) | {"layers": _MOST_LAYERS, "nominal_params": 2**63}
-    bad = {n: f"must be positive, not {f[n]}" for n in (*_COUNTS, *_REALS) if n in f and not f[n] > 0}
+    family = f.get("family")
+    zero = {n for n, v in families()[family].defaults.items() if v == 0} if family in families() else set()
+    bad = {
+        n: f"must be positive, not {f[n]}"
+        for n in (*_COUNTS, *_REALS)
+        if n in f and not f[n] > 0 and not (n in zero and f[n] == 0)
+    }
     bad |= {n: f"must be at most {limit:,}, not {f[n]}" for n, limit in most.items() if f.get(n, 0) > limit}
     bad |= {n: f"must be finite, not {f[n]}" for n in _REALS if f.get(n) == math.inf}
     problems = [f"{n} {what}" for n, what in bad.items()]
     f = {n: v for n, v in f.items() if n not in bad}
-    family = f.get("family")
     if family not in families():
         problems.append(f"family must be {' or '.join(families())}, not {family!r}")
     if {"heads", "kv_heads"} <= f.keys() and f["heads"] % f["kv_heads"]:
@@ -297,7 +319,8 @@ def _causal_attention(spec: ModelSpec, work: Workload) -> float:
 
 def _full_attention(spec: ModelSpec, work: Workload) -> float:
     """Return the FLOPs of forward and backward of attention as if it were not causal."""
-    return 12 * spec.layers * spec.attention_width * work.seq_len
+    fixed = sequence_flops(spec, 0.0)
+    return 6 * (sequence_flops(spec, work.seq_len) - fixed) + 3 * fixed
 
 
 def _causal(spec: ModelSpec, work: Workload) -> float:

@@ -195,7 +195,7 @@ def _use_tiles(model: LanguageModel, options: ModelOptions) -> None:
         return torch.compile(function, dynamic=options.dynamic)
 
     for name, block in model.blocks.items():
-        if type(block) is Block:
+        if isinstance(block, Block) and block.ffn is not None:
             tiled = TiledBlock.of(block, options.memory.ffn_tile, compiler if options.compiled else None)
             model.blocks[name] = tiled
 

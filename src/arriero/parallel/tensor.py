@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,6 +56,62 @@ class _GatherSequence(PrepareModuleInput):
         return *super()._prepare_input_fn((x,), device_mesh), *rest
 
 
+class _Copied(ParallelStyle):
+    """Keep a whole linear layer on each rank, where its results are used for this rank's heads only."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Replicate())
+        # the gradient of a result is a partial sum on each rank
+        module.register_forward_hook(lambda _, __, y: y.to_local(grad_placements=[Partial()]))
+        return module
+
+
+class _OwnParameters(ParallelStyle):
+    """Split or copy the parameters of a module that reads them by `local`, and sums over the ranks what it
+    averages over its whole width."""
+
+    def __init__(self, split: bool) -> None:
+        super().__init__()
+        self._place = Shard(0) if split else Replicate()
+        self._gradient = Shard(0) if split else Partial()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, self._place)
+        module.local = partial(DTensor.to_local, grad_placements=[self._gradient])
+        if hasattr(module, "mean_square"):
+            module.mean_square = partial(_mean_square, device_mesh)
+        return module
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, place: Any) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(distribute_tensor(parameter, mesh, [place])))
+
+
+def _mean_square(mesh: DeviceMesh, x: Tensor) -> Tensor:
+    """Return the mean of squares over the last dimension, which is divided over the ranks."""
+    total = _SumOverRanks.apply(x.square().sum(-1, keepdim=True), mesh)
+    return total / (x.shape[-1] * mesh.size())
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce of a sum that every rank uses: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return funcol.all_reduce(x, "sum", mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return funcol.all_reduce(grads[0].contiguous(), "sum", ctx.mesh), None
+
+
+# where the ranks do not divide the groups of the module around, each rank computes them all
+_BY_GROUPS: dict[Placement, tuple[Any, Any]] = {
+    "column-wise groups": (ColwiseParallel, _Copied),
+    "own groups": (partial(_OwnParameters, split=True), partial(_OwnParameters, split=False)),
+}
 _STYLES: dict[Placement, Any] = {
     "sequence parallel": partial(SequenceParallel, use_local_output=True),
     "gather sequence": _GatherSequence,
@@ -62,6 +119,7 @@ _STYLES: dict[Placement, Any] = {
     "row-wise": partial(RowwiseParallel, output_layouts=Shard(1)),
     # norms of single heads, whose inputs are this rank's heads: (B, T, H, E)
     "per head": partial(SequenceParallel, sequence_dim=2, use_local_output=True),
+    "own rows": partial(_OwnParameters, split=True),
     "vocabulary embedding": partial(RowwiseParallel, input_layouts=Replicate(), output_layouts=Shard(1)),
     "position embedding": partial(ColwiseParallel, output_layouts=Shard(1)),
     "vocabulary head": _VocabularyHead,
@@ -75,11 +133,20 @@ def split_layers(model: LanguageModel, mesh: DeviceMesh) -> None:
     for name, module in list(model.named_modules()):
         for pattern, style in placements.items():
             if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."):
-                parallelize_module(module, mesh, _STYLES[style]())
+                parent = model.get_submodule(name.rpartition(".")[0])
+                parallelize_module(module, mesh, _style(style, parent, mesh.size())())
                 if isinstance(module, LoraLinear):
                     _split_adapter(module, style, mesh)
     model.tie()
     _keep_embedding_gradient(model)
+
+
+def _style(style: Placement, parent: nn.Module, ranks: int) -> Any:
+    if style not in _BY_GROUPS:
+        return _STYLES[style]
+    split, copied = _BY_GROUPS[style]
+    groups: Any = parent.groups
+    return copied if groups % ranks else split
 
 
 def _split_adapter(layer: LoraLinear, style: Placement, mesh: DeviceMesh) -> None:

@@ -168,7 +168,29 @@ def cut_stages(spec: ModelSpec, seq_len: int, stages: int) -> tuple[range, ...]:
 
     The most expensive stage is as cheap as possible; among equal cuts, the stages differ least.
     """
-    return _cut(spec.layers, stages, *stage_costs(spec, seq_len))
+    if len(set(spec.kinds)) == 1:
+        return _cut(spec.layers, stages, *stage_costs(spec, seq_len))
+    blocks = [stage_costs(kind, seq_len)[1] for kind in spec.kinds]
+    embedding, _, head = stage_costs(spec, seq_len)
+    return _cut_unequal((embedding + blocks[0], *blocks[1:-1], blocks[-1] + head), stages)
+
+
+@cache
+def _cut_unequal(costs: tuple[int, ...], stages: int) -> tuple[range, ...]:
+    """Cut blocks of different costs; the first and the last one include the embedding and the head."""
+    sums = [0, *accumulate(costs)]
+    # best[n]: the most expensive stage, the sum of squares and the ends of the stages of the first n blocks
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
+    for stage in range(1, stages + 1):
+        best = {
+            end: min(
+                (max(most, own := sums[end] - sums[begin]), squares + own**2, (*ends, end))
+                for begin, (most, squares, ends) in best.items()
+                if begin < end
+            )
+            for end in range(stage, len(costs) - stages + stage + 1)
+        }
+    return tuple(range(a, b) for a, b in pairwise(best[len(costs)][2]))
 
 
 @cache

@@ -302,14 +302,17 @@ class MemoryEstimate:
 
     @cached_property
     def _largest_matrix(self) -> int:
-        return max(_local(shape, split, self.layout.tp, 1) for _, shape, split in _block_tensors(self.spec))
+        tensors = [each for kind in set(self.spec.kinds) for each in _block_tensors(kind)]
+        return max(_local(shape, split, self.layout.tp, 1) for _, shape, split in tensors)
 
     @cached_property
     def _block_sizes(self) -> Sizes:
-        return self._sizes_of(0)
+        """The sizes of a block, of the largest one where they differ."""
+        kinds = self.spec.kinds
+        return max((self._sizes_of(kinds.index(kind)) for kind in set(kinds)), key=lambda each: each.elements)
 
     def _sizes_of(self, block: int) -> Sizes:
-        names = _block_tensors(self.spec)
+        names = _block_tensors(self.spec.kinds[block])
         named = [(f"blocks.{block}.{name}", shape, split) for name, shape, split in names]
         named += _adapters(named, self.config.lora)
         return _sizes(named, self.layout, self._frozen, _moments_each(self.config, inside=True))
@@ -345,7 +348,7 @@ class MemoryEstimate:
     def _stage_sizes(self, blocks: Sequence[int], has_embedding: bool, has_head: bool) -> Sizes:
         ends = _end_tensors(self.spec, has_embedding, has_head)
         total = _sizes(ends, self.layout, self._frozen, _moments_each(self.config, inside=False))
-        if not self._frozen:
+        if not self._frozen and len(set(self.spec.kinds)) == 1:
             return total.plus(self._block_sizes, len(blocks))
         for block in blocks:
             total = total.plus(self._sizes_of(block))

@@ -95,7 +95,7 @@ def model_problems(spec: ModelSpec, layout: Layout, stages: int) -> Iterator[Pro
     if tp > 1 and not family_of(spec.family).placements:
         what = f"the model family '{spec.family}' has no tensor-parallel placements"
         yield Problem("parallel.tp", what, "set it to 1")
-    for name, count in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("ffn", spec.ffn)):
+    for name, count in family_of(spec.family).tp_counts(spec).items():
         if count % tp:
             what = f"model.{name} ({count}) does not divide over tp {tp}"
             yield Problem("parallel.tp", what, f"use a divisor of {count}")
@@ -109,6 +109,9 @@ def model_problems(spec: ModelSpec, layout: Layout, stages: int) -> Iterator[Pro
 
 def context_problems(draft: Draft, ulysses: int, ring: int, heads: int, kv_heads: int) -> Iterator[Problem]:
     cp, tp = draft.layout.cp, draft.layout.tp
+    if cp > 1 and (reason := family_of(draft.spec.family).no_context):
+        yield Problem("parallel.cp", reason, "set it to 1")
+        return
     if draft.config.parallel.context == "ulysses" and ulysses < cp:
         what = f"'ulysses' cannot share {heads} heads and {kv_heads} kv heads over cp {cp}"
         yield Problem("parallel.context", what, "set it to 'auto', which adds a ring")
