@@ -75,7 +75,7 @@ class _OwnParameters(ParallelStyle):
         self._place = Shard(0) if split else Replicate()
         self._gradient = Shard(0) if split else Partial()
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, self._place)
         module.local = partial(DTensor.to_local, grad_placements=[self._gradient])
         if hasattr(module, "mean_square"):

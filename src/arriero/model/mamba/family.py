@@ -144,7 +144,7 @@ def _mamba2_problems(fields: Mapping[str, Any]) -> list[str]:
 def _bamba_problems(fields: Mapping[str, Any]) -> list[str]:
     extra, problems = {**_BAMBA, **(fields.get("extra") or {})}, []
     where, layers = extra["attention_layers"], fields.get("layers", 0)
-    if layers and (len(set(where)) != len(where) or not all(0 <= i < layers for i in where)):
+    if layers and (len(set(where)) != len(where) or any(i not in range(layers) for i in where)):
         problems.append(f"extra.attention_layers must be different numbers from 0 to {layers - 1}")
     if fields.get("head_dim", 0) % 4:
         problems.append(f"head_dim {fields['head_dim']} is no multiple of 4: half of it is rotated in pairs")

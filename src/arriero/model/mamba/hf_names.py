@@ -101,6 +101,13 @@ def _bamba_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _count(config: Mapping[str, Any], key: str, default: int, where: str) -> int:
+    value = config.get(key, default)
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise UserError(f"{where}: {key} is {value!r}, not a positive number", "copy or download it again")
+    return value or default
+
+
 def _limits(config: Mapping[str, Any], where: str) -> tuple[float, ...]:
     limits = config.get("time_step_limit")
     if limits is None:
@@ -128,12 +135,13 @@ def _mamba2_from_config(fields: dict[str, Any], config: Mapping[str, Any], where
 
 
 def _bamba_from_config(fields: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    heads, dim = config.get("mamba_n_heads", 128), fields.get("dim") or 0
-    expanded, head_dim = config.get("mamba_expand", 2) * dim, config.get("mamba_d_head", "auto")
-    layers, where_attention = fields.get("layers") or 0, config.get("attn_layer_indices")
-    if where_attention is None:
-        kinds = config.get("layers_block_type", [])[:layers]
-        where_attention = [i for i, kind in enumerate(kinds) if kind in ("attention", "full_attention")]
+    heads, expand = _count(config, "mamba_n_heads", 128, where), _count(config, "mamba_expand", 2, where)
+    dim = _count(config, "hidden_size", 0, where)
+    expanded, head_dim = expand * dim, config.get("mamba_d_head", "auto")
+    head_dim = expanded // heads if head_dim in ("auto", None) else head_dim
+    where_attention = config.get("attn_layer_indices") or []
+    if not isinstance(where_attention, list | tuple) or any(type(i) is not int for i in where_attention):
+        raise UserError(f"{where}: attn_layer_indices is {where_attention!r}, not a list", "correct it")
     extra = {
         "groups": config.get("mamba_n_groups", 1),
         "state": config.get("mamba_d_state", 256),
@@ -142,8 +150,8 @@ def _bamba_from_config(fields: dict[str, Any], config: Mapping[str, Any], where:
         "bias": config.get("mamba_proj_bias", False),
         "conv_bias": config.get("mamba_conv_bias", True),
         "dt_limits": _limits(config, where),
-        "ssm_heads": heads,
-        "ssm_head_dim": expanded // heads if head_dim in ("auto", None) else head_dim,
+        "ssm_heads": 0 if expanded == 2 * dim else heads,
+        "ssm_head_dim": head_dim,
         "attention_layers": tuple(where_attention),
     }
     given: dict[str, Any] = {"rms_norm_eps": 1e-5, **_without_factor(config, where)}

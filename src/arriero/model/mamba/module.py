@@ -206,7 +206,7 @@ class MambaBlock(Block):
         self.mixer_norm, self.mixer = mixer_norm, mixer
         self.ffn_norm, self.ffn = ffn_norm, ffn
 
-    def mix(self, x_BTD: Tensor, _: Rotation | None, mask: Any) -> Tensor:
+    def mix(self, x_BTD: Tensor, rotation: Rotation | None, mask: Any) -> Tensor:
         x_BTD, y_BTD = residual_and_norm(self.mixer_norm, x_BTD)
         return x_BTD + self.mixer(y_BTD, mask)
 
