@@ -11,12 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from arriero.parallel.hostlist import hosts
-
 from arriero.config.load import load_run
 from arriero.model.presets import expand
 from arriero.plan.hardware import machine_named
 from arriero.plan.resolve import resolve
+from arriero.slurm import hosts
 
 Rows = list[dict[str, Any]]
 _NO_EVAL = ("eval.heldout=false", "eval.every=false")

@@ -93,7 +93,30 @@ class Job:
         return [event["decision"] for event in self.events() if event["event"] == "supervise"]
 
     def losses(self) -> dict[int, float]:
-        return {line["step"]: line["loss"] for line in json_lines(self.run_dir / "metrics.jsonl")}
+        return losses_of(self.run_dir)
+
+    def kill(self, rank: int) -> str:
+        """Kill a rank with SIGKILL; return the reason of the failure that the supervisor reports."""
+        failures = self.decisions().count("failure")
+        os.kill(self.rank(rank)[0], signal.SIGKILL)
+        self.wait_until(lambda: self.decisions().count("failure") > failures, "report of the failure")
+        return [e["reason"] for e in self.events() if e.get("decision") == "failure"][-1]
+
+    def stop(self, rank: int) -> dict:
+        """Stop a rank as a hang does; return the report of the others."""
+        os.kill(self.rank(rank)[0], signal.SIGSTOP)
+        self.wait_until(lambda: any(e["event"] == "hang" for e in self.events()), "report of the hang")
+        return next(e for e in self.events() if e["event"] == "hang")
+
+    def signal(self) -> int:
+        """Signal the job with SIGUSR1; return the step that was saved before it was requeued."""
+        self.slurm.run("scancel", "--batch", "--signal=USR1", self.id)
+        self.wait_until(lambda: "requeue" in self.decisions(), "requeue")
+        return next(e["step"] for e in self.events() if e["event"] == "signal" and e["saved"])
+
+
+def losses_of(run_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in json_lines(run_dir / "metrics.jsonl")}
 
 
 def quoted(word: object) -> str:
@@ -119,10 +142,14 @@ class Faults:
         return Job(self.slurm, self.folder, self.cache, name, *sets, **how)
 
     def compare(self, job: Job) -> None:
+        """Compare with a run of two ranks of this machine that nothing disturbs."""
         if not self._expected:
-            alone = self.job("undisturbed")
-            alone.finish()
-            self._expected = alone.losses()
+            own = ["run.name=undisturbed", f"run.dir='{self.folder}'", f"data.cache='{self.cache}'"]
+            words = [word for each in [*SETS, *own] for word in ("--set", each)]
+            environment = self.slurm.environment | {"OMP_NUM_THREADS": "1"}
+            train = [sys.executable, "-m", "arriero", "train", self.folder / "run.toml", "--nproc", 2, *words]
+            self.slurm.run(*train, env=environment)
+            self._expected = losses_of(self.folder / "undisturbed")
             assert list(self._expected) == list(range(1, STEPS + 1))
         assert job.losses() == self._expected, f"{job.name}: the losses differ: {job.output()}"
 
@@ -136,13 +163,11 @@ class Faults:
     def requeue_after_a_signal(self) -> str:
         job = self.job("signal", "checkpoint.on_usr1=stop")
         job.wait_for_step(10)
-        self.slurm.run("scancel", "--batch", "--signal=USR1", job.id)
-        job.wait_until(lambda: "requeue" in job.decisions(), "requeue")
-        marker = next(e["step"] for e in job.events() if e["event"] == "signal" and e["saved"])
+        saved = job.signal()
         job.finish()
         self.compare(job)
         assert self.slurm.job(job.id)["Restarts"] == "1"
-        return f"saved at step {marker}, exit code 0, requeued, continued"
+        return f"saved at step {saved}, exit code 0, requeued, continued"
 
     def time_limit(self) -> str:
         slow = ["train.horizon=4000 steps", "checkpoint.every=500 steps"]
@@ -157,11 +182,10 @@ class Faults:
     def killed_rank(self) -> str:
         job = self.job("killed")
         job.wait_for_step(10)
-        os.kill(job.rank(1)[0], signal.SIGKILL)
+        assert "rank 1" in job.kill(1)
         job.finish()
         self.compare(job)
         failure = next(e for e in job.events() if e.get("decision") == "failure")
-        assert "rank 1" in failure["reason"], failure
         again = next(e["time"] for e in job.events() if e["event"] == "start" and e["time"] > failure["time"])
         return f"the step ended, restarted on the same nodes, training {again - failure['time']:.0f} s later"
 
@@ -197,16 +221,51 @@ class Faults:
     def hang(self) -> str:
         job = self.job("hang", "guard.hang_min_s=6")
         job.wait_for_step(10)
-        pid, node = job.rank(1)
-        os.kill(pid, signal.SIGSTOP)
-        job.wait_until(lambda: any(e["event"] == "hang" for e in job.events()), "report of the hang")
-        event = next(e for e in job.events() if e["event"] == "hang")
+        node = job.rank(1)[1]
+        event = job.stop(1)
         assert (event["ranks"], event["nodes"]) == ([1], [node]), event
         log = (job.run_dir / "logs" / "rank-00000.log").read_text()
         assert "stacks of all threads" in log
         job.finish()
         self.compare(job)
         return f"named after {event['waited_s']:.0f} s (limit 6 s) with stacks of the others, restarted"
+
+    def bad_loss(self) -> str:
+        """Let the loss of one batch be NaN on every rank, and compare both answers to it."""
+        runs = {}
+        for policy in ("skip", "rollback"):
+            program = f"{sys.executable} {Path(__file__).with_name('spoiled.py')}"
+            more = ["--no-preflight", "--wrap", program]
+            job = self.job(f"nan-{policy}", f"guard.nonfinite={policy}", more=more)
+            job.finish()
+            [bad] = (e for e in job.events() if e["event"] == "bad step")
+            assert bad["documents"][0]["documents"], bad
+            runs[policy] = job
+        [back] = (e for e in runs["rollback"].events() if e["event"] == "rollback")
+        assert back["to_step"] < bad["step"], back
+        assert runs["rollback"].losses() == runs["skip"].losses()
+        named = bad["documents"][0]["count"]
+        return (
+            f"step {bad['step']}: {named} documents named; rolled back to step {back['to_step']} and passed "
+            "over the batch, with the losses of a run that skips the update"
+        )
+
+    def missing_gpu(self) -> str:
+        """Let Slurm count a GPU on n2 that torch does not see there."""
+        program = self.folder / "without-gpu.sh"
+        program.write_text(
+            "#!/bin/bash\nshift\n"
+            'if [ "$SLURMD_NODENAME" = n2 ]; then export SLURM_GPUS_ON_NODE=1; fi\n'
+            f'exec {sys.executable} -m arriero "$@"\n'
+        )
+        program.chmod(0o755)
+        job = self.job("gpu", "run.device=auto", spares=1, more=["--no-preflight", "--wrap", str(program)])
+        job.finish()
+        self.compare(job)
+        [left_out] = (e for e in job.events() if e.get("decision") == "exclude")
+        assert (left_out["node"], job.decisions().count("start")) == ("n2", 2), job.output()
+        assert "Slurm allocated 1 GPU" in left_out["reason"], left_out
+        return "named with the reason, left out at once, trained on the spare"
 
     def dead_node(self) -> str:
         long = "train.horizon=1500 steps"
@@ -273,6 +332,8 @@ CASES = {
     "a rank that hangs (SIGSTOP)": Faults.hang,
     "a node that dies (slurmd and rank killed)": Faults.dead_node,
     "disk full at a save": Faults.full_disk,
+    "a loss that is NaN": Faults.bad_loss,
+    "a node that lost its GPU, with a spare": Faults.missing_gpu,
     "a node that fails the doctor, with a spare": Faults.failing_check_with_spare,
     "a node that fails the doctor, without a spare": Faults.failing_check_without_spare,
 }

@@ -19,31 +19,10 @@ from arriero.train.guard import Guard
 from arriero.train.hooks import Hook
 from arriero.train.run import run
 from checkpoint.running import BASE
+from launch.spoiled import BAD, SpoilBatch
 
 STEPS = 24
 SETS = [*BASE, f"train.horizon={STEPS} steps", "checkpoint.every=4 steps", "checkpoint.export=false"]
-BAD = 11
-
-
-class SpoilBatch(Hook):
-    """Make the loss of the batch of one step not finite, or ten times as large, whenever it is computed."""
-
-    on_all_ranks = True
-
-    def __init__(self, step=BAD, factor=float("nan"), cause=None):
-        self._step, self._factor, self._cause = step, factor, cause or step
-
-    def on_start(self, session):
-        sound, bad = session.passes.gradients, session.timeline.samples_after(self._step - 1)
-        cause = session.timeline.samples_after(self._cause - 1)
-        trained = set()
-
-        def spoilt(batch, scale):
-            trained.add(batch.first_sample)
-            loss = sound(batch, scale)
-            return loss * self._factor if batch.first_sample == bad and cause in trained else loss
-
-        session.passes.gradients = spoilt
 
 
 class StopAt(Hook):
