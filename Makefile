@@ -8,7 +8,7 @@ PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo check quick test docs gpu peers-gpu parity planner-accuracy bench-small bench-costs bench-data reliability scaling test-oldest test-peers clean
-.PHONY: federation-quality bench-federation
+.PHONY: federation-quality bench-federation predictions
 
 # Removes the run first: a finished run would only print its result.
 demo: $(VENV)/.installed
@@ -124,6 +124,10 @@ reliability: $(VENV)/.installed-test
 # The planner beside published and measured results. Writes docs/planner-accuracy.md.
 planner-accuracy: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.planner docs/planner-accuracy.md
+
+# What `arriero plan` predicts for the run files of examples/ and recipes/. Writes their pages; a minute.
+predictions: $(VENV)/.installed
+	$(VENV)/bin/python -m benchmarks.predictions
 
 # How start and save grow with the number of ranks, and launches on up to 64 virtual Slurm nodes; writes docs/scaling.md; 20 minutes.
 scaling: $(VENV)/.installed-test

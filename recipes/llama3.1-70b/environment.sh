@@ -1,0 +1,25 @@
+# shellcheck shell=bash
+# Each variable is below its reason and, in brackets, its source.
+
+# threads of one rank: the CPU cores of its task
+export OMP_NUM_THREADS="8"
+# compute nodes have no internet: Hugging Face libraries must not wait for it
+export HF_HUB_OFFLINE="1"
+# as HF_HUB_OFFLINE, for datasets
+export HF_DATASETS_OFFLINE="1"
+# compiled kernels on the node's own disk: thousands of ranks must not lock files of a shared one
+export TRITON_CACHE_DIR="/tmp/$USER-triton-$SLURM_JOB_ID"
+# as TRITON_CACHE_DIR, for torch.compile
+export TORCHINDUCTOR_CACHE_DIR="/tmp/$USER-inductor-$SLURM_JOB_ID"
+# the log shows a line when it is printed
+export PYTHONUNBUFFERED="1"
+# use InfiniBand, also if a container's defaults disable it [xffl]
+export NCCL_IB_DISABLE="0"
+# GPUs of a node communicate directly, also over the CPU interconnect [xffl]
+export NCCL_P2P_LEVEL="SYS"
+# RDMA directly from GPU memory to the network card [xffl]
+export NCCL_NET_GDR_LEVEL="2"
+# bootstrap over InfiniBand instead of the management network [unverified]
+export NCCL_SOCKET_IFNAME="ib0"
+# gloo connects to the address of this interface [unverified]
+export GLOO_SOCKET_IFNAME="ib0"
