@@ -36,9 +36,11 @@ $(VENV)/triton: $(VENV)/.installed-test
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --target $@ triton==3.6.0
 	touch $@
 
-# The pages that are generated: docs/config.md from the schema of the run file.
-docs: $(VENV)/.installed
+# Two pages from the source, docs/config.md and docs/api-reference.md, and the site: open site/index.html. Needs no network.
+docs: $(VENV)/.installed-docs
 	$(VENV)/bin/arriero config reference > docs/config.md
+	$(VENV)/bin/python docs/site.py docs/api-reference.md
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
 
 # What only a GPU can show: some minutes on one. Fails where there is none.
 gpu: $(VENV)/.installed-test
@@ -80,6 +82,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[docs]'
 	touch $@
 
 .venv-oldest/.installed-test: pyproject.toml constraints.txt

@@ -1,0 +1,71 @@
+"""Every `arriero` command of the documents is valid, and those of the tour and of short pages run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from arriero.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "recipes/**/*.md", "examples/*.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+def commands(page):
+    """Return the commands of the bash blocks of a page, as lists of arguments."""
+    for block in re.findall(r"```(?:bash)?\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+            found = re.search(r"(?:^|\| |&& |4 )arriero (.*)", line.strip())
+            if found:
+                yield shlex.split(found[1], comments=True)
+
+
+def parse(command, arguments, parent=None, name="arriero"):
+    """Parse a command down to its verb, as the command line does, without running it."""
+    if not hasattr(command, "resolve_command") or not arguments:
+        command.make_context(name, list(arguments), parent=parent)
+        return
+    context = command.make_context(name, [], parent=parent, resilient_parsing=True)
+    context.resilient_parsing = False
+    verb, command, rest = command.resolve_command(context, list(arguments))
+    parse(command, rest, context, verb)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_verbs_and_options_of_a_page_exist(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    group = typer.main.get_command(app)
+    for arguments in commands(page):
+        try:
+            parse(group, arguments)
+        except Exception as error:
+            # files of the reader do not exist here
+            is_missing_file = type(error).__name__ == "BadParameter" and "does not exist" in str(error)
+            assert is_missing_file, f"{shlex.join(arguments)}: {error}"
+
+
+SMALL = ["--set", "train.batch=1024 tok", "--set", "eval.heldout=2k tok", "--set", "model.layers=2"]
+
+
+@pytest.mark.slow
+def test_the_tour_runs_from_top_to_bottom(arriero, corpus_cache, tmp_path):
+    """Commands that are also in the table of README.md run in the test of that table."""
+    (tmp_path / "data").mkdir()
+    for dataset in corpus_cache.iterdir():
+        (tmp_path / "data" / dataset.name).symlink_to(dataset)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    ran = 0
+    for arguments in commands(ROOT / "docs" / "tour.md"):
+        line = shlex.join(arguments)
+        if f"`arriero {line}`" in readme or arguments == ["train"]:
+            continue
+        result = arriero(*arguments, *(SMALL if arguments[0] == "train" else []))
+        assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
+        ran += 1
+    assert ran > 10
