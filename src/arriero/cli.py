@@ -15,6 +15,7 @@ import arriero.checkpoint.commands as checkpoint_verbs
 import arriero.data.commands.datasets as dataset_verbs
 import arriero.data.commands.prepare as prepare_verbs
 import arriero.data.commands.runs as run_data_verbs
+import arriero.data.commands.trace as trace_verbs
 import arriero.evaluate.commands as evaluate_verbs
 import arriero.evaluate.replay_commands as replay_verbs
 import arriero.federate.commands as federation_verbs
@@ -61,6 +62,7 @@ data.command()(prepare_verbs.train_tokenizer)
 data.command()(dataset_verbs.pack)
 data.command()(run_data_verbs.show)
 data.command()(run_data_verbs.audit)
+data.command()(trace_verbs.trace)
 data.command("import")(dataset_verbs.import_tokens)
 data.command("export")(dataset_verbs.export_tokens)
 data.command()(dataset_verbs.inspect)

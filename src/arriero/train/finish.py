@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,15 @@ from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, Adapter, Mo
 from arriero.checkpoint.formats.peft_directory import check_peft_names, with_adapter, write_peft
 from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.state import LocalPart, local_parts
+from arriero.config.fields import to_toml
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import total_steps
+from arriero.data.order.ledger import LEDGER, read_ledger
 from arriero.data.tokens.tokenizer import Separators, Tokenizer, chat_template_beside, read_definition
 from arriero.errors import UserError
 from arriero.events import EVENTS, START_OVER, end_of, events_since
 from arriero.files import check_free_space, replaced_directory
+from arriero.model.description import write_json
 from arriero.model.family import build_model
 from arriero.model.generation import Sampling, generate
 from arriero.model.language_model import LanguageModel
@@ -43,6 +47,7 @@ Location = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape of a part
 _CONTINUE, _STOP, _FAILED = range(3)
 _MAX_DIMS = 4
 MODEL, ADAPTER = "model", "adapter"
+TRAINING = "training.json"
 _TOP_K, _TEMPERATURE, _SAMPLED_TOKENS = 40, 0.7, 96
 
 
@@ -102,7 +107,20 @@ def export_model(session: Session, stop: StopRequested = never) -> Path | None:
         source = with_adapter(source, Adapter(lora, adapters, gather.tensor, base))
         if not _export_adapter(source, gather, session.run_dir / ADAPTER):
             return None
-    return directory if export_hf(source, gather, directory) else None
+    about = training_record(session) if world.is_leader else None
+    return directory if export_hf(source, gather, directory, about=about) else None
+
+
+def training_record(session: Session) -> dict[str, Any]:
+    """Return what a model directory tells about its training: for `data trace` and the model card."""
+    outcome, config, stream = session.record.outcome, session.config, session.data.stream
+    samples = session.timeline.samples_after(outcome.steps)
+    ledger = read_ledger(session.run_dir).skipped if (session.run_dir / LEDGER).is_file() else []
+    data = {"samples": samples, "skipped": sorted({*session.guard.skipped, *ledger})}
+    data |= {"order": stream.identity_until(samples), "names": [each.name for each in stream.sources]}
+    reached = {key: getattr(outcome, key) for key in ("tokens", "seconds", "last_loss", "last_eval_loss")}
+    about = {"run": config.run.name, "step": outcome.steps, **reached, **session.describe()}
+    return about | {"data": data | {"fingerprint": about["data"]}, "config": to_toml(config)}
 
 
 def _export_adapter(source: ModelReader, gather: "Gather", directory: Path) -> bool:
@@ -135,11 +153,16 @@ def _master_dtype(config: RunConfig) -> torch.dtype:
 
 
 def export_hf(
-    source: ModelReader, gather: "Gather", directory: Path, writing: WriteOptions = DEFAULT_OPTIONS
+    source: ModelReader,
+    gather: "Gather",
+    directory: Path,
+    writing: WriteOptions = DEFAULT_OPTIONS,
+    about: Mapping[str, Any] | None = None,
 ) -> bool:
     """Write a Hugging Face directory on rank 0 while all ranks send it their parts.
 
-    Called by all ranks; `source.load` must be `gather.tensor`. Returns False if a rank asked to stop.
+    Called by all ranks; `source.load` must be `gather.tensor`. Returns False if a rank asked to stop. `about`
+    becomes training.json.
     """
     todo = "free some space; the same command, or `arriero ckpt convert` of a checkpoint, exports again"
     try:
@@ -148,6 +171,8 @@ def export_hf(
                 with replaced_directory(directory) as making:
                     check_free_space(making, source.nbytes(writing.dtype), "the model", todo)
                     write_hf(source, making, writing)
+                    if about is not None:
+                        write_json(making / TRAINING, about)
             except OSError as error:
                 raise UserError(f"the model cannot be written to {directory} ({error})", todo) from None
         else:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from arriero.data.order.ledger import Audit
     from arriero.data.order.loader import Batch
     from arriero.data.order.order import Located, Stream
+    from arriero.data.order.streams import Streams
     from arriero.data.tokens.tokenizer import Tokenizer
 
 Run = Annotated[Path, typer.Argument(help="A run directory, or a run file.", show_default=False)]
@@ -58,8 +59,8 @@ def show(
     from arriero.data.tokens.tokenizer import separators_of, tokenizer_of
 
     console = make_console(as_json)
-    config = _config(run, sets)
-    streams = _streams(config, _directory(run), console)
+    config = config_of(run, sets)
+    streams = streams_of(config, directory_of_run(run), console)
     stream, timeline = streams.train, streams.timeline
     if step > LAST_STEP:
         raise UserError(f"--step {step} is beyond any run", f"give a step up to {LAST_STEP:,}")
@@ -126,9 +127,9 @@ def audit(
     from arriero.data.order.ledger import Audit, read_ledger
 
     console = make_console(as_json)
-    directory = _directory(run)
+    directory = directory_of_run(run)
     ledger = read_ledger(directory)
-    streams = _streams(_config(run, sets), directory, console)
+    streams = streams_of(config_of(run, sets), directory, console)
     result = Audit(ledger, streams.train)
     with StageProgress(console) as draw:
         result.run(partial(draw, "replaying the order"))
@@ -246,17 +247,19 @@ def _print_sequence(console: Console, batch: "Batch", tokenizer: "Tokenizer", en
     console.print()
 
 
-def _directory(run: Path) -> Path:
+def directory_of_run(run: Path) -> Path:
+    """Return a run directory or file, given by its path or by its name under runs/."""
     if not run.exists() and not run.is_absolute() and (Path("runs") / run).is_dir():
         return Path("runs") / run
     return run
 
 
-def _config(run: Path, sets: list[str]) -> "RunConfig":
+def config_of(run: Path, sets: list[str]) -> "RunConfig":
+    """Return the config of a run directory, a checkpoint or a run file."""
     from arriero.config.load import load_run
     from arriero.model.presets import expand
 
-    directory = _directory(run)
+    directory = directory_of_run(run)
     if directory.is_dir():
         if not (directory / "run.toml").exists():
             raise UserError(f"{directory} holds no run.toml", "give the directory of a run")
@@ -264,9 +267,9 @@ def _config(run: Path, sets: list[str]) -> "RunConfig":
     return load_run(directory, sets, expand).config
 
 
-def _streams(config: "RunConfig", run: Path, console: Console):
+def streams_of(config: "RunConfig", run: Path, console: Console, version: int | None = None) -> "Streams":
     from arriero.data.order.ledger import order_version
     from arriero.data.order.streams import build_streams
 
     with StageProgress(console) as progress:
-        return build_streams(config, progress, order_version(run))
+        return build_streams(config, progress, version or order_version(run))

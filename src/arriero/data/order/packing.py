@@ -96,6 +96,16 @@ class Windows:
             begin, run = stop, run + 1
         return parts
 
+    def samples_of(self, first: int, end: int) -> np.ndarray:
+        """Return the samples whose inputs include positions of the source in [first, end)."""
+        before = self._ends - (self._runs[:, 1] - self._runs[:, 0])
+        low, high = np.maximum(self._runs[:, 0], first), np.minimum(self._runs[:, 1], end)
+        here = low < high
+        inputs = np.stack((low, high - 1))[:, here] - self._runs[here, 0] + before[here]
+        ranges = [np.arange(a, b + 1) for a, b in (inputs // self._seq_len).T.tolist()]
+        found = np.unique(np.concatenate(ranges)) if ranges else np.empty(0, dtype=np.int64)
+        return found[found < self.count]
+
     def rewindow(self, unread: np.ndarray, seq_len: int) -> "Windows":
         """Cut the inputs of the `unread` samples (intervals) and the unused inputs into another length."""
         tail = np.array([[self.tokens, self.inputs]])
@@ -129,6 +139,10 @@ class PlannedRows:
 
     def segments(self, sample: int) -> np.ndarray:
         return self._plan.segments(sample)
+
+    def samples_of(self, first: int, end: int) -> np.ndarray:
+        """Return the rows with tokens of the source in [first, end)."""
+        return self._plan.rows_of(first, end)
 
     @property
     def remarks(self) -> list[str]:

@@ -90,6 +90,14 @@ class PackingPlan:
             self._verify(begin * SEGMENT.itemsize, end * SEGMENT.itemsize)
         return self._segments[begin:end]
 
+    def rows_of(self, first: int, end: int) -> np.ndarray:
+        """Return the rows whose segments overlap tokens [first, end)."""
+        if self._unread:
+            self._verify(0, self._bytes)
+        starts = self._segments["start"]
+        hit = np.flatnonzero((starts < end) & (starts + self._segments["slots"] > first))
+        return np.unique(self._offsets.searchsorted(hit, side="right") - 1)
+
     def problems(self) -> list[str]:
         """Read the whole plan; return what differs from its checksums."""
         return [

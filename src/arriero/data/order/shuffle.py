@@ -280,6 +280,11 @@ class _HeldoutLast(TokenStore):
         self._stops = np.cumsum(np.concatenate((kept[kept > 0], lengths)))
         self.fingerprint = sha256_of(store.fingerprint.encode() + last.astype("<i8").tobytes())
 
+    def place_of(self, position: int) -> int:
+        order = np.argsort(self._begins)
+        part = int(order[self._begins[order].searchsorted(position, side="right") - 1])
+        return int(self._stops[part - 1] if part else 0) + position - int(self._begins[part])
+
     def shard_ranges(self, start: int, n: int) -> list[tuple[int, int, int]]:
         ranges = []
         part = int(self._stops.searchsorted(start, side="right"))

@@ -259,6 +259,10 @@ class TokenStore:
         shard, first, length = self.locate_document(number)
         return int(self._ends[shard]) - self.shard_tokens(shard) + first, length
 
+    def place_of(self, position: int) -> int:
+        """Return where a stored token is in this view of the dataset."""
+        return position
+
     def locate_document(self, number: int) -> tuple[int, int, int]:
         """Return the shard of a document, its first token in the shard and its length."""
         shard = int(self._document_ends.searchsorted(number, side="right"))
