@@ -25,14 +25,14 @@ LENGTH = 8192
 SPEC = load_preset("llama3.2-1b")
 
 
-@pytest.mark.parametrize("name", ["llama3.1-8b", "llama3.2-1b", "gpt2-1.5b", "llama-test"])
+@pytest.mark.parametrize("name", ["llama3.1-8b", "gpt2-1.5b", "llama-test", "qwen3-0.6b", "mistral-7b"])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_flops_of_the_traced_block_are_those_of_the_formula(name, compiled):
     spec = load_preset(name)
     costs = block_costs(spec, compiled)
     # hfu counts the product that attention computes again in its backward pass
     blocks = flops_per_token(spec, LENGTH, "hfu") - 6 * spec.embedding_parameters
-    assert spec.layers * costs.flops(1, LENGTH) == pytest.approx(blocks, rel=1e-9)
+    assert spec.layers * costs.flops(1, spec.attended(LENGTH)) == pytest.approx(blocks, rel=1e-9)
     assert costs.parameters == spec.block_parameters
 
 
@@ -141,7 +141,9 @@ def test_a_registered_family_is_costed_with_the_cost_of_its_own_operator():
     assert costs.kept.per_token == 2 * 2 * SPEC.dim
 
 
-@pytest.mark.parametrize("name", ["llama3.1-8b", "llama3.2-3b", "gpt2-1.5b", "llama-test"])
+@pytest.mark.parametrize(
+    "name", ["llama3.1-8b", "llama3.2-3b", "gpt2-1.5b", "llama-test", "qwen3-0.6b", "qwen2.5-7b"]
+)
 @pytest.mark.parametrize(("compiled", "fused"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("element", [2, 4])
 def test_memory_formulas_of_the_families_are_those_of_the_traced_module(name, compiled, fused, element):

@@ -10,6 +10,7 @@ from arriero.model.attention import (
     Documents,
     attend_by_blocks,
     attend_by_document,
+    attend_causally,
     block_mask,
     document_starts,
 )
@@ -27,8 +28,9 @@ def random_documents(tokens, seed):
     return begins.cumsum(1).int()
 
 
-def dense(documents):
-    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+def dense(documents, window=None):
+    same = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    return same if window is None else same.triu(1 - window)
 
 
 def qkv(batch, tokens, heads=6, kv_heads=2, head_dim=16, seed=3):
@@ -42,24 +44,34 @@ def masked(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
+@pytest.mark.parametrize("window", [None, 1, 5, 48])
 @pytest.mark.parametrize(
     "lengths", [((7, 1, 1, 30, 9), (48,)), ((1,) * 48, (47, 1))], ids=["mixed", "extreme"]
 )
-def test_attention_by_document_equals_attention_with_a_dense_mask(lengths):
+def test_attention_by_document_equals_attention_with_a_dense_mask(lengths, window):
     documents = numbered(lengths)
     inputs = qkv(2, 48)
-    found, exact = attend_by_document(*inputs, Documents(documents)), masked(*inputs, dense(documents))
+    found = attend_by_document(*inputs, Documents(documents), window)
+    exact = masked(*inputs, dense(documents, window))
     assert torch.allclose(found, exact, atol=1e-12)
     weight = torch.randn_like(exact)
     grads = [torch.autograd.grad((out * weight).sum(), inputs) for out in (found, exact)]
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize("window", [1, 100, 128, 300, 301])
+def test_a_sliding_window_longer_or_shorter_than_a_chunk_equals_a_dense_mask(window):
+    inputs = qkv(1, 300)
+    exact = masked(*inputs, dense(torch.zeros(1, 300), window))
+    assert torch.allclose(attend_causally(*inputs, window), exact, atol=1e-12)
+
+
 @pytest.mark.parametrize("tokens", [128, 512, 333, 1000])
-def test_the_block_mask_equals_the_one_torch_computes_from_all_pairs(tokens):
-    for seed in range(4):
+@pytest.mark.parametrize("window", [None, 1, 127, 128, 200])
+def test_the_block_mask_equals_the_one_torch_computes_from_all_pairs(tokens, window):
+    for seed in range(4 if window is None else 1):
         documents = random_documents(tokens, seed)
-        found = block_mask(documents)
+        found = block_mask(documents, window)
         expected = create_block_mask(found.mask_mod, 3, None, tokens, tokens, device="cpu")
         for name in ("kv", "full_kv", "q", "full_q"):
             counts = getattr(found, f"{name}_num_blocks")
@@ -69,11 +81,12 @@ def test_the_block_mask_equals_the_one_torch_computes_from_all_pairs(tokens):
             assert torch.where(used, indices, -1).equal(torch.where(used, wanted, -1)), name
 
 
-def test_the_block_mask_is_causal_inside_documents():
+@pytest.mark.parametrize("window", [None, 1, 30])
+def test_the_block_mask_is_causal_inside_documents_and_the_window(window):
     documents = random_documents(200, 7)
     at = torch.arange(200)
-    seen = block_mask(documents).mask_mod(torch.arange(3)[:, None, None], 0, at[:, None], at)
-    assert seen.equal(dense(documents)[:, 0])
+    seen = block_mask(documents, window).mask_mod(torch.arange(3)[:, None, None], 0, at[:, None], at)
+    assert seen.equal(dense(documents, window)[:, 0])
 
 
 def test_documents_start_where_their_first_token_is():

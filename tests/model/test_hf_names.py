@@ -37,7 +37,7 @@ SHAPES = {
         "kv_heads": 1,
         "head_dim": 24,
         "tied": True,
-        "sliding_window": 1,
+        "sliding_window": 3,
     },
     "mistral, no window": {"family": "mistral", "dim": 64, "heads": 4, "kv_heads": 2},
     "qwen2": {"family": "qwen2", "dim": 48, "heads": 3, "kv_heads": 1, "tied": True},

@@ -7,9 +7,11 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
+from arriero.model.presets import load_preset
 from arriero.plan.layout import AXES, SCHEDULES
 
-MODELS = ("llama", "gpt2")
+# every case is run with the first model, every layout with the first two
+MODELS = ("llama", "gpt2", "mistral", "qwen2", "qwen3")
 SEQUENCES = 16
 
 # settings of all runs, references included
@@ -82,6 +84,8 @@ def axes(**degrees: int) -> dict[str, Any]:
 
 def cases(model: str, device: str = "cpu") -> list[Case]:
     """Return all cases of a model; modes that do not depend on its blocks are of the first model only."""
+    if model not in MODELS[:2]:
+        return _of_family(model)
     layouts = [*_axes(model), *_pairs(), *_deeper(), *_schedules(), *_documents()]
     if model != MODELS[0]:
         return layouts
@@ -94,6 +98,17 @@ def cases(model: str, device: str = "cpu") -> list[Case]:
         *_precisions(),
         *(_on_a_gpu() if device == "cuda" else []),
     ]
+
+
+def _of_family(model: str) -> list[Case]:
+    """Return the cases of a further family: the axes that it supports, alone and some in pairs."""
+    spec = load_preset(f"{model}-test")
+    has_ring = spec.sliding_window is None
+    titles = [f"two axes: {pair}" for pair in ("dp_shard 2 x tp 2", "pp 2 x tp 2", "cp 2 x tp 2")]
+    titles += [f"document masks: {axis} 2" for axis in ("cp", "tp", "pp")]
+    every = [*(case for case in _axes(model) if case.quick), *_pairs(), *_documents()]
+    chosen = [case for case in every if case.title in titles or case.group == "one axis"]
+    return [case for case in chosen if has_ring or case.sets.get("parallel.context") != "ring"]
 
 
 def _axes(model: str) -> list[Case]:

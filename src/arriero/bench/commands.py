@@ -301,8 +301,8 @@ def _cell_line(cell: "Cell") -> str:
 
 def parity(
     model: Annotated[
-        Literal["llama", "gpt2"] | None,
-        typer.Option(help="Only one of the two models.", show_default=False),
+        str | None,
+        typer.Option(help=f"Only one of the models: {', '.join(MODELS)}.", show_default=False),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Only the cases that `make test` runs.")] = False,
     only: Annotated[
@@ -325,6 +325,8 @@ def parity(
 
     Example: arriero bench parity --quick --only 'two axes'
     """
+    if model not in (None, *MODELS):
+        raise UserError(f"--model: there are no cases of '{model}'", f"use one of {', '.join(MODELS)}")
     wanted = {name: _wanted_cases(name, quick, only, device) for name in ([model] if model else MODELS)}
     if not any(wanted.values()):
         groups = dict.fromkeys(case.group for case in cases(MODELS[0]))

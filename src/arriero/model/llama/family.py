@@ -101,6 +101,12 @@ def _memory(spec: "ModelSpec", mode: "Mode") -> "BlockMemory":
     if not mode.compiled and not mode.on_gpu:
         # RMSNorm is no single operator there: it keeps its input and result in fp32, instead of the residual
         kept += 16 * dim - size * dim if size == 2 else 2 * size * dim
+    if spec.qk_norm:
+        statistics += 4 * (spec.heads + spec.kv_heads)
+        if not mode.compiled and not mode.on_gpu:
+            kept += 8 * (query + kv)
+        elif size == 4 or not mode.fused_qkv:
+            kept += size * (query + kv)
     matmuls = [query + 2 * kv] if mode.fused_qkv or mode.float8 else [query, kv, kv]
     matmuls += [dim, 2 * ffn, dim] if mode.float8 else [dim, ffn, ffn, dim]
     return memory_of(
