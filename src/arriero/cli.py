@@ -18,6 +18,7 @@ import arriero.data.commands.runs as run_data_verbs
 import arriero.data.commands.trace as trace_verbs
 import arriero.evaluate.commands as evaluate_verbs
 import arriero.evaluate.replay_commands as replay_verbs
+import arriero.evaluate.speculator_commands as speculator_verbs
 import arriero.federate.commands as federation_verbs
 import arriero.launch.commands as launch_verbs
 import arriero.launch.doctor.commands as doctor_verbs
@@ -56,10 +57,12 @@ evaluation.command()(evaluate_verbs.perplexity)
 evaluation.command()(evaluate_verbs.tasks)
 evaluation.command()(evaluate_verbs.watch)
 app.command()(replay_verbs.replay)
+evaluation.command()(speculator_verbs.speculator)
 app.add_typer(data, name="data")
 data.command()(prepare_verbs.prepare)
 data.command()(prepare_verbs.train_tokenizer)
 data.command()(dataset_verbs.pack)
+data.command()(speculator_verbs.generate)
 data.command()(run_data_verbs.show)
 data.command()(run_data_verbs.audit)
 data.command()(trace_verbs.trace)

@@ -389,6 +389,27 @@ def _lora_fits_the_rest(lora, optim, precision, memory) -> Iterator[Problem]:
         yield Problem("memory.ffn_tile", what, "set it to false, or lora.dropout = 0")
 
 
+def _speculator_fits_the_rest(speculator, lora, optim, parallel, precision, checkpoint) -> Iterator[Problem]:
+    if not speculator.n_predict:
+        return
+    for axis in ("tp", "cp", "pp"):
+        if getattr(parallel, axis) != 1:
+            what = f"speculator.n_predict is trained with data parallelism, and {axis} is given"
+            yield Problem(f"parallel.{axis}", what, "set it to 1, and parallel.dp_shard to -1")
+    if lora.rank:
+        yield Problem("lora.rank", "does not work with speculator.n_predict", "train one after the other")
+    if optim.freeze:
+        what = "has no meaning with speculator.n_predict: only the speculator is trained"
+        yield Problem("optim.freeze", what, "remove it")
+    if precision.float8 != "off":
+        yield Problem("precision.float8", "does not work with speculator.n_predict", "set it to 'off'")
+    if speculator.tie_weights and speculator.n_predict == 1:
+        yield Problem("speculator.tie_weights", "needs two heads or more", "remove it")
+    if not (checkpoint.start_from or checkpoint.resume_from):
+        what = "a speculator is trained on a finished model, and there is none"
+        yield Problem("checkpoint.start_from", what, "name the base model: a run, a directory or hf://NAME")
+
+
 _RULES: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("data", "model"), _sequence_fits_model),
     (("data", "train"), _batch_is_whole_sequences),
@@ -401,4 +422,8 @@ _RULES: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("eval",), _eval_has_data),
     (("optim",), _momentum_is_used),
     (("lora", "optim", "precision", "memory"), _lora_fits_the_rest),
+    (
+        ("speculator", "lora", "optim", "parallel", "precision", "checkpoint"),
+        _speculator_fits_the_rest,
+    ),
 ]

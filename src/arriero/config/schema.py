@@ -315,6 +315,21 @@ class LoraSection(Section):
     )
 
 
+class SpeculatorSection(Section):
+    n_predict: Annotated[int, Field(ge=1, le=32)] | Literal[False] = Field(
+        False,
+        description="Heads of an MLP speculator, which is trained on the frozen model of "
+        "checkpoint.start_from; each predicts one token more. false trains the model itself.",
+    )
+    inner_dim: Annotated[int, Field(ge=0, le=2**20)] = Field(
+        0, description="Width of the speculator; 0 is the width of the model."
+    )
+    tie_weights: bool = Field(False, description="Whether the heads share their weights.")
+    scale_input: bool = Field(
+        False, description="Whether the model's hidden states are normalised before the first head."
+    )
+
+
 class ScheduleSection(Section):
     kind: Literal["constant", "linear", "cosine", "wsd", "frontier", "fms", "fms-annealing"] = Field(
         "cosine", description="Shape of the learning rate over tokens; 'wsd' is warm-up, stable, decay."
@@ -607,6 +622,10 @@ class RunConfig(Section):
     optim: OptimSection = Field(default_factory=OptimSection, description="The optimizer.")
     lora: LoraSection = Field(
         default_factory=LoraSection, description="Train low-rank adapters beside the frozen model (LoRA)."
+    )
+    speculator: SpeculatorSection = Field(
+        default_factory=SpeculatorSection,
+        description="Train a speculator for faster generation on the frozen model.",
     )
     schedule: ScheduleSection = Field(
         default_factory=ScheduleSection, description="The learning-rate schedule."

@@ -18,6 +18,7 @@ from arriero.model.attention import SequenceMixer
 from arriero.model.layers import Block, Head, Rope, Rotation
 from arriero.model.lora import A, is_adapter
 from arriero.model.spec import ModelSpec
+from arriero.model.speculator.settings import is_speculator
 
 # Returns the local part of a parameter and its offset in the whole.
 LocalShard = Callable[[Tensor], tuple[Tensor, Sequence[int]]]
@@ -146,6 +147,10 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def _rule(self, name: str, width: int) -> InitRule:
+        if is_speculator(name):
+            norm = ".ln." in name
+            is_bias = name.endswith(".bias")
+            return InitRule(constant=float(not is_bias)) if norm else InitRule(std=width**-0.5, cut=2.0)
         if is_adapter(name):
             # the variance of PEFT's uniform distribution; B is zero, so that training starts from the model
             return InitRule(std=(3 * width) ** -0.5) if name.endswith(A) else InitRule()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from arriero.errors import UserError, nearest
 from arriero.model.layers import converted
+from arriero.model.speculator.settings import is_speculator
 
 A, B = ".lora_a", ".lora_b"
 
@@ -58,7 +59,7 @@ class LoraLinear(nn.Linear):
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter belongs to an adapter, not to the model itself."""
-    return name.endswith((A, B))
+    return name.endswith((A, B)) or is_speculator(name)
 
 
 def linear_layers(names: Iterable[str]) -> list[str]:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
-from arriero.config.schema import MemorySection, PrecisionSection
+from arriero.config.schema import MemorySection, PrecisionSection, SpeculatorSection
 from arriero.kernels import kernels, usable_on
 from arriero.kernels.float8 import computes_float8
 from arriero.model.family import build_model
@@ -14,11 +15,12 @@ from arriero.model.language_model import LanguageModel
 from arriero.model.layers import MLP, Attention, Block, FusedQKVAttention, Head, TiledBlock, converted
 from arriero.model.lora import LoraSettings, add_lora
 from arriero.model.spec import ModelSpec
+from arriero.model.speculator.module import SpeculatorHead, add_speculator
 from arriero.parallel.activation_checkpointing import apply_activation_checkpointing
 from arriero.parallel.context import apply_context_parallel
 from arriero.parallel.dtensor import local_shard
 from arriero.parallel.fsdp import Sharding, shard_weights
-from arriero.parallel.loss import ChunkedLossHead, LossOptions
+from arriero.parallel.loss import ChunkedLossHead, LossOptions, chunked_loss
 from arriero.parallel.mesh import Mesh
 from arriero.parallel.precision import Float8Layers, apply_float8
 from arriero.parallel.tensor import split_layers, use_async_tensor_parallel
@@ -43,6 +45,7 @@ class ModelOptions:
     widths_vary: bool
     seed: int
     lora: LoraSettings | None = None
+    speculator: SpeculatorSection | None = None
 
     @property
     def dynamic(self) -> bool | None:
@@ -90,6 +93,9 @@ def transform_stage(
     # modules are replaced first: everything after this adds hooks to them
     if options.lora is not None:
         add_lora(model, options.lora)
+    if options.speculator is not None:
+        model.head = add_speculator(model.head, options.speculator, spec)
+        model.to(options.weights)
     _use_chunked_loss(model, options)
     _use_fused_projections(model, mesh, options, device)
     _use_kernels(model, mesh, options, device)
@@ -126,6 +132,8 @@ def transform_stage(
 def _use_chunked_loss(model: LanguageModel, options: ModelOptions) -> None:
     if type(model.head) is Head:
         model.head = ChunkedLossHead.of(model.head, options.loss)
+    elif isinstance(model.head, SpeculatorHead):
+        model.head.loss = partial(chunked_loss, options=options.loss)
 
 
 def _use_fused_projections(

@@ -16,6 +16,7 @@ from arriero.config.schema import LoraSection, RunConfig
 from arriero.model.costs import Affine, BlockMemory, Mode, block_memory, block_shapes
 from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec
+from arriero.model.speculator.settings import speculator_shapes
 from arriero.plan.layout import SCHEDULES, Layout, cut_stages, in_flight, stages_of
 
 FP32 = 4
@@ -252,7 +253,7 @@ class MemoryEstimate:
         return -(-self.spec.vocab_size // self.layout.tp) * self.spec.dim
 
     def _head_gradient(self, stage: _Stage) -> float:
-        trained = stage.has_head and not self.config.lora.rank
+        trained = stage.has_head and "*" not in self._frozen
         return self._gradient_bytes * self._vocabulary if trained else 0.0
 
     def _table(self, stage: _Stage) -> float:
@@ -319,7 +320,8 @@ class MemoryEstimate:
 
     @property
     def _frozen(self) -> tuple[str, ...]:
-        return ("*",) if self.config.lora.rank else self.config.optim.freeze
+        has_adapter = self.config.lora.rank or self.config.speculator.n_predict
+        return ("*",) if has_adapter else self.config.optim.freeze
 
     @cached_property
     def _stages(self) -> list[_Stage]:
@@ -347,6 +349,9 @@ class MemoryEstimate:
 
     def _stage_sizes(self, blocks: Sequence[int], has_embedding: bool, has_head: bool) -> Sizes:
         ends = _end_tensors(self.spec, has_embedding, has_head)
+        if has_head and self.config.speculator.n_predict:
+            shapes = speculator_shapes(self.config.speculator, self.spec)
+            ends += [(name + _ADAPTER, shape, "") for name, shape in shapes.items()]
         total = _sizes(ends, self.layout, self._frozen, _moments_each(self.config, inside=False))
         if not self._frozen and len(set(self.spec.kinds)) == 1:
             return total.plus(self._block_sizes, len(blocks))

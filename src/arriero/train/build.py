@@ -55,7 +55,7 @@ from arriero.train.guard import Guard
 from arriero.train.hang import HangWatch
 from arriero.train.hooks import Hook, Hooks
 from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoard
-from arriero.train.model_state import ModelState, lora_settings, parameter_decisions
+from arriero.train.model_state import ModelState, lora_settings, parameter_decisions, speculator_section
 from arriero.train.optim.optimizer import Optimizer
 from arriero.train.plan_file import PlanFile
 from arriero.train.profiler import ProfileOnDemand
@@ -190,8 +190,10 @@ def build_model_state(plan: Arrangement, mesh: Mesh) -> tuple[ModelState, list[D
     tied = {"head.weight": "embedding.weight"} if resolved.spec.tied and resolved.layout.pp > 1 else {}
     model = ModelState.of(parts, None if has_own_masters else plan.dtype, tied)
     lora = lora_settings(plan.config)
-    model.freeze(plan.config.optim.freeze if lora is None else ["*"], is_adapter)
-    decisions = parameter_decisions(plan.config.optim, resolved.spec, lora)
+    speculator = speculator_section(plan.config)
+    has_adapter = lora is not None or speculator is not None
+    model.freeze(["*"] if has_adapter else plan.config.optim.freeze, is_adapter)
+    decisions = parameter_decisions(plan.config.optim, resolved.spec, lora, speculator)
     if (precision := plan.config.precision).float8 != "off":
         head = "the head and " if precision.float8_head else ""
         emulated = "" if computes_float8(device) else ", emulated: this device has no float8"
@@ -220,6 +222,7 @@ def model_options(plan: Arrangement) -> ModelOptions:
         widths_vary=config.data.packing == "none",
         seed=config.run.seed,
         lora=lora_settings(config),
+        speculator=speculator_section(config),
     )
 
 

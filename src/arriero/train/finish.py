@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
 from arriero.checkpoint.directory import find_checkpoints
@@ -35,6 +36,7 @@ from arriero.model.language_model import LanguageModel
 from arriero.model.lora import adapter_tensors
 from arriero.model.name_maps import has_hf_names, hf_from_own, own_tensors
 from arriero.model.spec import ModelSpec
+from arriero.model.speculator.settings import INSIDE, STORED, speculator_config, speculator_shapes
 from arriero.plan.hardware import available_ram
 from arriero.plan.resolve import Decision
 from arriero.train.model_state import lora_settings
@@ -65,6 +67,8 @@ def check_export(
     """Reject before the first step what would make the export fail after the last."""
     if not config.checkpoint.export:
         return []
+    if config.speculator.n_predict:
+        return [Decision("export", str(run_directory(config) / MODEL), "the speculator, as vLLM reads it")]
     if not has_hf_names(spec):
         raise UserError(
             f"the model family '{spec.family}' has no Hugging Face name map, which the export needs",
@@ -86,6 +90,8 @@ def export_model(session: Session, stop: StopRequested = never) -> Path | None:
 
     `stop` is asked before each tensor; if it is true on any rank, nothing is published.
     """
+    if session.config.speculator.n_predict:
+        return _export_speculator(session, stop)
     world, directory, data = session.mesh.world, session.run_dir / MODEL, session.data
     # not the process group of checkpoints: a thread may still be saving the last one
     ranks = Ranks(world.rank, world.size)
@@ -141,6 +147,34 @@ def _export_adapter(source: ModelReader, gather: "Gather", directory: Path) -> b
                 replace(source, adapter=replace(adapter, load=held.__getitem__)), making, DEFAULT_OPTIONS
             )
     return True
+
+
+def _export_speculator(session: Session, stop: StopRequested) -> Path | None:
+    """Write the speculator alone, as vLLM reads it."""
+    section, spec, directory = session.config.speculator, session.spec, session.run_dir / MODEL
+    dtype = _master_dtype(session.config)
+    shapes = speculator_shapes(section, spec)
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    gather = Gather(
+        tensors, session.model.tensors(), Ranks(session.mesh.world.rank, session.mesh.world.size), stop
+    )
+    try:
+        held = {name: gather.tensor(name) for name in tensors}
+    except _Stopped:
+        return None
+    if gather.ranks.is_leader:
+        base = session.config.checkpoint.start_from or session.config.checkpoint.resume_from or ""
+        config = speculator_config(section, spec, str(dtype).removeprefix("torch."), _absolute(base))
+        with replaced_directory(directory) as making:
+            stored = {STORED + name.removeprefix(INSIDE): tensor for name, tensor in held.items()}
+            save_file(stored, making / "model.safetensors", metadata={"format": "pt"})
+            write_json(making / "config.json", config)
+    gather.end()
+    return directory
+
+
+def _absolute(model: str) -> str:
+    return str(Path(model).resolve()) if Path(model).exists() else model
 
 
 def tokenizer_files(path: Path) -> dict[str, Path]:
@@ -315,7 +349,7 @@ def sample(session: Session, directory: Path | None) -> str | None:
     A single process uses its own model; with several ranks the exported model is read if it fits into RAM.
     """
     config = session.config
-    if config.observe.sample is False or not session.mesh.world.is_leader:
+    if config.observe.sample is False or config.speculator.n_predict or not session.mesh.world.is_leader:
         return None
     model = session.model.parts[0]
     if session.mesh.world.size > 1:

@@ -7,17 +7,19 @@ optimizer. Where the shards of its tensors lie is known to `arriero.parallel.dte
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from arriero.checkpoint.state import LazyMapping
-from arriero.config.schema import OptimSection, RunConfig
+from arriero.config.schema import OptimSection, RunConfig, SpeculatorSection
 from arriero.errors import UserError, nearest
 from arriero.model.language_model import LanguageModel, plain_name
 from arriero.model.lora import LoraSettings, adapter_tensors
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
+from arriero.model.speculator.settings import speculator_shapes
 from arriero.parallel.dtensor import from_local, local_part, redistribute_like, shard_index
 from arriero.plan.resolve import Decision
 from arriero.train.optim.number_formats import Noise, merge_fp32, split_fp32, store, third_half, to_bf16
@@ -169,17 +171,31 @@ def lora_settings(config: RunConfig) -> LoraSettings | None:
     )
 
 
+def speculator_section(config: RunConfig) -> SpeculatorSection | None:
+    """Return the speculator of a run; None if it trains no speculator."""
+    return config.speculator if config.speculator.n_predict else None
+
+
 def parameter_decisions(
-    optim: OptimSection, spec: ModelSpec, lora: LoraSettings | None = None
+    optim: OptimSection,
+    spec: ModelSpec,
+    lora: LoraSettings | None = None,
+    speculator: SpeculatorSection | None = None,
 ) -> list[Decision]:
     """Report frozen parameters, adapters and parameter groups; reject patterns that match nothing."""
     own = own_tensors(spec)
     trained = own if lora is None else adapter_tensors(own, lora)
     sizes = {name: tensor.numel() for name, tensor in trained.items()}
+    if speculator is not None:
+        sizes = {name: prod(shape) for name, shape in speculator_shapes(speculator, spec).items()}
     frozen = {name for pattern in optim.freeze for name in _matching("optim.freeze", pattern, sizes)}
     if len(frozen) == len(sizes):
         raise UserError("optim.freeze leaves no parameter to train", "remove a pattern")
     decisions: list[Decision] = []
+    if speculator is not None:
+        count, whole = human_count(sum(sizes.values())), human_count(spec.parameters)
+        why = f"{count} parameters are trained, the {whole} of the base model are frozen"
+        decisions.append(Decision("speculator", f"{speculator.n_predict} heads", why))
     if lora is not None:
         count, whole = human_count(sum(sizes.values())), human_count(spec.parameters)
         why = f"{count} parameters in {len(sizes) // 2} layers are trained, {whole} are frozen"

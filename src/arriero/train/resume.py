@@ -41,6 +41,7 @@ from arriero.events import EVENTS, EventLog
 from arriero.model.description import check_model_unchanged, require_description
 from arriero.model.lora import is_adapter
 from arriero.model.spec import ModelSpec
+from arriero.model.speculator.settings import is_speculator
 from arriero.parallel.mesh import Mesh
 from arriero.plan.resolve import Decision
 from arriero.train.model_state import ModelState
@@ -72,7 +73,13 @@ class CheckpointLoader:
             return path
         saved = self.open(str(path), key)
         assert saved.manifest is not None
-        if any(map(is_adapter, (*saved.manifest.tensors, *self.model.tensors()))):
+        stored = {name.removeprefix(MODEL) for name in saved.manifest.tensors}
+        speculator = {name for name in self.model.tensors() if is_speculator(name)}
+        if speculator and speculator <= stored:
+            # a second stage continues the speculator of the first
+            self._load(saved, named_tensors(self.model.tensors(), {}), MODEL)
+            return saved.directory
+        if any(map(is_adapter, (*stored, *self.model.tensors()))):
             # adapters of the checkpoint are merged, those of the model start from their initial values
             self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(saved.directory)))
             return saved.directory

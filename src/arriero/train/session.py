@@ -19,6 +19,7 @@ from arriero.data.order.streams import SourceForecast
 from arriero.data.tokens.tokenizer import Separators, Tokenizer
 from arriero.model.layers import FusedQKVAttention
 from arriero.model.spec import ModelSpec, Recompute, flops_per_token
+from arriero.model.speculator.settings import training_flops
 from arriero.parallel.mesh import Mesh
 from arriero.parallel.precision import Float8Linear
 from arriero.plan.recompute import recomputed
@@ -154,7 +155,10 @@ class Session:
             )
         again = self.recompute if formula == "hfu" else 0.0
         width = batch.tokens_BT.shape[1]
-        return batch.real_tokens * flops_per_token(self.spec, width, formula, again, attended)
+        each = flops_per_token(self.spec, width, formula, again, attended)
+        if self.config.speculator.n_predict:
+            each = training_flops(self.config.speculator, self.spec, each)
+        return batch.real_tokens * each
 
     def hardware_flops(self, batch: Batch) -> float:
         """Return the FLOPs of a batch with what is recomputed; 0 where HFU is not reported."""

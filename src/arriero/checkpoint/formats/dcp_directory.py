@@ -29,6 +29,7 @@ from arriero.errors import UserError
 from arriero.model.description import require_description
 from arriero.model.lora import is_adapter
 from arriero.model.name_maps import check_tensors, own_tensors
+from arriero.model.speculator.settings import is_speculator
 
 _PREFIX = "model."
 _TODO = "copy the checkpoint again, or take another"
@@ -47,6 +48,8 @@ def open_dcp(directory: Path) -> ModelReader:
     if spec.tied:
         found.pop("head.weight", None)
     check_dtypes(found, str(directory))
+    # a speculator is no part of the model that it was trained for
+    found = {name: tensor for name, tensor in found.items() if not is_speculator(name)}
     own = {name: tensor for name, tensor in found.items() if not is_adapter(name)}
     check_tensors(own, own_tensors(spec), str(directory))
 
