@@ -24,6 +24,11 @@ def commands(page):
             found = re.search(r"(?:^|\| |&& |4 )arriero (.*)", line.strip())
             if found:
                 yield shlex.split(found[1], comments=True)
+    if page.name == "README.md" and page.parent == ROOT:
+        for line in re.findall(
+            r"`arriero ([^`]+)`", "".join(re.findall(r"^\| ?[^`]*\|.*\n", page.read_text(), flags=re.M))
+        ):
+            yield shlex.split(line)
 
 
 def parse(command, arguments, parent=None, name="arriero"):

@@ -30,6 +30,17 @@ def test_the_values_given_are_in_the_file(command):
     assert (written["data"]["seq_len"], written["train"]["horizon"]) == (4096, "3B tok")
 
 
+def test_quotes_in_an_answer_are_kept_and_the_ranks_are_in_the_command(command):
+    odd = 'my "text"\\new.jsonl'
+    result = command("init", "--data", odd, "--nproc", "3", "-o", "new.toml")
+    assert tomllib.loads(Path("new.toml").read_text())["data"]["sources"] == [{"path": odd}]
+    assert result.stdout.splitlines()[-1].endswith("arriero train new.toml --nproc 3")
+
+
+def test_a_mistyped_preset_is_answered_with_the_nearest(command):
+    assert "did you mean 'llama3.2-1b'?" in command("init", "--model", "llama3.2-1B").stderr
+
+
 def test_an_existing_file_is_kept_and_the_same_file_may_be_written_twice(command):
     assert [command("init", "-o", "new.toml").returncode for _ in range(2)] == [0, 0]
     Path("run.toml").write_text("# mine")
@@ -38,7 +49,14 @@ def test_an_existing_file_is_kept_and_the_same_file_may_be_written_twice(command
 
 
 @pytest.mark.parametrize(
-    "given", [("--model", "llama9"), ("--tokens", "5"), ("--model", "llama-demo", "--seq-len", "10**9")]
+    "given",
+    [
+        ("--model", "llama9"),
+        ("--tokens", "5"),
+        ("--tokens", "0 steps"),
+        ("--tokens", "1h"),
+        ("--model", "llama-demo", "--seq-len", "10**9"),
+    ],
 )
 def test_a_wrong_answer_writes_no_file(command, given):
     assert command("init", *given).returncode == 2

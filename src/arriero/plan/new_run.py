@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from arriero.config.fields import toml_value
 from arriero.config.load import load_run
-from arriero.errors import UserError
+from arriero.errors import UserError, nearest
 from arriero.files import publish_file
 from arriero.model.presets import expand, load_preset, preset_names
 from arriero.plan.hardware import MACHINES, machine_named
@@ -36,7 +37,7 @@ name = "{name}"  # the run is stored in runs/{name}
 preset = "{model}"  # {parameters} parameters; a dimension may be overridden: layers = 4
 
 [data]
-sources = [{{ path = "{data}"{tokenizer} }}]  # several sources are mixed by weight = 0.9
+sources = [{{ path = {data}{tokenizer} }}]  # several sources are mixed by weight = 0.9
 seq_len = {seq_len}
 document_mask = {mask}  # attention stays inside a document
 
@@ -84,11 +85,14 @@ def init(
     """
     model = model or _ask("model preset (see `arriero config models`)", "llama-demo")
     if model not in preset_names():
-        raise UserError(f"there is no preset '{model}'", "`arriero config models` lists them")
+        near = nearest(model, preset_names())
+        hint = f"did you mean '{near}'? " if near else ""
+        raise UserError(f"there is no preset '{model}'", f"{hint}`arriero config models` lists them")
     data = data or _ask("data: a prepared dataset, or text", _BUILTIN)
     parameters = load_preset(model).parameters
     usual = f"{human_count(_TOKENS_PER_PARAMETER * parameters)} tok"
     tokens = tokens or _ask("tokens to train on (20 per parameter)", usual)
+    device = device or _ask("device to check it for, such as h200 (empty: none)", "") or None
     content = _content(model, data, tokenizer, tokens, seq_len, nproc, out)
     if out.exists() and out.read_bytes() != content.encode():
         raise UserError(f"{out} exists and is different", "choose another file with --out")
@@ -96,7 +100,10 @@ def init(
     console = make_console()
     if decisions:
         console.print(facts([(each.name, each.value, each.reason) for each in decisions]))
-    console.plain(f"wrote {out}; start it with: arriero train {out}")
+    if ":" not in data and "*" not in data and not Path(data).exists():
+        console.plain(f"there is no {data} yet: `arriero data prepare` writes a dataset")
+    ranks = f" --nproc {nproc}" if nproc > 1 else ""
+    console.plain(f"wrote {out}; start it with: arriero train {out}{ranks}")
 
 
 def _ask(question: str, default: str) -> str:
@@ -113,6 +120,8 @@ def _content(
         horizon = parse_span(tokens).in_tokens(usual)
     except ValueError as error:
         raise UserError(f"--tokens: {error}", "write it like '20B tok' or '5000 steps'") from None
+    if horizon < seq_len:
+        raise UserError(f"--tokens: '{tokens}' is less than one sequence", "write it like '20B tok'")
     # a short training needs smaller batches, or it would have too few updates
     sequences = max(1, min(usual, horizon // _LEAST_STEPS) // seq_len)
     batch = -(-sequences // nproc) * nproc * seq_len
@@ -121,8 +130,8 @@ def _content(
         name=out.stem if out.stem != "run" else model,
         model=model,
         parameters=human_count(spec.parameters),
-        data=data,
-        tokenizer=f', tokenizer = "{tokenizer}"' if tokenizer else "",
+        data=toml_value(data),
+        tokenizer=f", tokenizer = {toml_value(tokenizer)}" if tokenizer else "",
         seq_len=seq_len,
         mask="true" if data != _BUILTIN else "false",
         batch=_exact(batch),
