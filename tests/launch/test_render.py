@@ -62,6 +62,28 @@ def test_without_degrees_the_planner_decides_and_its_prediction_is_written(rende
     assert f"predicted {best['tokens_per_s']:,.0f} tok/s" in " ".join(done.stdout.split())
 
 
+@pytest.mark.parametrize("site", ["alps", "jsc", "marenostrum5", "setonix", "generic"])
+def test_every_site_has_a_cluster_to_plan_for(render, tmp_path, site):
+    small = ["--set", "model.preset=llama3.2-1b", "--set", "train.batch=524288 tok"]
+    done = render("--site", site, "--account", "p", "--partition", "p", *small)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "eight.launch" / "plan.json").is_file()
+    assert ("assumes 8xa100-80" in done.stdout) == (site == "generic")
+
+
+def test_a_job_that_is_not_planned_keeps_no_plan_of_an_earlier_one(render, tmp_path):
+    (tmp_path / "site.toml").write_text('[slurm]\ngpus_per_node = 4\npartition = "gpu"\n')
+    plan = tmp_path / "runs" / "eight.launch" / "plan.json"
+    plan.parent.mkdir(parents=True)
+    plan.write_text("{}")
+    shown = render()
+    assert "name the cluster file in site.toml" in " ".join(shown.stdout.split()), shown.stderr
+    assert not plan.exists()
+    (tmp_path / "site.toml").write_text('cluster = "h200"\n[slurm]\ngpus_per_node = 1\npartition = "gpu"\n')
+    assert "assumes" not in render("--set", "model.preset=llama3.2-1b").stdout
+    assert plan.exists()
+
+
 def test_degrees_of_the_run_file_are_kept(render, tmp_path):
     sets = ["--set", "parallel.tp=4", "--set", "parallel.dp_shard=-1"]
     done = render("--site", "leonardo", "--nodes", 2, "--account", "proj", *sets)
@@ -113,7 +135,8 @@ def test_options_for_sbatch_and_paths_with_spaces_survive(command, tmp_path, mon
     folder.mkdir()
     monkeypatch.chdir(folder)
     (folder / "run.toml").write_text(RUN)
-    done = command("launch", "render", "run.toml", "--site", "jsc", "--account", "p", "--sbatch", "qos=debug")
+    site = ["--site", "jsc", "--account", "p", "--nodes", 4]
+    done = command("launch", "render", "run.toml", *site, "--no-plan", "--sbatch", "qos=debug")
     assert done.returncode == 0, done.stderr
     script = (folder / "runs" / "eight.launch" / "job.sbatch").read_text()
     assert "#SBATCH --qos=debug\n" in script

@@ -25,8 +25,7 @@ def test_every_variable_has_a_reason_and_those_of_the_fabric_a_source(name):
     for variable, each in site.variables().items():
         assert each.reason, variable
         assert each.source or not variable.startswith(FABRIC), variable
-    if site.cluster is not None:
-        assert load_cluster(site.cluster).devices_per_node == site.slurm.gpus_per_node
+    assert load_cluster(site.cluster).devices_per_node == site.slurm.gpus_per_node
 
 
 @pytest.mark.parametrize("name", [name for name in site_names() if name != "generic"])

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -190,7 +190,17 @@ def load_site(name: str | None = None, overrides: Mapping[str, Any] | None = Non
             values = {key: value for key, value in table.items() if key != "site"}
             _validated(base, _merge(merged, values), str(path))
             merged = _merge(merged, values)
+            own = set(_keys(values))
+            merged["from_memory"] = [key for key in merged.get("from_memory", ()) if key not in own]
     return _validated(base, _merge(merged, overrides or {}), "the command line")
+
+
+def _keys(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the keys of a table and of the tables in it, with dots."""
+    for key, value in table.items():
+        yield prefix + key
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{prefix}{key}.")
 
 
 def chosen_site(

@@ -32,6 +32,7 @@ _LEAST_S = 120
 # assumed for the first save: fp32 master weights and two moments, at 1 GB/s per node
 _BYTES_PER_PARAMETER, _BYTES_PER_S = 12, 1e9
 _STEP_S = 30.0
+_OWN_CLUSTER = "name the cluster file in site.toml (cluster = '8xh100', or a path)"
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,10 @@ def render(config: RunConfig, site: Site, request: JobRequest, folder: Path | No
     folder = folder or launch_folder(config)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RUN_FILE).write_text(to_toml(config))
-    if plan is not None:
+    if plan is None:
+        # that of an earlier job would be taken for the plan of this one
+        (folder / PLAN).unlink(missing_ok=True)
+    else:
         (folder / PLAN).write_text(json.dumps(_prediction(plan), indent=1) + "\n")
     script = _script(config, site, request, tasks, signal_s, folder)
     signal = f"SIGTERM {signal_s} s before the time limit"
@@ -149,13 +153,20 @@ def _laid_out(
         axis: getattr(config.parallel, axis) for axis in AXES if axis in config.parallel.model_fields_set
     }
     given = [axis for axis, degree in degrees.items() if degree != "auto"]
-    if site.cluster is None:
-        return config, None, ("layout", "not checked", f"the site {site.name} names no cluster file")
-    cluster = load_cluster(site.cluster)
+    cluster, assumed = load_cluster(site.cluster) if site.cluster else None, ""
+    if cluster is not None and "cluster" in site.from_memory:
+        assumed = f"; assumes {cluster.name}: {_OWN_CLUSTER}"
+        cluster = cluster if cluster.devices_per_node == site.slurm.gpus_per_node else None
+    if cluster is None:
+        return (
+            config,
+            None,
+            ("layout", "not checked", f"the devices of {site.name} are unknown: {_OWN_CLUSTER}"),
+        )
     if (given and "auto" not in degrees.values()) or not request.plans:
         layout = resolve(config, cluster.machine, ranks).layout
         why = f"{', '.join(f'parallel.{axis}' for axis in given)} in the run file" if given else "--no-plan"
-        return config, None, ("layout", str(layout), f"{why}; it is legal and fits")
+        return config, None, ("layout", str(layout), f"{why}; it is legal and fits{assumed}")
     from arriero.plan.search import plan_run
 
     plan = plan_run(config, cluster, ranks, keep=5)
@@ -167,7 +178,7 @@ def _laid_out(
         )
     best = plan.best
     speed = f"predicted {best.time.tokens_per_s * ranks:,.0f} tok/s, {best.time.seconds:.3g} s per step"
-    return best.choice.applied(config), plan, ("layout", str(best.choice), f"planned: {speed}")
+    return best.choice.applied(config), plan, ("layout", str(best.choice), f"planned: {speed}{assumed}")
 
 
 def _prediction(plan: "Plan") -> dict[str, Any]:

@@ -17,12 +17,15 @@ from arriero.ui import Console, Table, facts
 from arriero.units import counted, human_count, human_time
 
 _RECENT = 20
+_SHOWN = 8
+_FAILURES = ("failure", "exclude", "shrink", "kill", "resubmit", "give up")
 _RUNNING = ("RUNNING", "COMPLETING")
 
 
 @dataclass(frozen=True)
 class Status:
-    """What is known about a run. `jobs` are those submitted from its folder, the newest last."""
+    """What is known about a run. `jobs` are those submitted from its folder, the newest last; `failures` are
+    the last decisions of the supervisor after one."""
 
     run_dir: Path
     finished: bool
@@ -35,6 +38,7 @@ class Status:
     restarts: int
     goodput: dict[str, Any] | None
     last_event: dict[str, Any]
+    failures: list[dict[str, Any]]
 
     def describe(self) -> dict[str, Any]:
         """Return plain data for --json."""
@@ -66,6 +70,7 @@ def read_status(config: RunConfig) -> Status:
         restarts=max(0, sum(event["event"] == "start" for event in history) - 1),
         goodput=report.describe() if (report := goodput(run_dir)) is not None else None,
         last_event=history[-1] if history else {},
+        failures=[e for e in history if e.get("decision") in _FAILURES][-_SHOWN:],
     )
 
 
@@ -121,6 +126,12 @@ def show_status(console: Console, status: Status) -> None:
         causes = ", ".join(f"{cause} {seconds / total:.1%}" for cause, seconds in lost if seconds)
         rows.append(("goodput", f"{status.goodput['goodput']:.1%}", f"lost: {causes}" if causes else ""))
     console.print(facts(rows))
+    if status.failures:
+        table = Table("when", "decision", "node", "reason", no_wrap=("when", "decision"))
+        for each in status.failures:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["time"]))
+            table.row(when, each["decision"], each.get("node", ""), each.get("reason", ""))
+        console.print(table)
     if not status.jobs:
         console.plain("no job was submitted with `arriero launch submit` or `chain`")
         return
