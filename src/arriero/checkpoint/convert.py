@@ -113,7 +113,10 @@ def read_model(
     """Build the module of a stored model and fill it; `dtype` defaults to the widest stored one."""
     dtype = dtype or max((tensor.dtype for tensor in source.tensors.values()), key=lambda each: each.itemsize)
     with torch.device("meta"):
-        model = build_model(source.spec).to(dtype)
+        model, adapter = build_model(source.spec).to(dtype), source.unmerged
+        if adapter is not None:
+            adapter.settings.add(model, source.spec.layers)
+            model.offset = adapter.settings.offset
     model.to_empty(device=device)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -121,6 +124,9 @@ def read_model(
             tensor = source.load(name)
             parameters[name].copy_(tensor)
             advance(tensor.nbytes)
+        if adapter is not None:
+            for name in adapter.tensors:
+                parameters[name].copy_(adapter.load(name))
     return model.eval()
 
 
@@ -141,6 +147,8 @@ def convert(
 ) -> None:
     """Write a model in another format. `target` appears when all of it is on disk, or not at all."""
     target = Path(target)
+    if to != "peft":
+        source.require_weights()
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already", "choose another place, or remove it first")
     if target.suffix in (".pt", ".pth", ".safetensors"):
@@ -163,8 +171,9 @@ def average(sources: Sequence[ModelReader], weights: Sequence[float] | None = No
         raise UserError("an average needs at least two models", "name more of them")
     shares = _shares(len(sources), weights)
     first = sources[0]
-    for other in sources[1:]:
-        _check_same_model(first, other)
+    for source in sources:
+        source.require_weights()
+        _check_same_model(first, source)
 
     def load(name: str) -> Tensor:
         # sum in the next wider dtype
@@ -180,6 +189,7 @@ def average(sources: Sequence[ModelReader], weights: Sequence[float] | None = No
 
 def with_blocks(source: ModelReader, blocks: Sequence[int]) -> ModelReader:
     """Return a reader of a model that has only these blocks of another, numbered anew."""
+    source.require_weights()
     layers = source.spec.layers
     if not blocks or not all(0 <= block < layers for block in blocks):
         raise UserError(

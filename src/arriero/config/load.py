@@ -374,15 +374,22 @@ def _momentum_is_used(optim) -> Iterator[Problem]:
         yield Problem("optim.momentum", what, "remove it, or set optim.name to 'muon' or 'sgd'")
 
 
-def _lora_fits_the_rest(lora, optim, precision, memory) -> Iterator[Problem]:
-    if not lora.rank:
+def _adapter_fits_the_rest(lora, prefix, llama_adapter, optim, precision, memory) -> Iterator[Problem]:
+    sizes = {"lora.rank": lora.rank, "prefix.tokens": prefix.tokens}
+    keys = [key for key, size in (sizes | {"llama_adapter.tokens": llama_adapter.tokens}).items() if size]
+    if not keys and precision.base_weights != "master":
+        what = f"'{precision.base_weights}' is for frozen weights, and the run has no adapter"
+        yield Problem("precision.base_weights", what, "set lora.rank, or remove the key")
+    if len(keys) > 1:
+        yield Problem(keys[1], f"cannot be combined with {keys[0]}", "train one adapter at a time")
+    if not keys:
         return
     if precision.float8 != "off":
         yield Problem(
-            "precision.float8", "does not work with lora.rank", "set it to 'off', or lora.rank = false"
+            "precision.float8", f"does not work with {keys[0]}", f"set it to 'off', or {keys[0]} = false"
         )
     if optim.freeze:
-        what = "has no meaning with lora.rank: only the adapters are trained"
+        what = f"has no meaning with {keys[0]}: only the adapters are trained"
         yield Problem("optim.freeze", what, "remove it")
     if lora.dropout and memory.ffn_tile:
         what = "recomputes tiles without their dropout (lora.dropout)"
@@ -421,7 +428,7 @@ _RULES: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("schedule",), _decay_is_wsd),
     (("eval",), _eval_has_data),
     (("optim",), _momentum_is_used),
-    (("lora", "optim", "precision", "memory"), _lora_fits_the_rest),
+    (("lora", "prefix", "llama_adapter", "optim", "precision", "memory"), _adapter_fits_the_rest),
     (
         ("speculator", "lora", "optim", "parallel", "precision", "checkpoint"),
         _speculator_fits_the_rest,

@@ -330,6 +330,21 @@ class SpeculatorSection(Section):
     )
 
 
+class PrefixSection(Section):
+    tokens: Positive | Literal[False] = Field(
+        False, description="Trained keys and values that precede the tokens in every block; false has none."
+    )
+
+
+class LlamaAdapterSection(Section):
+    tokens: Positive | Literal[False] = Field(
+        False, description="Trained prompts per block, with a gate that is zero at first; false has none."
+    )
+    layers: Positive | None = Field(
+        None, description="Number of blocks with prompts, counted from the last; all unless given."
+    )
+
+
 class ScheduleSection(Section):
     kind: Literal["constant", "linear", "cosine", "wsd", "frontier", "fms", "fms-annealing"] = Field(
         "cosine", description="Shape of the learning rate over tokens; 'wsd' is warm-up, stable, decay."
@@ -426,6 +441,12 @@ class PrecisionSection(Section):
     master: Literal["fp32", "bf16"] = Field(
         "fp32",
         description="Precision of the master weights; 'bf16' keeps no others and uses stochastic rounding.",
+    )
+    base_weights: Literal["master", "compute", "int8", "nf4"] = Field(
+        "master",
+        description="Precision of the frozen weights beside an adapter: that of the master weights, that of "
+        "the computation, or with linear layers in 8 bits ('int8') or 4 bits ('nf4') and a scale per 64 "
+        "elements.",
     )
     reduce: Literal["fp32", "bf16"] = Field(
         "fp32", description="Precision of the gradient reduction over data-parallel ranks."
@@ -626,6 +647,12 @@ class RunConfig(Section):
     speculator: SpeculatorSection = Field(
         default_factory=SpeculatorSection,
         description="Train a speculator for faster generation on the frozen model.",
+    )
+    prefix: PrefixSection = Field(
+        default_factory=PrefixSection, description="Train keys and values before the tokens (prefix tuning)."
+    )
+    llama_adapter: LlamaAdapterSection = Field(
+        default_factory=LlamaAdapterSection, description="Train gated prompts (LLaMA-Adapter)."
     )
     schedule: ScheduleSection = Field(
         default_factory=ScheduleSection, description="The learning-rate schedule."

@@ -6,14 +6,14 @@ Shapes: B batch, T tokens, H heads, K kv heads, E head dim, N blocks of tokens.
 """
 
 from collections.abc import Callable, Hashable
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from arriero.kernels import usable_on
 
@@ -146,14 +146,26 @@ def document_starts(documents_BT: Tensor) -> Tensor:
     return (begins_BT * index_T).cummax(dim=1).values
 
 
-def attend_by_blocks(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: BlockMask) -> Tensor:
+@overload
+def attend_by_blocks(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: BlockMask) -> Tensor: ...
+@overload
+def attend_by_blocks(
+    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: BlockMask, with_lse: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
+def attend_by_blocks(
+    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: BlockMask, with_lse: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend by FlexAttention; `with_lse` adds the logarithm of the sum of exponentials (B, T, H)."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
     options: dict[str, Any] = {"BACKEND": "TRITON"} | _measured_options(q)
     # uncompiled, it would compute all T x T scores
     flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
     grouped = q.shape[1] != k.shape[1]
-    out = flex(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=cast(Any, options))
-    return cast(Tensor, out).transpose(1, 2)
+    common: dict[str, Any] = {"block_mask": mask, "enable_gqa": grouped, "kernel_options": options}
+    if with_lse:
+        out, found = cast(Any, flex(q, k, v, **common, return_aux=AuxRequest(lse=True)))
+        return out.transpose(1, 2), found.lse.transpose(1, 2)
+    return cast(Tensor, flex(q, k, v, **common)).transpose(1, 2)
 
 
 def _measured_options(q_BHTE: Tensor) -> dict[str, int]:
@@ -165,13 +177,20 @@ def _measured_options(q_BHTE: Tensor) -> dict[str, int]:
 # every batch has other lengths, and each would be compiled again
 @torch.compiler.disable
 def attend_by_document(
-    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Documents, window: int | None = None
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    documents: Documents,
+    window: int | None = None,
+    attend: Callable[..., Tensor] | None = None,
 ) -> Tensor:
+    """Attend inside each document, causally unless another attention is given."""
+    attend = attend or partial(attend_causally, window=window)
     rows = []
     for edges, *row in zip(documents.edges, *(x.split(1) for x in (q_BTHE, k_BTKE, v_BTKE)), strict=True):
         lengths = [end - begin for begin, end in pairwise(edges)]
         parts = zip(*(x.split(lengths, dim=1) for x in row), strict=True)
-        rows.append(torch.cat([attend_causally(*part, window=window) for part in parts], dim=1))
+        rows.append(torch.cat([attend(*part) for part in parts], dim=1))
     return torch.cat(rows)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from arriero.config.fields import toml_value
 from arriero.data.text.hub import local_model
 from arriero.errors import UserError
+from arriero.model.adapters import AdapterSettings, adapter_of
 from arriero.model.family import meta_names
-from arriero.model.lora import LoraSettings
 from arriero.model.presets import completed, resolve
 from arriero.model.spec import ModelSpec
 
@@ -27,7 +27,7 @@ class Description:
     spec: ModelSpec
     tokens: Mapping[str, Any] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
-    lora: LoraSettings | None = None
+    adapter: AdapterSettings | None = None
     start_from: str | None = None
 
 
@@ -61,7 +61,7 @@ def read_description(directory: Path) -> Description | None:
         return Description(spec, checked_token_ids(path, table.get("tokens", {})))
     tokens = read_json(directory / _STATE).get("token_ids") if (directory / _STATE).is_file() else None
     adapter: dict[str, Any] = {
-        "lora": _lora(table),
+        "adapter": adapter_of(table),
         "start_from": table.get("checkpoint", {}).get("start_from"),
     }
     if tokens is None:
@@ -69,14 +69,6 @@ def read_description(directory: Path) -> Description | None:
         note = f"{older}: BOS and EOS are guessed from names in its tokenizer"
         return Description(spec, remarks=(note,), **adapter)
     return Description(spec, checked_token_ids(directory / _STATE, tokens), **adapter)
-
-
-def _lora(table: Mapping[str, Any]) -> LoraSettings | None:
-    """Return the adapters of a run by its run.toml."""
-    section = table.get("lora", {})
-    if not section.get("rank"):
-        return None
-    return LoraSettings(section["rank"], section["alpha"], section["dropout"], tuple(section["targets"]))
 
 
 def checked_token_ids(path: Path, tokens: Any) -> dict[str, Any]:

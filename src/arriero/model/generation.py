@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arriero.errors import UserError
-from arriero.model.attention import AttentionCore, Mask, SequenceMixer, attend_causally
+from arriero.model.attention import AttentionCore, Mask, SequenceMixer
+from arriero.model.attention_prompts import PrefixCore
 from arriero.model.language_model import LanguageModel
 from arriero.model.layers import Attention, Block, TiledBlock
 
@@ -93,26 +94,42 @@ class RecurrentMixer(SequenceMixer):
 class CachedAttentionCore(AttentionCore):
     """Attention of a whole prompt, or of one new token to itself and to all tokens of its row before it."""
 
-    def __init__(self, cache: KVCache, window: int | None) -> None:
-        super().__init__(window)
-        self._cache = cache
+    def __init__(self, cache: KVCache, core: AttentionCore) -> None:
+        super().__init__(core.window)
+        self._cache, self._core = cache, core
 
     def forward(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Mask) -> Tensor:
         cache, tokens = self._cache, q_BTHE.shape[1]
         if self not in cache.stored:
-            shape = (cache.batch, cache.capacity, *k_BTKE.shape[2:])
-            # not empty: a hidden value is multiplied by zero, which NaN survives
-            cache.stored[self] = [k_BTKE.new_zeros(shape), v_BTKE.new_zeros(shape)]
+            cache.stored[self] = self._allocate(k_BTKE)
+        begin = cache.begin + self._before
         for stored, new in zip(cache.stored[self], (k_BTKE, v_BTKE), strict=True):
-            stored[cache.rows, cache.begin : cache.begin + tokens] = new
+            stored[cache.rows, begin : begin + tokens] = new
         if cache.is_prompt:
-            return attend_causally(q_BTHE, k_BTKE, v_BTKE, self.window)
-        first = 0 if self.window is None else max(0, cache.begin + 1 - self.window)
-        keys, values = (stored[cache.rows, first : cache.begin + 1] for stored in cache.stored[self])
+            return self._core(q_BTHE, k_BTKE, v_BTKE, None)
+        first = 0 if self.window is None else max(0, begin + 1 - self.window)
+        keys, values = (stored[cache.rows, first : begin + 1] for stored in cache.stored[self])
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, keys, values))
         grouped = q.shape[1] != k.shape[1]
-        visible = None if cache.visible_B11T is None else cache.visible_B11T[..., first:]
+        visible = cache.visible_B11T
+        if visible is not None:
+            visible = F.pad(visible, (self._before, 0), value=True)[..., first:]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped).transpose(1, 2)
+
+    @property
+    def _before(self) -> int:
+        """The number of trained keys before those of the tokens."""
+        return self._core.prefix.k.shape[0] if isinstance(self._core, PrefixCore) else 0
+
+    def _allocate(self, k_BTKE: Tensor) -> list[Tensor]:
+        shape = (self._cache.batch, self._before + self._cache.capacity, *k_BTKE.shape[2:])
+        # not empty: a hidden value is multiplied by zero, which NaN survives
+        stored = [k_BTKE.new_zeros(shape), k_BTKE.new_zeros(shape)]
+        if isinstance(self._core, PrefixCore):
+            prefix = self._core.prefix_states(self._cache.batch, k_BTKE.dtype)
+            for whole, part in zip(stored, prefix, strict=True):
+                whole[:, : self._before] = part
+        return stored
 
 
 def why_not_cached(model: LanguageModel) -> str | None:
@@ -127,7 +144,10 @@ def why_not_cached(model: LanguageModel) -> str | None:
         return f"the blocks of the family {model.spec.family} are not arriero.model.layers.Block"
     if any(type(block).forward not in (Block.forward, TiledBlock.forward) for block in blocks):
         return f"the blocks of the family {model.spec.family} have their own forward method"
-    own = (type(a).forward is Attention.forward and type(a.core) is AttentionCore for a in attentions)
+    own = (
+        type(a).forward is Attention.forward and type(a.core) in (AttentionCore, PrefixCore)
+        for a in attentions
+    )
     return None if all(own) else f"the family {model.spec.family} has its own attention"
 
 
@@ -140,7 +160,7 @@ def _cached(model: LanguageModel, cache: KVCache) -> Iterator[None]:
     attentions = [each for each in model.modules() if isinstance(each, Attention)]
     before = [attention.core for attention in attentions]
     for attention in attentions:
-        attention.core = CachedAttentionCore(cache, attention.core.window)
+        attention.core = CachedAttentionCore(cache, attention.core)
     for mixer in _recurrent(model):
         mixer.use_cache(cache)
     try:
@@ -167,7 +187,8 @@ def generate(
     check_prompts(model, prompts)
     if max_tokens < 1:
         return
-    left = [min(max_tokens, model.spec.max_seq_len - len(prompt)) for prompt in prompts]
+    context = model.spec.max_seq_len - model.offset
+    left = [min(max_tokens, context - len(prompt)) for prompt in prompts]
     generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
     decoder, live = _Decoder(model, prompts, max(left)), list(range(len(prompts)))
     with decoder.attached():
@@ -186,7 +207,7 @@ def generate(
 
 def check_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
     """Raise UserError for prompts that the model cannot continue."""
-    context, vocabulary = model.spec.max_seq_len, model.spec.vocab_size
+    context, vocabulary = model.spec.max_seq_len - model.offset, model.spec.vocab_size
     for prompt in prompts:
         if not prompt:
             raise UserError("the prompt has no tokens", "give a text")

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from arriero.model.adapters import initial_std, is_adapter
 from arriero.model.attention import SequenceMixer
 from arriero.model.layers import Block, Head, Rope, Rotation
-from arriero.model.lora import A, is_adapter
+from arriero.model.quantized import PACKED, QuantizedLinear, kind_of, pack
 from arriero.model.spec import ModelSpec
 from arriero.model.speculator.settings import is_speculator
 
@@ -61,6 +62,8 @@ class LanguageModel(nn.Module):
     embedding: nn.Embedding | None
     norm: nn.Module | None
     head: Head | None
+    # added to all positions: what an adapter puts before the tokens
+    offset: int = 0
 
     def __init__(self, spec: ModelSpec, blocks: list[Block], norm: nn.Module) -> None:
         super().__init__()
@@ -111,6 +114,7 @@ class LanguageModel(nn.Module):
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
         masks = self.masks((x.shape[0], positions.shape[-1]), documents_BT, x.device)
+        positions = positions + self.offset if self.offset else positions
         rotation = self.rotation(positions)
         x_BTD = x if self.embedding is None else self.embed(x, positions)
         for block, mask in zip(self.blocks.values(), masks, strict=True):
@@ -151,10 +155,7 @@ class LanguageModel(nn.Module):
             norm = ".ln." in name
             is_bias = name.endswith(".bias")
             return InitRule(constant=float(not is_bias)) if norm else InitRule(std=width**-0.5, cut=2.0)
-        if is_adapter(name):
-            # the variance of PEFT's uniform distribution; B is zero, so that training starts from the model
-            return InitRule(std=(3 * width) ** -0.5) if name.endswith(A) else InitRule()
-        return self.init_rule(name)
+        return InitRule(initial_std(name, width)) if is_adapter(name) else self.init_rule(name)
 
     def init_weights(self, seed: int, local_shard: LocalShard = whole) -> None:
         """Initialise every parameter and buffer. `local_shard` returns the local part of a parameter and its
@@ -164,6 +165,14 @@ class LanguageModel(nn.Module):
             name = plain_name(wrapped)
             if self.spec.tied and name == "head.weight":
                 name = "embedding.weight"
+            if name.endswith(PACKED):
+                layer = self.get_submodule(wrapped.removesuffix(PACKED))
+                assert isinstance(layer, QuantizedLinear)
+                name = name.removesuffix(PACKED) + ".weight"
+                fill_packed(
+                    parameter, layer.columns, name, self._rule(name, layer.columns), seed, local_shard
+                )
+                continue
             fill(parameter, name, self._rule(name, parameter.shape[-1]), seed, local_shard)
         for module in self.modules():
             if isinstance(module, Rope):
@@ -189,6 +198,18 @@ def fill(parameter: Tensor, name: str, rule: InitRule, seed: int, local_shard: L
     row, column = (0, start[0]) if local.ndim == 1 else (start[0], start[1] if local.ndim == 2 else 0)
     width = parameter.shape[-1] if local.ndim < 3 else rows.shape[1]
     _fill_rows(rows, row, column, width, _key(seed, name), rule)
+
+
+@torch.no_grad()
+def fill_packed(
+    parameter: Tensor, columns: int, name: str, rule: InitRule, seed: int, local_shard: LocalShard = whole
+) -> None:
+    """Initialise the local rows of a quantised weight: quantise what `fill` would write."""
+    local, start = local_shard(parameter)
+    weight = torch.full((local.shape[0], columns), rule.constant, device=local.device)
+    if rule.std:
+        _fill_rows(weight, start[0], 0, columns, _key(seed, name), rule)
+    local.copy_(pack(weight, kind_of(local)))
 
 
 def _fill_rows(rows: Tensor, row: int, column: int, width: int, key: int, rule: InitRule) -> None:

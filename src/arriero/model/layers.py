@@ -33,6 +33,12 @@ def converted(module: nn.Module, kind: type[Module]) -> Module:
     return new
 
 
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put a module in the place of the one of that name."""
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, new)
+
+
 class Rope(nn.Module):
     """Rotary position embedding in Hugging Face's order: dimension i is rotated with i + E/2."""
 
@@ -115,7 +121,10 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        return self.o(self.core(q, k, v, mask).flatten(-2))
+        return self.o(self.attend(q, k, v, mask).flatten(-2))
+
+    def attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Mask) -> Tensor:
+        return self.core(q_BTHE, k_BTKE, v_BTKE, mask)
 
     def project(self, x_BTD: Tensor) -> Iterable[Tensor]:
         return [self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)]

@@ -6,14 +6,14 @@ A layer computes x W^T + alpha / rank * x A^T B^T. A has the shape (rank, in), B
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arriero.errors import UserError, nearest
-from arriero.model.layers import converted
-from arriero.model.speculator.settings import is_speculator
+from arriero.model.layers import converted, replace_module
 
 A, B = ".lora_a", ".lora_b"
 
@@ -22,6 +22,9 @@ A, B = ".lora_a", ".lora_b"
 class LoraSettings:
     """`targets` are patterns of the names of linear layers, such as 'blocks.*.attention.q'."""
 
+    merges: ClassVar[bool] = True
+    label: ClassVar[str] = "LoRA"
+    offset: ClassVar[int] = 0
     rank: int
     alpha: float
     dropout: float = 0.0
@@ -30,6 +33,25 @@ class LoraSettings:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+    @property
+    def summary(self) -> str:
+        return f"rank {self.rank}, alpha {self.alpha:g}"
+
+    def tensors(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the adapter's tensors on the meta device; `own` are those of the model without it."""
+        made = {}
+        for layer in targeted(self, own):
+            weight = own[f"{layer}.weight"]
+            made[layer + A] = torch.empty(self.rank, weight.shape[1], dtype=weight.dtype, device="meta")
+            made[layer + B] = torch.empty(weight.shape[0], self.rank, dtype=weight.dtype, device="meta")
+        return made
+
+    def add(self, model: nn.Module, blocks: int) -> None:
+        """Replace the targeted linear layers of a model, or of a pipeline stage, by layers with adapters."""
+        for name, layer in list(model.named_modules()):
+            if type(layer) is nn.Linear and any(fnmatchcase(name, pattern) for pattern in self.targets):
+                replace_module(model, name, LoraLinear.of(layer, self))
 
 
 class LoraLinear(nn.Linear):
@@ -57,11 +79,6 @@ class LoraLinear(nn.Linear):
         return super().forward(input) + self.scale * F.linear(low, self.lora_b)
 
 
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter, not to the model itself."""
-    return name.endswith((A, B)) or is_speculator(name)
-
-
 def linear_layers(names: Iterable[str]) -> list[str]:
     """Return the linear layers inside blocks, by the names of the parameters of a model."""
     layers = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
@@ -79,24 +96,6 @@ def targeted(settings: LoraSettings, names: Iterable[str]) -> list[str]:
                 f"names look like '{close}'; '*' stands for anything",
             )
     return [layer for layer in layers if any(fnmatchcase(layer, pattern) for pattern in settings.targets)]
-
-
-def add_lora(model: nn.Module, settings: LoraSettings) -> None:
-    """Replace the targeted linear layers of a model, or of a pipeline stage, by layers with adapters."""
-    for name, layer in list(model.named_modules()):
-        if type(layer) is nn.Linear and any(fnmatchcase(name, pattern) for pattern in settings.targets):
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, LoraLinear.of(layer, settings))
-
-
-def adapter_tensors(own: Mapping[str, Tensor], settings: LoraSettings) -> dict[str, Tensor]:
-    """Return the adapter's tensors on the meta device; `own` are those of the model without it."""
-    made = {}
-    for layer in targeted(settings, own):
-        weight = own[f"{layer}.weight"]
-        made[layer + A] = torch.empty(settings.rank, weight.shape[1], dtype=weight.dtype, device="meta")
-        made[layer + B] = torch.empty(weight.shape[0], settings.rank, dtype=weight.dtype, device="meta")
-    return made
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

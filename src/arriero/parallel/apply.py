@@ -10,10 +10,11 @@ from torch import nn
 from arriero.config.schema import MemorySection, PrecisionSection, SpeculatorSection
 from arriero.kernels import kernels, usable_on
 from arriero.kernels.float8 import computes_float8
+from arriero.model.adapters import AdapterSettings, is_adapter
 from arriero.model.family import build_model
 from arriero.model.language_model import LanguageModel
 from arriero.model.layers import MLP, Attention, Block, FusedQKVAttention, Head, TiledBlock, converted
-from arriero.model.lora import LoraSettings, add_lora
+from arriero.model.quantized import quantize_layers
 from arriero.model.spec import ModelSpec
 from arriero.model.speculator.module import SpeculatorHead, add_speculator
 from arriero.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -44,7 +45,7 @@ class ModelOptions:
     splits_backward: bool
     widths_vary: bool
     seed: int
-    lora: LoraSettings | None = None
+    adapter: AdapterSettings | None = None
     speculator: SpeculatorSection | None = None
 
     @property
@@ -91,8 +92,10 @@ def transform_stage(
     # pipeline parallelism: only this stage's blocks are transformed
     model.keep(blocks)
     # modules are replaced first: everything after this adds hooks to them
-    if options.lora is not None:
-        add_lora(model, options.lora)
+    if options.adapter is not None:
+        options.adapter.add(model, spec.layers)
+        model.offset = options.adapter.offset
+        _use_small_base(model, options)
     if options.speculator is not None:
         model.head = add_speculator(model.head, options.speculator, spec)
         model.to(options.weights)
@@ -119,7 +122,7 @@ def transform_stage(
         memory.activation_checkpointing,
         spec.layers,
         memory.offload_activations,
-        keeps_rng=options.lora is not None and options.lora.dropout > 0,
+        keeps_rng=options.adapter is not None and options.adapter.dropout > 0,
     )
     if options.compiled and options.compiler_recomputes:
         _compile(model, options)
@@ -127,6 +130,18 @@ def transform_stage(
     if mesh.shards:
         shard_weights(model, mesh, options.sharding, device.type == "cuda")
     return model, float8
+
+
+def _use_small_base(model: LanguageModel, options: ModelOptions) -> None:
+    """Store the weights that an adapter leaves frozen in fewer bits, without master weights."""
+    base = options.precision.base_weights
+    if base == "master":
+        return
+    if base != "compute":
+        quantize_layers(model.blocks, base)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not is_adapter(name):
+            parameter.data = parameter.data.to(options.sharding.compute)
 
 
 def _use_chunked_loss(model: LanguageModel, options: ModelOptions) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from arriero.model.attention_prompts import Prefix, Prompt
 from arriero.model.family import Placement, family_of
 from arriero.model.language_model import LanguageModel
 from arriero.model.layers import Head
@@ -137,6 +138,8 @@ def split_layers(model: LanguageModel, mesh: DeviceMesh) -> None:
                 parallelize_module(module, mesh, _style(style, parent, mesh.size())())
                 if isinstance(module, LoraLinear):
                     _split_adapter(module, style, mesh)
+        if isinstance(module, Prefix | Prompt):
+            _split_prompts(module, mesh)
     model.tie()
     _keep_embedding_gradient(model)
 
@@ -161,6 +164,26 @@ def _split_adapter(layer: LoraLinear, style: Placement, mesh: DeviceMesh) -> Non
         empty = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
         setattr(layer, name, nn.Parameter(distribute_tensor(empty, mesh, [place])))
     layer.drop = _drop_locally
+
+
+def _split_prompts(module: Prefix | Prompt, mesh: DeviceMesh) -> None:
+    """Split a prefix by heads; prompts and their gate are whole on each rank, which has some of the heads."""
+    if isinstance(module, Prefix):
+        _distribute(module, mesh, Shard(1))
+        module.register_forward_hook(_to_local)
+    else:
+        _distribute(module, mesh, Replicate())
+        module.register_forward_hook(_to_local_prompts)
+
+
+def _to_local(_: nn.Module, __: Any, outputs: tuple[DTensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(output.to_local() for output in outputs)
+
+
+def _to_local_prompts(_: nn.Module, __: Any, outputs: tuple[DTensor, DTensor]) -> tuple[Tensor, Tensor]:
+    vectors, gate = outputs
+    # column-wise layers sum the gradient of the prompts over the ranks; that of the gate is a partial sum
+    return vectors.to_local(), gate.to_local(grad_placements=[Partial()])
 
 
 def _drop_locally(x: Tensor, share: float, training: bool) -> Tensor:

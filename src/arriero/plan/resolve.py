@@ -26,6 +26,7 @@ from arriero.plan.memory import Choices, MemoryEstimate
 from arriero.plan.rules import (
     Compute,
     Draft,
+    adapter_problems,
     checkpointing_problems,
     context_problems,
     device_problems,
@@ -173,6 +174,7 @@ def resolve(
     problems += model_problems(spec, layout, stages)
     problems += context_problems(draft, ulysses, ring, heads, kv_heads)
     problems += float8_problems(draft)
+    problems += adapter_problems(draft)
     problems += setting_problems(draft)
     sizes = _micro_batch_sizes(draft, stages, kept, problems) if layout.ranks == ranks else []
     if problems:

@@ -107,6 +107,23 @@ def model_problems(spec: ModelSpec, layout: Layout, stages: int) -> Iterator[Pro
         yield Problem("parallel.pp", what, "lower parallel.pp or parallel.stages_per_rank")
 
 
+def adapter_problems(draft: Draft) -> Iterator[Problem]:
+    config, layout, base = draft.config, draft.layout, draft.config.precision.base_weights
+    if layout.tp > 1 and base in ("int8", "nf4"):
+        what = f"'{base}' weights are not split by tensor parallelism"
+        todo = "set parallel.tp = 1: dp_shard shards them, pp divides the blocks"
+        yield Problem("precision.base_weights", what, todo)
+    prefix = config.prefix.tokens
+    if prefix and layout.cp > 1:
+        what = "does not work with context parallelism, which has no place for it in its exchange of keys"
+        yield Problem("prefix.tokens", what, "set parallel.cp = 1, or use [lora] or [llama_adapter]")
+    longest = max(phase.seq_len for phase in Timeline.of(config).phases)
+    if prefix and prefix + longest > draft.spec.max_seq_len:
+        what = f"{prefix} and sequences of {longest} tokens exceed the model's context of "
+        what += f"{draft.spec.max_seq_len} (model.max_seq_len)"
+        yield Problem("prefix.tokens", what, f"set data.seq_len to {draft.spec.max_seq_len - prefix} or less")
+
+
 def context_problems(draft: Draft, ulysses: int, ring: int, heads: int, kv_heads: int) -> Iterator[Problem]:
     cp, tp = draft.layout.cp, draft.layout.tp
     if cp > 1 and (reason := family_of(draft.spec.family).no_context):

@@ -27,7 +27,7 @@ from arriero.data.workers import ProgressCallback
 from arriero.errors import NodeError, UserError
 from arriero.kernels import enable_kernels
 from arriero.kernels.float8 import computes_float8
-from arriero.model.lora import is_adapter
+from arriero.model.adapters import is_adapter
 from arriero.model.spec import ModelSpec
 from arriero.parallel.apply import ModelOptions, parallelize
 from arriero.parallel.context import local_positions, shard_batch
@@ -55,7 +55,7 @@ from arriero.train.guard import Guard
 from arriero.train.hang import HangWatch
 from arriero.train.hooks import Hook, Hooks
 from arriero.train.metrics import EventsFile, LedgerFile, MetricsFile, TensorBoard
-from arriero.train.model_state import ModelState, lora_settings, parameter_decisions, speculator_section
+from arriero.train.model_state import ModelState, adapter_settings, parameter_decisions, speculator_section
 from arriero.train.optim.optimizer import Optimizer
 from arriero.train.plan_file import PlanFile
 from arriero.train.profiler import ProfileOnDemand
@@ -189,11 +189,11 @@ def build_model_state(plan: Arrangement, mesh: Mesh) -> tuple[ModelState, list[D
     has_own_masters = plan.config.precision.master == "bf16" or plan.dtype == torch.float32 or mesh.shards
     tied = {"head.weight": "embedding.weight"} if resolved.spec.tied and resolved.layout.pp > 1 else {}
     model = ModelState.of(parts, None if has_own_masters else plan.dtype, tied)
-    lora = lora_settings(plan.config)
+    adapter, base = adapter_settings(plan.config), plan.config.precision.base_weights
     speculator = speculator_section(plan.config)
-    has_adapter = lora is not None or speculator is not None
+    has_adapter = adapter is not None or speculator is not None
     model.freeze(["*"] if has_adapter else plan.config.optim.freeze, is_adapter)
-    decisions = parameter_decisions(plan.config.optim, resolved.spec, lora, speculator)
+    decisions = parameter_decisions(plan.config.optim, resolved.spec, adapter, base, speculator)
     if (precision := plan.config.precision).float8 != "off":
         head = "the head and " if precision.float8_head else ""
         emulated = "" if computes_float8(device) else ", emulated: this device has no float8"
@@ -221,7 +221,7 @@ def model_options(plan: Arrangement) -> ModelOptions:
         splits_backward=plan.resolved.layout.pp > 1 and SCHEDULES[parallel.schedule].splits_backward,
         widths_vary=config.data.packing == "none",
         seed=config.run.seed,
-        lora=lora_settings(config),
+        adapter=adapter_settings(config),
         speculator=speculator_section(config),
     )
 

@@ -259,7 +259,9 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
     rows += predicted_and_measured(session.run_dir)
     rows.append(("run directory", str(session.run_dir), "metrics, events, ledger, plan, run.toml"))
     if outcome.model is not None:
-        rows.append(("model", str(outcome.model), "Hugging Face config, safetensors, tokenizer"))
+        adapter = outcome.model.name == "adapter"
+        what = "PEFT adapter, tokenizer" if adapter else "Hugging Face config, safetensors, tokenizer"
+        rows.append(("model", str(outcome.model), what))
     console.print(facts(rows))
 
 

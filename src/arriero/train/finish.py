@@ -15,9 +15,17 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from arriero.checkpoint.convert import open_model, read_model
 from arriero.checkpoint.directory import find_checkpoints
-from arriero.checkpoint.formats.hf_directory import load_hf, set_bos_template, write_hf
-from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, Adapter, ModelReader, WriteOptions
+from arriero.checkpoint.formats.hf_directory import set_bos_template, write_hf
+from arriero.checkpoint.formats.model_reader import (
+    DEFAULT_OPTIONS,
+    Adapter,
+    ModelReader,
+    WriteOptions,
+    copy_extra_files,
+)
+from arriero.checkpoint.formats.peft_directory import CONFIG as PEFT_CONFIG
 from arriero.checkpoint.formats.peft_directory import check_peft_names, with_adapter, write_peft
 from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.state import LocalPart, local_parts
@@ -33,13 +41,13 @@ from arriero.model.description import write_json
 from arriero.model.family import build_model
 from arriero.model.generation import Sampling, generate
 from arriero.model.language_model import LanguageModel
-from arriero.model.lora import adapter_tensors
 from arriero.model.name_maps import has_hf_names, hf_from_own, own_tensors
+from arriero.model.quantized import PACKED, quantize_layers, unpack
 from arriero.model.spec import ModelSpec
 from arriero.model.speculator.settings import INSIDE, STORED, speculator_config, speculator_shapes
 from arriero.plan.hardware import available_ram
 from arriero.plan.resolve import Decision
-from arriero.train.model_state import lora_settings
+from arriero.train.model_state import adapter_settings
 from arriero.train.rundir import run_directory, starts_over
 from arriero.train.saving import Outcome, read_state
 from arriero.train.session import Session
@@ -74,7 +82,13 @@ def check_export(
             f"the model family '{spec.family}' has no Hugging Face name map, which the export needs",
             "set checkpoint.export = false, or give the family `hf` when it is registered",
         )
-    directory, size = run_directory(config) / MODEL, spec.parameters * _master_dtype(config).itemsize
+    directory, size = run_directory(config) / _exported(config), _master_dtype(config).itemsize
+    size *= spec.parameters if directory.name == MODEL else 0
+    if (adapter := adapter_settings(config)) is not None and not adapter.merges:
+        why = check_peft_names(spec, own_tensors(spec), adapter)
+        if why is not None:
+            what = f"{adapter.label} cannot be exported as a PEFT directory: {why}"
+            raise UserError(what, "set checkpoint.export = false; checkpoints hold the adapter")
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is in the way of the exported model", "move it away")
     check_free_space(directory, size, "the model", "free some space, or set checkpoint.export = false")
@@ -96,23 +110,25 @@ def export_model(session: Session, stop: StopRequested = never) -> Path | None:
     # not the process group of checkpoints: a thread may still be saving the last one
     ranks = Ranks(world.rank, world.size)
     tensors = {name: t.to(_master_dtype(session.config)) for name, t in own_tensors(session.spec).items()}
-    lora = lora_settings(session.config)
-    adapters = adapter_tensors(tensors, lora) if lora is not None else {}
-    gather = Gather(tensors | adapters, session.model.tensors(), ranks, stop)
+    adapter = adapter_settings(session.config)
+    adapters = adapter.tensors(tensors) if adapter is not None else {}
+    packed = _packed_tensors(session.spec, session.config.precision.base_weights)
+    gather = Gather(tensors | adapters | packed, session.model.tensors(), ranks, stop)
     source = ModelReader(
         "memory",
         "the model",
         session.spec,
         tensors,
-        gather.tensor,
+        gather.weight,
         tokenizer_files(data.tokenizer.path),
         data.separators.token_ids(),
     )
-    if lora is not None:
+    if adapter is not None:
         base = session.config.checkpoint.start_from
-        source = with_adapter(source, Adapter(lora, adapters, gather.tensor, base))
-        if not _export_adapter(source, gather, session.run_dir / ADAPTER):
-            return None
+        source = with_adapter(source, Adapter(adapter, adapters, gather.tensor, base))
+        exported = _export_adapter(source, gather, session.run_dir / ADAPTER)
+        if not exported or not adapter.merges:
+            return session.run_dir / ADAPTER if exported else None
     about = training_record(session) if world.is_leader else None
     return directory if export_hf(source, gather, directory, about=about) else None
 
@@ -127,6 +143,16 @@ def training_record(session: Session) -> dict[str, Any]:
     reached = {key: getattr(outcome, key) for key in ("tokens", "seconds", "last_loss", "last_eval_loss")}
     about = {"run": config.run.name, "step": outcome.steps, **reached, **session.describe()}
     return about | {"data": data | {"fingerprint": about["data"]}, "config": to_toml(config)}
+
+
+def _packed_tensors(spec: ModelSpec, base_weights: str) -> dict[str, Tensor]:
+    """Return the quantised weights of a model on the meta device."""
+    if base_weights not in ("int8", "nf4"):
+        return {}
+    with torch.device("meta"):
+        model = build_model(spec)
+    quantize_layers(model.blocks, base_weights)
+    return {name: each for name, each in model.named_parameters() if name.endswith(PACKED)}
 
 
 def _export_adapter(source: ModelReader, gather: "Gather", directory: Path) -> bool:
@@ -146,6 +172,7 @@ def _export_adapter(source: ModelReader, gather: "Gather", directory: Path) -> b
             write_peft(
                 replace(source, adapter=replace(adapter, load=held.__getitem__)), making, DEFAULT_OPTIONS
             )
+            copy_extra_files(source, making)
     return True
 
 
@@ -182,6 +209,12 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
     return {"tokenizer.json": path} | {each.name: each for each in chat_template_beside(path)}
 
 
+def _exported(config: RunConfig) -> str:
+    """Return the name of the directory that a run exports last."""
+    adapter = adapter_settings(config)
+    return MODEL if adapter is None or adapter.merges else ADAPTER
+
+
 def _master_dtype(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.precision.master == "bf16" else torch.float32
 
@@ -195,7 +228,7 @@ def export_hf(
 ) -> bool:
     """Write a Hugging Face directory on rank 0 while all ranks send it their parts.
 
-    Called by all ranks; `source.load` must be `gather.tensor`. Returns False if a rank asked to stop. `about`
+    Called by all ranks; `source.load` must be `gather.weight`. Returns False if a rank asked to stop. `about`
     becomes training.json.
     """
     todo = "free some space; the same command, or `arriero ckpt convert` of a checkpoint, exports again"
@@ -271,6 +304,14 @@ class Gather:
                 part.copy_(self._receive(shape, expected.dtype, rank))
         return whole
 
+    def weight(self, name: str) -> Tensor:
+        """Return a weight of the model like `tensor`; a quantised one is restored."""
+        packed = name.removesuffix(".weight") + PACKED
+        if packed not in self._tensors:
+            return self.tensor(name)
+        found = self.tensor(packed)
+        return unpack(found, self._tensors[name].shape[1]) if self.ranks.is_leader else found
+
     def end(self) -> None:
         """Wait until rank 0 has published the model."""
         self._agree(_CONTINUE, None)
@@ -322,7 +363,9 @@ def outcome_if_ended(config: RunConfig) -> Outcome | None:
     A run that was never saved is recognised by its last event.
     """
     run_dir = run_directory(config)
-    if starts_over(config) or not (run_dir / MODEL / "config.json").is_file():
+    name = _exported(config)
+    file = "config.json" if name == MODEL else PEFT_CONFIG
+    if starts_over(config) or not (run_dir / name / file).is_file():
         return None
     usable = [saved for saved in find_checkpoints(run_dir) if saved.problem is None]
     try:
@@ -356,9 +399,7 @@ def sample(session: Session, directory: Path | None) -> str | None:
         # the weights as read, and the model they are copied to
         if directory is None or 2 * 4 * session.spec.parameters > available_ram():
             return None
-        state, spec = load_hf(directory)
-        model = build_model(spec)
-        model.load_state_dict(state, strict=False)
+        model = read_model(open_model(directory), "cpu")
     # compiled code would be compiled again for every length of the text
     with torch.compiler.set_stance("force_eager"):
         return continue_text(
@@ -377,7 +418,7 @@ def continue_text(
     """Sample (top-k 40, temperature 0.7) until the end of a document or `tokens` tokens."""
     prompt = separators.prompt(tokenizer.encode(text)) or [tokenizer.eos_id]
     # the end of a prompt that fills the context
-    prompt = prompt[-max(1, model.spec.max_seq_len - tokens) :]
+    prompt = prompt[-max(1, model.spec.max_seq_len - model.offset - tokens) :]
     stop = () if separators.eos is None else (separators.eos.id,)
     steps = generate(model, [prompt], tokens, Sampling(_TEMPERATURE, _TOP_K, seed=seed), stop)
     return tokenizer.decode([token for step in steps for token in step if token is not None])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from arriero.checkpoint.state import LazyMapping
 from arriero.config.schema import OptimSection, RunConfig, SpeculatorSection
 from arriero.errors import UserError, nearest
+from arriero.model.adapters import SECTIONS, AdapterSettings, adapter_of
 from arriero.model.language_model import LanguageModel, plain_name
-from arriero.model.lora import LoraSettings, adapter_tensors
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 from arriero.model.speculator.settings import speculator_shapes
@@ -163,12 +163,9 @@ def _matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
     return found
 
 
-def lora_settings(config: RunConfig) -> LoraSettings | None:
-    """Return the adapters of a run; None if it trains the model itself."""
-    section = config.lora
-    return (
-        LoraSettings(section.rank, section.alpha, section.dropout, section.targets) if section.rank else None
-    )
+def adapter_settings(config: RunConfig) -> AdapterSettings | None:
+    """Return the adapter of a run; None if it trains the model itself."""
+    return adapter_of(config.model_dump(include=set(SECTIONS)))
 
 
 def speculator_section(config: RunConfig) -> SpeculatorSection | None:
@@ -179,12 +176,13 @@ def speculator_section(config: RunConfig) -> SpeculatorSection | None:
 def parameter_decisions(
     optim: OptimSection,
     spec: ModelSpec,
-    lora: LoraSettings | None = None,
+    adapter: AdapterSettings | None = None,
+    base: str = "master",
     speculator: SpeculatorSection | None = None,
 ) -> list[Decision]:
     """Report frozen parameters, adapters and parameter groups; reject patterns that match nothing."""
     own = own_tensors(spec)
-    trained = own if lora is None else adapter_tensors(own, lora)
+    trained = own if adapter is None else adapter.tensors(own)
     sizes = {name: tensor.numel() for name, tensor in trained.items()}
     if speculator is not None:
         sizes = {name: prod(shape) for name, shape in speculator_shapes(speculator, spec).items()}
@@ -196,10 +194,11 @@ def parameter_decisions(
         count, whole = human_count(sum(sizes.values())), human_count(spec.parameters)
         why = f"{count} parameters are trained, the {whole} of the base model are frozen"
         decisions.append(Decision("speculator", f"{speculator.n_predict} heads", why))
-    if lora is not None:
+    if adapter is not None:
         count, whole = human_count(sum(sizes.values())), human_count(spec.parameters)
-        why = f"{count} parameters in {len(sizes) // 2} layers are trained, {whole} are frozen"
-        decisions.append(Decision("LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}", why))
+        stored = "" if base == "master" else f" and stored as {base}"
+        why = f"{count} parameters in {len(sizes) // 2} layers are trained, {whole} are frozen{stored}"
+        decisions.append(Decision(adapter.label, adapter.summary, why))
     left = {name: size for name, size in sizes.items() if name not in frozen}
     if frozen:
         count, total = (human_count(sum(sizes[name] for name in names)) for names in (frozen, sizes))
@@ -219,7 +218,8 @@ def parameter_decisions(
 
 
 def _with_master(name: str, parameter: nn.Parameter, dtype: torch.dtype | None) -> Weight:
-    if dtype is None:
+    # frozen weights beside an adapter may be stored in fewer bits
+    if dtype is None or parameter.dtype != torch.float32:
         return Weight(name, parameter)
     low = master = None
     exact = local_part(parameter).contiguous()

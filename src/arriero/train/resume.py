@@ -20,7 +20,7 @@ from arriero.checkpoint.directory import (
     resolve_checkpoint,
     unreadable,
 )
-from arriero.checkpoint.formats.model_reader import ModelReader
+from arriero.checkpoint.formats.model_reader import Adapter, ModelReader
 from arriero.checkpoint.manager import START_OVER_ADVICE, Checkpoints, verify_by_ranks
 from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.state import (
@@ -38,8 +38,9 @@ from arriero.data.text.hub import local_model
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition, same_ids
 from arriero.errors import UserError
 from arriero.events import EVENTS, EventLog
+from arriero.model.adapters import is_adapter
 from arriero.model.description import check_model_unchanged, require_description
-from arriero.model.lora import is_adapter
+from arriero.model.quantized import PACKED, kind_of, pack
 from arriero.model.spec import ModelSpec
 from arriero.model.speculator.settings import is_speculator
 from arriero.parallel.mesh import Mesh
@@ -79,8 +80,9 @@ class CheckpointLoader:
             # a second stage continues the speculator of the first
             self._load(saved, named_tensors(self.model.tensors(), {}), MODEL)
             return saved.directory
-        if any(map(is_adapter, (*stored, *self.model.tensors()))):
-            # adapters of the checkpoint are merged, those of the model start from their initial values
+        names = (*stored, *self.model.tensors())
+        if any(is_adapter(name) or name.endswith(PACKED) for name in names):
+            # LoRA of the checkpoint is merged, that of the model starts from its initial values
             self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(saved.directory)))
             return saved.directory
         self._load(saved, named_tensors(self.model.tensors(), {}), MODEL)
@@ -121,20 +123,40 @@ class CheckpointLoader:
     def _load_from_source(self, source: ModelReader) -> None:
         """Load tensor by tensor; each rank reads its own shards."""
         self._check_model(Path(source.where), source.spec)
+        unmerged = source.unmerged
+        if unmerged is not None:
+            self._check_adapter(source.where, unmerged)
         for name, weight in self.model.tensors().items():
             piece = local_parts({name: weight})[name]
-            stored = source.tensors.get(name)
-            if stored is None and is_adapter(name):
-                continue
-            if stored is None or stored.shape != piece.shape:
-                found = "nothing" if stored is None else list(stored.shape)
-                raise UserError(
-                    f"{source.where} has {found} for {name}, and the model wants {list(piece.shape)}",
-                    "start from weights of the same model: see [model]",
-                )
             cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True))
-            piece.local.copy_(source.read_slice(name, cut))
+            if name.endswith(PACKED):
+                rows = source.read_slice(name.removesuffix(PACKED) + ".weight", (cut[0], slice(None)))
+                piece.local.copy_(pack(rows.to(piece.local.device), kind_of(piece.local)))
+            elif is_adapter(name):
+                if unmerged is None:
+                    continue
+                piece.local.copy_(unmerged.load(name)[cut])
+            else:
+                stored = source.tensors.get(name)
+                if stored is None or stored.shape != piece.shape:
+                    found = "nothing" if stored is None else list(stored.shape)
+                    raise UserError(
+                        f"{source.where} has {found} for {name}, and the model wants {list(piece.shape)}",
+                        "start from weights of the same model: see [model]",
+                    )
+                piece.local.copy_(source.read_slice(name, cut))
             self.model.load(name, weight)
+
+    def _check_adapter(self, where: str, stored: Adapter) -> None:
+        """Reject an adapter that cannot be merged, unless the model has the same one."""
+        blocks = {block for part in self.model.parts for block in part.blocks}
+        wanted = {name: t.shape for name, t in stored.tensors.items() if name.split(".")[1] in blocks}
+        if wanted != {name: t.shape for name, t in self.model.tensors().items() if is_adapter(name)}:
+            settings = stored.settings
+            raise UserError(
+                f"{where} has {settings.label} ({settings.summary}), which cannot be merged into weights",
+                "start from its base model, or train the same adapter",
+            )
 
     def _check_model(self, where: Path, found: ModelSpec) -> None:
         spec = self.model.parts[0].spec

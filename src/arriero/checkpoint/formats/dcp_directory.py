@@ -26,9 +26,10 @@ from arriero.checkpoint.formats.model_reader import (
 from arriero.checkpoint.formats.peft_directory import with_adapter
 from arriero.checkpoint.formats.tensor_files import Advance, TorchFileWriter, TorchReader, no_progress
 from arriero.errors import UserError
+from arriero.model.adapters import is_adapter
 from arriero.model.description import require_description
-from arriero.model.lora import is_adapter
 from arriero.model.name_maps import check_tensors, own_tensors
+from arriero.model.quantized import PACKED, unpack
 from arriero.model.speculator.settings import is_speculator
 
 _PREFIX = "model."
@@ -47,13 +48,28 @@ def open_dcp(directory: Path) -> ModelReader:
             found[name.removeprefix(_PREFIX)] = planned
     if spec.tied:
         found.pop("head.weight", None)
-    check_dtypes(found, str(directory))
     # a speculator is no part of the model that it was trained for
     found = {name: tensor for name, tensor in found.items() if not is_speculator(name)}
-    own = {name: tensor for name, tensor in found.items() if not is_adapter(name)}
-    check_tensors(own, own_tensors(spec), str(directory))
+    expected = own_tensors(spec)
+    own = {}
+    for name, tensor in found.items():
+        # a quantised weight is read as the weight it stands for
+        layer = name.removesuffix(PACKED)
+        weight = expected.get(f"{layer}.weight") if layer != name else None
+        if weight is not None:
+            own[f"{layer}.weight"] = weight
+        elif not is_adapter(name):
+            own[name] = tensor
+    check_dtypes(own, str(directory))
+    check_tensors(own, expected, str(directory))
 
     def load(name: str) -> Tensor:
+        layer = name.removesuffix(".weight")
+        if (packed := layer + PACKED) in found:
+            return unpack(stored(packed), own[name].shape[1])
+        return stored(name)
+
+    def stored(name: str) -> Tensor:
         into = {_PREFIX + name: torch.empty(found[name].shape, dtype=found[name].dtype)}
         try:
             with without_warning():
@@ -65,12 +81,12 @@ def open_dcp(directory: Path) -> ModelReader:
 
     extra_files = find_extra_files(directory)
     opened = ModelReader("dcp", str(directory), spec, own, load, extra_files, about.tokens, about.remarks)
-    if len(own) == len(found):
-        return opened
-    if about.lora is None:
-        raise UserError(f"{directory} has adapters, and its run.toml has no [lora]", _TODO)
     tensors = {name: tensor for name, tensor in found.items() if is_adapter(name)}
-    return with_adapter(opened, Adapter(about.lora, tensors, load, about.start_from))
+    if not tensors:
+        return opened
+    if about.adapter is None:
+        raise UserError(f"{directory} has an adapter, and its run.toml has none", _TODO)
+    return with_adapter(opened, Adapter(about.adapter, tensors, stored, about.start_from))
 
 
 def write_dcp(source: ModelReader, directory: Path, _: WriteOptions, advance: Advance = no_progress) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from arriero.checkpoint.formats.tensor_files import Slices
 from arriero.errors import UserError
+from arriero.model.adapters import AdapterSettings
 from arriero.model.description import write_description
-from arriero.model.lora import LoraSettings
 from arriero.model.spec import ModelSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,9 +31,9 @@ EXTRA_FILES = (
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter: its tensors on the meta device, how to load them, and the model it belongs to."""
+    """An adapter: its tensors on the meta device, how to load them, and the model it belongs to."""
 
-    settings: LoraSettings
+    settings: AdapterSettings
     tensors: Mapping[str, Tensor]
     load: Callable[[str], Tensor]
     base: str | None = None
@@ -45,8 +45,8 @@ class ModelReader:
 
     `extra_files` are copied beside the weights. `tokens` has the token ids of a Hugging Face config, such as
     eos_token_id, and `add_bos_token` if it is known whether training texts began with the BOS. `load_slice`
-    reads a slice without the rest of the tensor, where the format allows it. `adapter` is a LoRA adapter that
-    `load` merges into the weights.
+    reads a slice without the rest of the tensor, where the format allows it. `adapter` is merged
+    into the weights by `load` if it can be (LoRA), and else part of the model beside them.
     """
 
     format: str
@@ -59,6 +59,17 @@ class ModelReader:
     remarks: tuple[str, ...] = ()
     load_slice: Callable[[str, Slices], Tensor] | None = None
     adapter: Adapter | None = None
+
+    @property
+    def unmerged(self) -> Adapter | None:
+        """The adapter that is not part of the weights."""
+        return self.adapter if self.adapter is not None and not self.adapter.settings.merges else None
+
+    def require_weights(self) -> None:
+        """Raise UserError if weights alone are not the model."""
+        if (adapter := self.unmerged) is not None:
+            what = f"{self.where} has {adapter.settings.label}, which cannot be merged into weights"
+            raise UserError(what, "use --to peft, or name its base model")
 
     def read_slice(self, name: str, slices: Slices) -> Tensor:
         return self.load(name)[slices] if self.load_slice is None else self.load_slice(name, slices)
