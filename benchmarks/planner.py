@@ -14,7 +14,6 @@ from typing import Any
 from arriero.config.load import load_run
 from arriero.config.schema import RunConfig
 from arriero.model.presets import expand
-from arriero.plan.blocks import work_of
 from arriero.plan.hardware import Cluster, load_cluster, read_cluster
 from arriero.plan.measured import Measured, read_measured
 from arriero.plan.rates import Rates
@@ -45,6 +44,7 @@ class Row:
     seconds: float
     peak: float | None = None
     kernel: Any = "best"
+    early_stop: bool = True
     loss: str = "fused"
     fitted: bool = False
     assumed: str = ""
@@ -54,7 +54,8 @@ class Row:
         """Return the predicted time of a step, and the predicted peak memory in GiB."""
         machine = replace(self.cluster.machine, memory_free=_ENOUGH)
         resolved = resolve(self.config, machine, self.devices)
-        work = replace(work_of(resolved), fused_kernels=self.loss != "eager", attended=self.attended)
+        work = replace(resolved.work(), fused_kernels=self.loss != "eager", attended=self.attended)
+        work = replace(work, early_stop=self.early_stop)
         time = step_time(work, Rates(self.cluster, measured, kernel=self.kernel))
         logits = work.tokens * resolved.spec.vocab_size / resolved.layout.tp
         return time, (resolved.predicted_bytes + _COPIES[self.loss] * logits) / 2**30
@@ -186,6 +187,7 @@ def _row(row: Mapping[str, Any], source: str, clusters: Mapping[str, Cluster]) -
         seconds=tokens / row["tokens_per_s"] / row["devices"],
         peak=row.get("peak"),
         kernel=software.get("attention", "best"),
+        early_stop=software.get("early_stop", True),
         loss=software.get("loss", "eager"),
         fitted=row.get("fitted", False),
         assumed=row.get("assumed", ""),

@@ -333,7 +333,9 @@ def test_a_model_that_cannot_fit_is_rejected():
     found = problems(base=LARGE, machine=small)
     assert [p.key for p in found] == ["memory"]
     assert found[0].what.startswith("a rank needs ") and "are free" in found[0].what
-    assert found[0].todo.startswith("start 6 ranks, on which it fits")
+    assert found[0].todo.startswith("start 4 ranks, on which it fits with parallel.pp = 2, tp = 2")
+    planned = resolved("parallel=auto", base=LARGE, machine=small, ranks=4)
+    assert planned.predicted_bytes < small.memory_free
     assert resolved(base=LARGE, machine=small, ranks=64).shares[0].sequences == 8
 
 
@@ -415,7 +417,8 @@ def test_resolving_takes_as_much_work_for_128_times_as_many_ranks():
     # both shard the weights, so both have the same settings to choose from
     small, large = config(2**14), config(2**21)
     # warm caches, which the first call fills
-    resolve(small, H200, 256)
+    for run, ranks in ((small, 256), (large, 32768)):
+        resolve(run, H200, ranks)
     _, few = instructions(lambda: resolve(small, H200, 256))
     run, many = instructions(lambda: resolve(large, H200, 32768))
     assert many < 1.5 * few

@@ -64,7 +64,7 @@ def test_error_names_prediction_usage_and_next_setting_and_the_run_resumes(confi
         arriero.run(config(), hooks=[Exhaust(3, wrapped)])
     assert "ran out; the predicted peak is " in caught.value.what
     assert "this process used up to " in caught.value.what
-    assert caught.value.todo.startswith("set train.micro_batch = 4; ")
+    assert caught.value.todo.startswith("set memory.activation_checkpointing = ")
     result = arriero.run(config("train.micro_batch=4"))
     # the checkpoints of the steps before the last one were kept
     assert result.steps == 4 and min(result.losses) >= 3

@@ -1,5 +1,6 @@
 """The run file: every section and key, with its meaning, default and allowed values."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -676,3 +677,12 @@ class RunConfig(Section):
         default_factory=GuardSection, description="Faults while training: hangs, bad losses."
     )
     observe: ObserveSection = Field(default_factory=ObserveSection, description="Logging.")
+
+    def with_values(self, values: Mapping[str, Any]) -> "RunConfig":
+        """Return the run with other values of keys like 'parallel.tp'. They are not validated."""
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            section, name = key.split(".")
+            sections.setdefault(section, {})[name] = value
+        update = {name: getattr(self, name).model_copy(update=found) for name, found in sections.items()}
+        return self.model_copy(update=update)

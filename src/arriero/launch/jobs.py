@@ -178,7 +178,8 @@ def _laid_out(
         )
     best = plan.best
     speed = f"predicted {best.time.tokens_per_s * ranks:,.0f} tok/s, {best.time.seconds:.3g} s per step"
-    return best.choice.applied(config), plan, ("layout", str(best.choice), f"planned: {speed}{assumed}")
+    chosen = config.with_values(best.choice.keys)
+    return chosen, plan, ("layout", str(best.choice), f"planned: {speed}{assumed}")
 
 
 def _prediction(plan: "Plan") -> dict[str, Any]:

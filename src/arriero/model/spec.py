@@ -115,7 +115,7 @@ class ModelSpec:
     def attention_width(self) -> int:
         return self.heads * self.head_dim
 
-    @property
+    @cached_property
     def counts(self) -> ParameterCounts:
         return family_of(self.family).count_parameters(self)
 

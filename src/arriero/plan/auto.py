@@ -5,14 +5,12 @@ from typing import Any
 
 from arriero.config.keys import ConfigError, Problem
 from arriero.config.schema import RunConfig
-from arriero.errors import UserError
-from arriero.plan.blocks import work_of
 from arriero.plan.explain import time_facts
-from arriero.plan.hardware import Cluster, Machine, cluster_of_device, device_like, load_cluster
+from arriero.plan.hardware import Machine, cluster_for
 from arriero.plan.layout import AXES
-from arriero.plan.measured import Measured, cached_measurements
+from arriero.plan.measured import cached_measurements
 from arriero.plan.rates import Rates
-from arriero.plan.resolve import Decision, Resolved
+from arriero.plan.resolve import Decision, Resolved, resolve
 from arriero.plan.search import plan_run
 from arriero.plan.timing import step_time
 
@@ -22,15 +20,13 @@ def resolve_planned(config: RunConfig, machine: Machine, ranks: int) -> Resolved
 
     A pure function of its arguments and of the cluster file: all ranks come to the same plan.
     """
-    cluster = cluster_for(config, machine, ranks)
+    cluster = cluster_for(config.run.cluster, machine, ranks)
     if cluster is None:
         # without data of its links: as if the degrees were not set
         defaults = type(config.parallel)()
-        degrees = {axis: getattr(defaults, axis) for axis in AXES if getattr(config.parallel, axis) == "auto"}
-        from arriero.plan.resolve import resolve
-
-        parallel = config.parallel.model_copy(update=degrees)
-        return resolve(config.model_copy(update={"parallel": parallel}), machine, ranks)
+        degrees = [axis for axis in AXES if getattr(config.parallel, axis) == "auto"]
+        default = config.with_values({f"parallel.{axis}": getattr(defaults, axis) for axis in degrees})
+        return resolve(default, machine, ranks)
     found = plan_run(config, cluster, ranks, machine=machine, keep=1)
     if not found.candidates:
         reasons = "; ".join(f"{each.reason} ({each.example})" for each in found.rejections[:3])
@@ -46,32 +42,13 @@ def resolve_planned(config: RunConfig, machine: Machine, ranks: int) -> Resolved
     return replace(resolved, decisions=tuple(decisions))
 
 
-def cluster_for(config: RunConfig, machine: Machine, ranks: int) -> Cluster | None:
-    """Return the cluster of a run: `run.cluster`, or the shipped one with its device, or None."""
-    if config.run.cluster is not None:
-        return load_cluster(config.run.cluster)
-    if not machine.is_gpu:
-        cluster = load_cluster("cpu")
-        links = tuple(link.model_copy(update={"devices": None}) for link in cluster.links)
-        return cluster.model_copy(update={"devices_per_node": max(ranks, 1), "links": links})
-    device = device_like(machine.name)
-    if device is None:
-        return None
-    try:
-        cluster = cluster_of_device(device.key, ranks)
-    except UserError:
-        return None
-    per_node = machine.devices_per_node
-    return cluster.model_copy(update={"devices_per_node": per_node, "nodes": -(-ranks // per_node)})
-
-
 def prediction(resolved: Resolved) -> dict[str, Any] | None:
     """Return the predicted time and memory of a step as plain data; None for a device without data."""
-    cluster = cluster_for(resolved.config, resolved.machine, resolved.layout.ranks)
+    cluster = cluster_for(resolved.config.run.cluster, resolved.machine, resolved.layout.ranks)
     if cluster is None:
         return None
-    rates = Rates(cluster, _stored(cluster))
-    time = step_time(work_of(resolved), rates)
+    rates = Rates(cluster, cached_measurements(cluster.device.name))
+    time = step_time(resolved.work(), rates)
     return {
         "cluster": cluster.name,
         **time_facts(time),
@@ -79,11 +56,3 @@ def prediction(resolved: Resolved) -> dict[str, Any] | None:
         "measured_inputs": sorted(rates.used["measured"]),
         "analytic_inputs": sorted(rates.used["analytic"] - rates.used["measured"]),
     }
-
-
-def _stored(cluster: Cluster) -> Measured | None:
-    """Return stored times of operations; a damaged file must not stop a run."""
-    try:
-        return cached_measurements(cluster.device.name)
-    except UserError:
-        return None

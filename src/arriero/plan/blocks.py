@@ -3,21 +3,18 @@
 Imports no torch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from arriero.config.fields import ActivationCheckpointing
 from arriero.config.schema import RunConfig
-from arriero.config.timeline import Timeline
 from arriero.model.costs import block_costs
 from arriero.model.family import family_of
-from arriero.model.spec import ModelSpec
+from arriero.model.spec import ModelSpec, Recompute
 from arriero.plan.layout import Layout
 from arriero.plan.rates import Group, Passes, Precision, Rates
-from arriero.plan.resolve import Resolved
+from arriero.plan.recompute import recomputed
 
-# share of the matmul FLOPs of a block that selective checkpointing recomputes: k, o and up of a Llama
-_SELECTIVE = 0.37
 # seconds that the host needs to start the kernels of a block: forward, backward
 _HOST_COMPILED, _HOST_EAGER = Passes(120e-6, 160e-6), Passes(420e-6, 520e-6)
 _HOST_FSDP, _HOST_TP = Passes(150e-6, 200e-6), Passes(300e-6, 500e-6)
@@ -33,9 +30,9 @@ _NONE = ActivationCheckpointing("none")
 class Work:
     """One training step: the model, the layout and every setting that changes its time.
 
-    `stages` are the blocks of each pipeline stage.
-    `reshard` frees gathered weights after forward (ZeRO-3). `attended` is the mean document length where a
-    document mask is used.
+    `stages` are the blocks of each pipeline stage. `reshard` frees gathered weights after forward (ZeRO-3).
+    With `early_stop` an uncompiled block is recomputed up to what backward needs, not to its end; torch
+    before 2.1 had none. `attended` is the mean document length where a document mask is used.
     """
 
     spec: ModelSpec
@@ -64,6 +61,9 @@ class Work:
     offload_activations: float = 0.0
     offload_state: bool = False
     fused_kernels: bool = True
+    fused_qkv: bool = False
+    fused_float8: bool = False
+    early_stop: bool = True
 
     @property
     def optimizer(self) -> str:
@@ -95,38 +95,16 @@ class Work:
         return self.micro_batch * self.seq_len * self.micro_batches * self.layout.batch
 
     @property
-    def recompute(self) -> float:
-        """The share of the blocks' forward FLOPs that is recomputed."""
-        kind, layers = self.checkpointing.kind, self.spec.layers
-        if kind == "budget":
-            return (1 - float(self.checkpointing.amount)) ** 2
-        share = len(self.checkpointing.blocks(layers)) / layers
-        return share * (_SELECTIVE if kind == "selective" else 1.0)
-
-
-def work_of(resolved: Resolved, phase: int = 0) -> Work:
-    """Return the step of a resolved run in one of its phases."""
-    config, share = resolved.config, resolved.shares[phase]
-    return replace(
-        shared_work(config, resolved.spec, resolved.compute),
-        layout=resolved.layout,
-        seq_len=Timeline.of(config).phases[phase].seq_len,
-        micro_batch=share.sequences / share.gradient_accumulation,
-        micro_batches=share.gradient_accumulation,
-        checkpointing=resolved.activation_checkpointing,
-        compiled=resolved.compiled,
-        ulysses=resolved.ulysses,
-        ring=resolved.ring,
-        reshard=resolved.reshard is not False,
-        sync_each=resolved.sync == "each",
-        schedule=config.parallel.schedule,
-        stages=tuple(len(cut) for cut in resolved.stages),
-    )
-
-
-def reshards(policy: object, layout: Layout) -> bool:
-    """Return whether gathered weights are freed after forward; 'auto' keeps them in a pipeline."""
-    return policy != "never" and not (policy == "auto" and layout.pp > 1)
+    def recompute(self) -> Recompute:
+        """The shares of the blocks' forward pass that backward repeats."""
+        return recomputed(
+            self.spec,
+            self.checkpointing,
+            self.compiled or not self.early_stop,
+            fused_qkv=self.fused_qkv,
+            float8=self.fused_float8,
+            tiled=self.ffn_tile,
+        )
 
 
 def shared_work(config: RunConfig, spec: ModelSpec, compute: str) -> Work:
@@ -176,12 +154,6 @@ def block_time(work: Work, rates: Rates) -> BlockTime:
     known = family_of(work.spec.family).block_memory is not None
     matmul, attention, elementwise = (_formulas if known else _traced)(work, rates)
     recompute = _recomputed(work, matmul, attention, elementwise)
-    if work.ffn_tile:
-        spec, ffn = work.spec, work.spec.ffn / work.layout.tp
-        wide = (ffn_matrices(spec) - 1) * ffn
-        tiles = rates.linear(work.tokens, spec.dim, wide, work.precision).forward
-        tiles += rates.linear(work.tokens, ffn, spec.dim, work.precision).forward
-        recompute += (1 - work.recompute) * tiles
     tensor, context = _tensor_parallel(work, rates), _context(work, rates, attention)
     return BlockTime(matmul, attention, elementwise, recompute, tensor, context)
 
@@ -267,14 +239,10 @@ def _elementwise(work: Work, rates: Rates) -> Passes:
 
 def _recomputed(work: Work, matmul: Passes, attention: Passes, elementwise: Passes) -> float:
     """Return the seconds per block, on average over blocks, of the forward that backward repeats."""
-    kind, layers = work.checkpointing.kind, work.spec.layers
-    if kind == "budget":
-        return work.recompute * (matmul.forward + attention.forward) + elementwise.forward / 2
-    share = len(work.checkpointing.blocks(layers)) / layers
-    if kind == "selective":
-        return share * (_SELECTIVE * matmul.forward + elementwise.forward)
-    kept = attention.forward if kind == "attention" else 0.0
-    return share * (matmul.forward + attention.forward + elementwise.forward - kept)
+    shares, layers = work.recompute, work.spec.layers
+    # the compiler recomputes elementwise kernels first
+    light = 0.5 if work.checkpointing.kind == "budget" else len(work.checkpointing.blocks(layers)) / layers
+    return shares.matmul * matmul.forward + shares.attention * attention.forward + light * elementwise.forward
 
 
 def _tensor_parallel(work: Work, rates: Rates) -> Passes:
@@ -314,9 +282,9 @@ def _context(work: Work, rates: Rates, attention: Passes) -> Passes:
         # merging partial outputs in fp32
         merge = rates.bytes(steps * work.tokens * query * 24)
         waits += Passes(merge, merge)
-    repeats = work.recompute if work.checkpointing.kind != "attention" else 0.0
     forward = change + waits.forward
-    return Passes(forward, change + waits.backward + repeats * forward)
+    # selective checkpointing keeps the results of attention and of collectives
+    return Passes(forward, change + waits.backward + work.recompute.attention * forward)
 
 
 class EndTime(NamedTuple):

@@ -2,57 +2,58 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from arriero.config.fields import ActivationCheckpointing
 from arriero.config.schema import RunConfig
 from arriero.plan.blocks import Work
 from arriero.plan.hardware import Cluster, Machine
 from arriero.plan.layout import AXES, Layout
+from arriero.plan.memory import Choices
 from arriero.plan.resolve import Resolved, resolve
 from arriero.plan.timing import StepTime
 
-Sync = Literal["last", "each"]
-# a simpler layout is preferred if it is slower by less than this share per axis
-_PER_AXIS = 0.01
-
 
 class Choice(NamedTuple):
-    """Everything that a candidate decides."""
+    """Everything that a candidate decides; `smaller_chunk` is a loss chunk below the default."""
 
     layout: Layout
     schedule: str
     stages_per_rank: int
-    reshard: Any
-    sync: Sync
-    checkpointing: ActivationCheckpointing
+    choices: Choices
     micro_batch: int
+    smaller_chunk: int | None = None
 
     def __str__(self) -> str:
-        parts = [str(self.layout)]
-        if self.layout.pp > 1:
+        layout, choices = self.layout, self.choices
+        parts = [str(layout)]
+        if layout.pp > 1:
             parts.append(self.schedule + (f" x {self.stages_per_rank}" if self.stages_per_rank > 1 else ""))
-        if self.layout.uses_fsdp and self.layout.pp == 1 and self.reshard == "never":
-            parts.append("ZeRO-2")
-        parts += ["sync each"] if self.sync == "each" else []
+        if layout.fsdp > 1 and layout.pp == 1 and choices.reshard is False:
+            parts.append("gathered once")
+        parts += ["sync each"] if choices.sync == "each" else []
         parts.append(f"micro-batch {self.micro_batch}")
-        parts += [] if self.checkpointing.kind == "none" else [f"checkpointing {self.checkpointing}"]
+        parts += [] if choices.checkpointing.kind == "none" else [f"checkpointing {choices.checkpointing}"]
+        parts += [f"loss chunk {self.smaller_chunk}"] if self.smaller_chunk else []
         return ", ".join(parts)
 
-    def applied(self, config: RunConfig) -> RunConfig:
-        """Return the run with the degrees and settings of this choice written out."""
-        layout, pipeline = self.layout, self.layout.pp > 1
-        parallel = {axis: getattr(layout, axis) for axis in AXES}
-        parallel |= {"reshard": self.reshard, "sync": self.sync}
-        if pipeline:
-            parallel |= {"schedule": self.schedule, "stages_per_rank": self.stages_per_rank}
-        updates = {
-            "parallel": parallel,
-            "train": {"micro_batch": self.micro_batch},
-            "memory": {"activation_checkpointing": self.checkpointing},
-        }
-        sections = {name: getattr(config, name).model_copy(update=update) for name, update in updates.items()}
-        return config.model_copy(update=sections)
+    @property
+    def checkpointing(self) -> ActivationCheckpointing:
+        return self.choices.checkpointing
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of the run file that this choice sets, with their values."""
+        layout, choices = self.layout, self.choices
+        keys: dict[str, Any] = {f"parallel.{axis}": getattr(layout, axis) for axis in AXES}
+        if layout.pp > 1:
+            keys |= {"parallel.schedule": self.schedule, "parallel.stages_per_rank": self.stages_per_rank}
+        if layout.uses_fsdp:
+            named = "always" if choices.reshard else "never"
+            keys["parallel.reshard"] = named if isinstance(choices.reshard, bool) else choices.reshard
+        keys |= {"parallel.sync": choices.sync, "train.micro_batch": self.micro_batch}
+        keys["memory.activation_checkpointing"] = choices.checkpointing
+        return keys | ({"memory.loss_chunk": self.smaller_chunk} if self.smaller_chunk else {})
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,11 @@ class Candidate:
         return 1 - self.memory / self.free
 
     @property
-    def rank(self) -> tuple[float, int]:
-        """The key of the ranking: seconds of a step, with a small penalty for each axis beside data."""
+    def rank(self) -> tuple[float, int, int]:
+        """The key of the ranking: seconds of a step to four digits, then fewer axes, then less memory."""
         layout = self.choice.layout
-        axes = (
-            sum(degree > 1 for degree in (layout.tp, layout.cp, layout.pp)) + (layout.dp_replicate > 1) / 10
-        )
-        return self.time.seconds * (1 + _PER_AXIS * axes), self.memory
+        axes = sum(degree > 1 for degree in (layout.tp, layout.cp, layout.pp, layout.dp_replicate))
+        return float(f"{self.time.seconds:.4g}"), axes, self.memory
 
 
 class Rejection(NamedTuple):
@@ -133,4 +132,4 @@ class Plan:
     def resolved(self, candidate: Candidate | None = None) -> Resolved:
         """Return the resolved run of a candidate, the best one unless given."""
         chosen = (candidate or self.best).choice
-        return resolve(chosen.applied(self.config), self.machine, self.devices)
+        return resolve(self.config.with_values(chosen.keys), self.machine, self.devices)

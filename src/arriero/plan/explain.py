@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 from arriero.config.timeline import Timeline, total_steps
-from arriero.plan.blocks import work_of
 from arriero.plan.candidates import Candidate, Plan
 from arriero.plan.rates import Rates
 from arriero.plan.timeline import simulate
@@ -80,7 +79,7 @@ def _difference(best: Candidate, other: Candidate) -> str:
     rows = {name: b - a for name, (a, b) in compared(best, other).items() if name != "total"}
     causes = [name for name, delta in sorted(rows.items(), key=lambda item: -item[1]) if delta > 0][:2]
     if change <= 0.001:
-        return f"about as long ({change:+.1%}), and the simpler layout is preferred"
+        return f"about as long ({change:+.1%}): a layout with fewer axes, then with less memory, comes first"
     return f"{change:.1%} longer, mostly for {' and '.join(causes)}" if causes else f"{change:.1%} longer"
 
 
@@ -118,7 +117,7 @@ def whole_run(plan: Plan, candidate: Candidate, rates: Rates) -> dict[str, Any]:
     """Return steps, hours, device-hours, energy and cost of the whole run with a candidate."""
     resolved, timeline = plan.resolved(candidate), Timeline.of(plan.config)
     steps = total_steps(plan.config)
-    seconds = [step_time(work_of(resolved, i), rates).seconds for i in range(len(timeline.phases))]
+    seconds = [step_time(resolved.work(i), rates).seconds for i in range(len(timeline.phases))]
     if steps is None:
         wall = float(plan.config.train.horizon.amount)
         steps = int(wall / seconds[0])
@@ -161,8 +160,8 @@ def candidate_facts(candidate: Candidate) -> dict[str, Any]:
         "layout": asdict(choice.layout),
         "schedule": choice.schedule if choice.layout.pp > 1 else None,
         "stages_per_rank": choice.stages_per_rank,
-        "reshard": choice.reshard,
-        "sync": choice.sync,
+        "reshard": choice.keys.get("parallel.reshard", "auto"),
+        "sync": choice.choices.sync,
         "activation_checkpointing": str(choice.checkpointing),
         "micro_batch": choice.micro_batch,
         "gradient_accumulation": candidate.work.micro_batches,

@@ -220,6 +220,7 @@ class Cluster(_Data):
         return self.model_copy(update={"nodes": nodes})
 
 
+@cache
 def cluster_names() -> tuple[str, ...]:
     """Return the names of the cluster files that are shipped."""
     return tuple(sorted(path.stem for path in _CLUSTERS.glob("*.toml")))
@@ -228,7 +229,15 @@ def cluster_names() -> tuple[str, ...]:
 def load_cluster(name_or_path: str | Path) -> Cluster:
     """Return a cluster by the name of a shipped file, or from a TOML file; raise for absurd numbers."""
     text = str(name_or_path)
-    path = _CLUSTERS / f"{text.lower()}.toml" if text.lower() in cluster_names() else Path(text)
+    return _shipped(text.lower()) if text.lower() in cluster_names() else _read_cluster(Path(text), text)
+
+
+@cache
+def _shipped(name: str) -> Cluster:
+    return _read_cluster(_CLUSTERS / f"{name}.toml", name)
+
+
+def _read_cluster(path: Path, text: str) -> Cluster:
     if not path.is_file():
         near = nearest(text.lower(), cluster_names())
         hint = f"did you mean '{near}'? " if near else ""
@@ -285,6 +294,25 @@ def cluster_of_device(name: str, count: int) -> Cluster:
         todo = f"write a cluster file, or use --cluster with one of {', '.join(cluster_names())}"
         raise UserError(f"no shipped cluster has the device '{name}', so its links are unknown", todo)
     return found.with_nodes(-(-count // found.devices_per_node))
+
+
+def cluster_for(name: str | None, machine: Machine, ranks: int) -> Cluster | None:
+    """Return the cluster of a run: the named one, or the shipped one with its device, or None."""
+    if name is not None:
+        return load_cluster(name)
+    if not machine.is_gpu:
+        cluster = load_cluster("cpu")
+        links = tuple(link.model_copy(update={"devices": None}) for link in cluster.links)
+        return cluster.model_copy(update={"devices_per_node": max(ranks, 1), "links": links})
+    device = device_like(machine.name)
+    if device is None:
+        return None
+    try:
+        cluster = cluster_of_device(device.key, ranks)
+    except UserError:
+        return None
+    per_node = machine.devices_per_node
+    return cluster.model_copy(update={"devices_per_node": per_node, "nodes": -(-ranks // per_node)})
 
 
 def proc_bytes(file: Path, field: str) -> int | None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
 from arriero.errors import UserError
+from arriero.events import warn
 from arriero.files import publish_file
 from arriero.model.spec import ModelSpec
 
@@ -340,5 +341,11 @@ def cached_measurements(device: str) -> Measured | None:
     """Return what this user has measured on a device of that name, oldest files first; None if nothing."""
     folder = cache_folder()
     files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
-    wanted = [path for path in files if MeasuredFile.read(path).device == device]
+    wanted = []
+    for path in files:
+        try:
+            if MeasuredFile.read(path).device == device:
+                wanted.append(path)
+        except UserError as error:
+            warn(f"{error.what}; it is not used")
     return read_measured(wanted) if wanted else None

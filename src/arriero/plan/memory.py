@@ -5,7 +5,7 @@ moment; `tests/plan/test_measured_memory.py` compares it with measurements. See 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from math import prod
@@ -40,6 +40,17 @@ USABLE = 0.97
 _USABLE_ON_CPU = 0.9
 
 Parts = dict[str, float]
+# what `with_choices` keeps
+_INDEPENDENT = (
+    "_per_rank",
+    "_uses_fsdp",
+    "_gradient_bytes",
+    "_vocabulary",
+    "_largest_matrix",
+    "_block_sizes",
+    "_held_blocks",
+    "_block",
+)
 
 
 def usable_bytes(free: int, on_gpu: bool) -> float:
@@ -80,8 +91,7 @@ class Choices:
     reshard: bool | int = True
 
 
-@dataclass(frozen=True)
-class _Stage:
+class _Stage(NamedTuple):
     """What one pipeline rank holds: its blocks by kind, the embedding, the head, and their sizes."""
 
     rank: int
@@ -108,6 +118,12 @@ class MemoryEstimate:
     tokens: int
     sequences: int
 
+    def with_choices(self, choices: Choices) -> "MemoryEstimate":
+        """Return the estimate of other choices; sizes that do not depend on them are not computed again."""
+        other = replace(self, choices=choices)
+        vars(other).update({name: value for name, value in vars(self).items() if name in _INDEPENDENT})
+        return other
+
     @property
     def state(self) -> int:
         """Bytes of weights, gradients and optimizer state before an update."""
@@ -130,18 +146,14 @@ class MemoryEstimate:
         """Return the peak of allocated memory at a micro-batch size."""
         return round(sum(self.parts(micro_batch).values()))
 
-    def fits(self, micro_batch: int, free: int) -> bool:
-        return self.bytes(micro_batch) <= usable_bytes(free, self.mode.on_gpu)
-
     def parts(self, micro_batch: int) -> Parts:
         """Return what lives at the peak, in bytes: the rows of a memory table."""
-        count = -(-self.sequences // micro_batch)
-        moments = (
-            {"weights": self._weights(stage), "optimizer state": self._moments(stage), **moment}
-            for stage in self._stages
-            for moment in self._timeline(stage, micro_batch, count)
-        )
-        parts = max(moments, key=lambda each: sum(each.values()))
+        count, most, parts = -(-self.sequences // micro_batch), -1.0, {}
+        for stage in self._stages:
+            own = {"weights": self._weights(stage), "optimizer state": self._moments(stage)}
+            moment = max(self._timeline(stage, micro_batch, count), key=lambda each: sum(each.values()))
+            if (total := sum(own.values()) + sum(moment.values())) > most:
+                most, parts = total, {**own, **moment}
         if self.mode.on_gpu:
             parts["workspace"] = _WORKSPACE + self.sequences * self.tokens * _TOKEN_BYTES
             parts["communication"] = _COMMUNICATION if self.layout.ranks > 1 else 0
@@ -197,12 +209,6 @@ class MemoryEstimate:
         return parallel.stages_per_rank or SCHEDULES[parallel.schedule].stages_per_rank
 
     @cached_property
-    def _cuts(self) -> tuple[range, ...]:
-        if self.layout.pp == 1:
-            return (range(self.spec.layers),)
-        return cut_stages(self.spec, self.config.data.seq_len, self.layout.pp * self._per_rank)
-
-    @property
     def _uses_fsdp(self) -> bool:
         return self.layout.uses_fsdp
 
@@ -324,27 +330,27 @@ class MemoryEstimate:
         return ("*",) if has_adapter else self.config.optim.freeze
 
     @cached_property
-    def _stages(self) -> list[_Stage]:
-        """Return the pipeline ranks that may need most: both ends, and the second."""
-        pp, layers = self.layout.pp, self.spec.layers
-        recomputed = self.choices.checkpointing.blocks(layers)
+    def _held_blocks(self) -> list[tuple[int, list[int], Sizes, bool, bool]]:
+        """Return the pipeline ranks that may need most, both ends and the second: blocks, sizes and ends."""
+        pp = self.layout.pp
+        count = pp * self._per_rank if pp > 1 else 1
+        cuts = cut_stages(self.spec, self.config.data.seq_len, count)
         found = []
         for rank in sorted({0, min(1, pp - 1), pp - 1}):
             places = stages_of(self.config.parallel.schedule, rank, pp, self._per_rank) if pp > 1 else [0]
-            blocks = [i for place in places for i in self._cuts[place]]
-            has_embedding, has_head = 0 in places, len(self._cuts) - 1 in places
+            blocks = [i for place in places for i in cuts[place]]
+            ends = 0 in places, count - 1 in places
+            found.append((rank, blocks, self._stage_sizes(blocks, *ends), *ends))
+        return found
+
+    @cached_property
+    def _stages(self) -> list[_Stage]:
+        recomputed = self.choices.checkpointing.blocks(self.spec.layers)
+        found = []
+        for rank, blocks, sizes, has_embedding, has_head in self._held_blocks:
             again = sum(i in recomputed for i in blocks)
-            found.append(
-                _Stage(
-                    rank,
-                    self._stage_sizes(blocks, has_embedding, has_head),
-                    len(blocks) - again,
-                    again,
-                    blocks[-1] in recomputed,
-                    has_embedding,
-                    has_head,
-                )
-            )
+            last = blocks[-1] in recomputed
+            found.append(_Stage(rank, sizes, len(blocks) - again, again, last, has_embedding, has_head))
         return found
 
     def _stage_sizes(self, blocks: Sequence[int], has_embedding: bool, has_head: bool) -> Sizes:

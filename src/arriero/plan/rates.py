@@ -6,9 +6,11 @@ that their group crosses. Imports no torch.
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from arriero.plan.hardware import Cluster, Link
+from arriero.config.schema import RunConfig
+from arriero.plan.hardware import Cluster, Link, Machine, cluster_for, cluster_of_device
 from arriero.plan.measured import Measured
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p"]
@@ -166,6 +168,12 @@ class Rates:
         """Return the seconds of a collective; `size` is the whole tensor in bytes, per rank."""
         if group.size < 2 or size <= 0:
             return 0.0
+        key = (kind, size, group)
+        if key not in self.memo:
+            self.memo[key] = self._collective(kind, size, group)
+        return self.memo[key]
+
+    def _collective(self, kind: Collective, size: float, group: Group) -> float:
         per_node = self.cluster.devices_per_node
         local = min(group.size, max(1, per_node // group.stride))
         nodes = math.ceil(group.size / local)
@@ -203,6 +211,17 @@ class Rates:
     def _reached(self, link: Link) -> float:
         within = link.devices is not None and link.devices <= self.cluster.devices_per_node
         return _NODE_LINK if within else _NETWORK_LINK
+
+
+def ranking_rates(config: RunConfig, machine: Machine, ranks: int) -> Rates:
+    """Return the speed by which settings of one layout are compared; that of an H100 for unknown GPUs."""
+    cluster = cluster_for(config.run.cluster, machine, ranks)
+    return _cached_rates(cluster or cluster_of_device("h100", ranks))
+
+
+@lru_cache(maxsize=16)
+def _cached_rates(cluster: Cluster) -> Rates:
+    return Rates(cluster)
 
 
 def _share(kind: Collective, size: int, inside: int, reach: int) -> float:

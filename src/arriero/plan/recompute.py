@@ -1,16 +1,30 @@
-"""What the backward pass recomputes of a block, for HFU and for the time of a step. Imports no torch itself:
-`block_costs` does where a block must be traced."""
+"""What the backward pass recomputes of a block, for HFU and for the time of a step.
 
+Imports no torch itself: `block_costs` does where a block must be traced.
+"""
+
+from functools import cache
 from itertools import groupby
+from math import prod
+from typing import NamedTuple
 
 from arriero.config.fields import ActivationCheckpointing
-from arriero.model.costs import Operation, block_costs
+from arriero.model.costs import block_costs
+from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec, Recompute
 
 # layers that share their input, and that one matmul computes where it may
 _JOINED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate-up", "up": "gate-up"}
 
 
+class _Matmul(NamedTuple):
+    """A linear layer of a block: its name and its FLOPs per token."""
+
+    module: str
+    flops: float
+
+
+@cache
 def recomputed(
     spec: ModelSpec,
     checkpointing: ActivationCheckpointing,
@@ -32,7 +46,7 @@ def recomputed(
         return _within_budget(spec, float(checkpointing.amount), fused_qkv)
     if compiled and not checkpointing.is_selective and not tiled:
         return Recompute(share, share)
-    matmuls = [each for each in block_costs(spec, compiled=False).forward if each.kind == "matmul"]
+    matmuls = _matmuls(spec)
     total = sum(each.flops for each in matmuls)
     if tiled:
         feed_forward = sum(each.flops for each in matmuls if each.module.startswith("ffn."))
@@ -45,11 +59,20 @@ def recomputed(
     return Recompute(share * sum(again) / total, 0.0 if checkpointing.is_selective else share)
 
 
-def _flops_of_calls(matmuls: list[Operation], joins_qkv: bool, joins_ffn: bool) -> list[float]:
+def _matmuls(spec: ModelSpec) -> list[_Matmul]:
+    """Return the linear layers of a block in the order of their calls, by its shapes or traced."""
+    if shapes := family_of(spec.family).block_shapes:
+        named = {name.removesuffix(".weight"): shape for name, shape in shapes(spec).items()}
+        return [_Matmul(name, 2.0 * prod(shape)) for name, shape in named.items() if len(shape) == 2]
+    forward = block_costs(spec, compiled=False).forward
+    return [_Matmul(each.module, each.flops) for each in forward if each.kind == "matmul"]
+
+
+def _flops_of_calls(matmuls: list[_Matmul], joins_qkv: bool, joins_ffn: bool) -> list[float]:
     """Return the FLOPs per token of each matmul in order, with joined layers as one."""
     names = {"qkv": joins_qkv, "gate-up": joins_ffn}
 
-    def call(numbered: tuple[int, Operation]) -> object:
+    def call(numbered: tuple[int, _Matmul]) -> object:
         number, each = numbered
         parent, _, name = each.module.rpartition(".")
         joint = _JOINED.get(name, "")

@@ -7,43 +7,20 @@ from typing import Any, Literal, NamedTuple
 
 from arriero.config.fields import ActivationCheckpointing
 from arriero.config.keys import ConfigError, Problem
-from arriero.config.schema import MemorySection, ParallelSection, PrecisionSection, RunConfig
+from arriero.config.schema import MemorySection, ParallelSection, RunConfig
 from arriero.config.timeline import Phase, Timeline
 from arriero.model.spec import ModelSpec
-from arriero.plan.choose import Chooser, Plan, loss_chunk, refusal
+from arriero.plan.blocks import Work
+from arriero.plan.choose import Chooser, Setting, loss_chunk, micro_batch_sizes
 from arriero.plan.hardware import Machine
-from arriero.plan.layout import (
-    AXES,
-    SCHEDULES,
-    Layout,
-    cut_stages,
-    divide_context,
-    divisors,
-    micro_batch_counts,
-    stages_of,
-)
+from arriero.plan.layout import AXES, Layout, cut_stages, stages_of
 from arriero.plan.memory import Choices, MemoryEstimate
-from arriero.plan.rules import (
-    Compute,
-    Draft,
-    adapter_problems,
-    checkpointing_problems,
-    context_problems,
-    device_problems,
-    float8_problems,
-    model_problems,
-    phase_key,
-    setting_problems,
-    with_checkpointing,
-)
-from arriero.units import Span, counted, human_bytes, human_count
+from arriero.plan.rates import ranking_rates
+from arriero.plan.rules import Compute, Draft, checkpointing_problems, device_problems, spec_of
+from arriero.units import Span, counted, human_bytes
 
-# parameters of a block below which compiling it does not pay
-_WORTH_COMPILING = 1_000_000
 _LEAST_MEMORY = "the rank with the least free memory decides"
 _AS_STARTED = "as the run was started"
-# more tokens in a micro-batch do not make a GPU faster
-_MOST_TOKENS = 65_536
 
 
 @dataclass(frozen=True)
@@ -101,7 +78,8 @@ class Resolved:
     @property
     def memory(self) -> MemorySection:
         """The memory section with the derived activation checkpointing."""
-        return with_checkpointing(self.config, self.activation_checkpointing).memory
+        chosen = {"memory.activation_checkpointing": self.activation_checkpointing}
+        return self.config.with_values(chosen).memory
 
     @property
     def predicted_bytes(self) -> int:
@@ -125,6 +103,12 @@ class Resolved:
             "memory.loss_chunk": self.loss_chunk,
             "parallel.sync": self.sync,
         }
+
+    def work(self, phase: int = 0) -> Work:
+        """Return the step of one of the phases, for its predicted time."""
+        draft = Draft(self.config, self.machine, self.spec, self.layout, self.compute, self.compiled)
+        choices = Choices(self.activation_checkpointing, self.loss_chunk, self.sync, self.reshard)
+        return draft.work(choices, self.shares[phase].micro_batch, phase)
 
     def stages_of(self, rank: int) -> list[range]:
         """Return the blocks of each stage that a rank holds."""
@@ -161,25 +145,15 @@ def resolve(
         from arriero.plan.auto import resolve_planned
 
         return resolve_planned(config, machine, ranks)
-    spec = ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
-    parallel, problems = config.parallel, [*device_problems(config, machine)]
-    layout = _layout(parallel, ranks, problems)
+    spec, problems = spec_of(config), [*device_problems(config, machine)]
+    layout = _layout(config.parallel, ranks, problems)
     kept = kept if kept and kept.get("ranks") == str(layout) else {}
-    compute, compute_reason = _compute(config.precision, machine, problems)
-    stages = layout.pp * _stages_per_rank(parallel, problems) if layout.pp > 1 else 1
-    compiled, compile_reason = _compiled(config, spec, layout, machine)
-    heads, kv_heads = (max(1, count // layout.tp) for count in (spec.heads, spec.kv_heads))
-    ulysses, ring = divide_context(layout.cp, heads, kv_heads, parallel.context)
-    draft = Draft(config, machine, spec, layout, compute, compiled)
-    problems += model_problems(spec, layout, stages)
-    problems += context_problems(draft, ulysses, ring, heads, kv_heads)
-    problems += float8_problems(draft)
-    problems += adapter_problems(draft)
-    problems += setting_problems(draft)
-    sizes = _micro_batch_sizes(draft, stages, kept, problems) if layout.ranks == ranks else []
+    draft = Draft.of(config, machine, spec, layout)
+    problems += draft.problems()
+    sizes = micro_batch_sizes(draft, kept, problems) if layout.ranks == ranks else []
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    plan, fits = Chooser(draft, sizes, kept).best()
+    plan, fits = Chooser(draft, sizes, kept).best(ranking_rates(config, machine, ranks))
     if not fits and kept:
         return resolve(config, machine, ranks)
     estimates = draft.estimates(plan.choices)
@@ -189,14 +163,14 @@ def resolve(
     if problems := [*checkpointing_problems(draft, choices.checkpointing)]:
         raise ConfigError(problems)
     shares = [Share(e.sequences, size) for e, size in zip(estimates, plan.micro_batches, strict=True)]
-    cuts = cut_stages(spec, config.data.seq_len, stages)
+    cuts, (ulysses, ring) = cut_stages(spec, config.data.seq_len, draft.stages), draft.context
     device_reason = "a GPU is available" if machine.is_gpu else "no GPU is available"
     decisions = [
         Decision("device", machine.name, _reason(config.run.device, device_reason)),
-        Decision("compute", compute, compute_reason),
-        Decision("compile", str(compiled).lower(), compile_reason),
+        Decision("compute", draft.compute, draft.reasons[0]),
+        Decision("compile", str(draft.compiled).lower(), draft.reasons[1]),
         *_memory_decisions(draft, plan, fits, shares, estimates, kept),
-        *_layout_decisions(parallel, layout, ulysses, ring, cuts),
+        *_layout_decisions(config.parallel, layout, ulysses, ring, cuts),
     ]
     return Resolved(
         config=config,
@@ -212,8 +186,8 @@ def resolve(
         activation_checkpointing=choices.checkpointing,
         sync=choices.sync,
         reshard=choices.reshard,
-        compiled=compiled,
-        compute=compute,
+        compiled=draft.compiled,
+        compute=draft.compute,
         decisions=tuple(decisions),
         kept=kept,
     )
@@ -244,120 +218,18 @@ def _layout(section: ParallelSection, ranks: int, problems: list[Problem]) -> La
     return layout
 
 
-def _compute(section: PrecisionSection, machine: Machine, problems: list[Problem]) -> tuple[Compute, str]:
-    """Return the precision of activations and matmuls, and the reason."""
-    wanted, reason = section.compute, "as configured"
-    if wanted == "auto" and section.master == "bf16":
-        wanted, reason = "bf16", "precision.master is 'bf16'"
-    if wanted == "bf16" and not machine.bf16:
-        what = f"{machine.name} does not support bf16"
-        problems.append(Problem("precision.compute", what, "set it to 'fp32' or 'fp16'"))
-    if section.master == "bf16" and wanted != "bf16":
-        what = f"weights in bf16 compute in bf16, and precision.compute is '{wanted}'"
-        todo = "set precision.compute = 'bf16', or this to 'fp32'"
-        problems.append(Problem("precision.master", what, todo))
-    if wanted != "auto":
-        return wanted, reason
-    if not machine.is_gpu:
-        return "fp32", "the default on a CPU"
-    return ("bf16", f"{machine.name} supports bf16") if machine.bf16 else ("fp32", "the GPU has no bf16")
-
-
-def _stages_per_rank(section: ParallelSection, problems: list[Problem]) -> int:
-    schedule, asked = SCHEDULES[section.schedule], section.stages_per_rank
-    if asked is None or schedule.allows_stages(asked):
-        return asked or schedule.stages_per_rank
-    needs = "two or more" if schedule.looped else str(schedule.stages_per_rank)
-    what = f"is {asked}, and the schedule '{section.schedule}' needs {needs} stages per rank"
-    todo = "leave it out, or choose another parallel.schedule"
-    problems.append(Problem("parallel.stages_per_rank", what, todo))
-    return schedule.stages_per_rank
-
-
-def _compiled(config: RunConfig, spec: ModelSpec, layout: Layout, machine: Machine) -> tuple[bool, str]:
-    if config.precision.compile != "auto":
-        return config.precision.compile, "as configured"
-    if not machine.is_gpu:
-        return False, "faster on GPUs only"
-    if layout.pp > 1 and SCHEDULES[config.parallel.schedule].splits_backward:
-        return False, f"the schedule '{config.parallel.schedule}' splits the backward pass"
-    if spec.block_parameters < _WORTH_COMPILING:
-        return False, f"blocks have fewer than {human_count(_WORTH_COMPILING)} parameters"
-    return True, "faster on a GPU"
-
-
-def _micro_batch_sizes(
-    draft: Draft, stages: int, kept: Mapping[str, Any], problems: list[Problem]
-) -> list[list[int]]:
-    """Return the micro-batch sizes that each phase allows; a pipeline needs enough equal ones."""
-    found = []
-    phases = Timeline.of(draft.config).phases
-    shares = [draft.layout.rows(phase.sequences) for phase in phases]
-    given, largest = draft.config.train.micro_batch, max(shares)
-    started = kept.get("train.micro_batch", []) if given is None else []
-    for i, (phase, sequences) in enumerate(zip(phases, shares, strict=True)):
-        key = phase_key(i, "batch", "train.batch")
-        if phase.sequences < draft.layout.batch:
-            batch = counted(phase.sequences, "sequence")
-            what = (
-                f"a batch of {batch} leaves some of the {draft.layout.batch} data-parallel ranks without any"
-            )
-            problems.append(Problem(key, what, "raise it, or give more ranks to cp, tp or pp"))
-            continue
-        asked = min(given, sequences) if given and given <= largest else given
-        sizes = _allowed_sizes(draft, asked, stages, sequences, phase.seq_len // draft.layout.cp)
-        if not sizes:
-            problems.append(_indivisible(draft, asked, sequences, key))
-        elif i < len(started) and (started[i] in sizes or (draft.layout.pp == 1 and started[i] <= sequences)):
-            sizes = [started[i]]
-        found.append(sizes)
-    return found
-
-
-def _allowed_sizes(draft: Draft, given: int | None, stages: int, sequences: int, tokens: int) -> list[int]:
-    pp = draft.layout.pp
-    if pp > 1:
-        counts = list(micro_batch_counts(draft.schedule, sequences, pp, stages // pp))
-        if given is None:
-            counts = [n for n in counts if n >= 4 * pp] or counts[-1:]
-        sizes = [sequences // n for n in counts]
-        return sizes if given is None else [size for size in sizes if size == given]
-    if given is not None:
-        return [given] if given <= sequences else []
-    if not draft.machine.is_gpu:
-        # equal micro-batches, unless uneven ones halve their number
-        return sorted({*divisors(sequences), *_sizes(sequences)})
-    most = max(1, _MOST_TOKENS // tokens)
-    return [size for size in sorted({*divisors(sequences), *_sizes(sequences)}) if size <= most] or [1]
-
-
-def _indivisible(draft: Draft, given: int | None, sequences: int, key: str) -> Problem:
-    pp = draft.layout.pp
-    size = "micro-batches" if given is None else f"micro-batches of {given}"
-    where = f" for the schedule '{draft.schedule}' over {pp} ranks" if pp > 1 else ""
-    what = f"the {sequences} sequences of a rank cannot be divided into {size}{where}"
-    if given is None:
-        return Problem(key, what, "raise it")
-    return Problem("train.micro_batch", what, f"leave it out, or raise {key}")
-
-
 def _does_not_fit(
-    draft: Draft, plan: Plan, fits: bool, estimates: Sequence[MemoryEstimate]
+    draft: Draft, plan: Setting, fits: bool, estimates: Sequence[MemoryEstimate]
 ) -> Problem | None:
     """Return the problem of a run that cannot fit. On a CPU only weights and optimizer state are certain."""
     free = draft.machine.memory_free
     needed = plan.bytes if draft.machine.is_gpu else max(each.state for each in estimates)
-    return None if fits or needed <= free else refusal(draft, plan, estimates)
+    if fits or needed <= free:
+        return None
+    # advice tries other settings and layouts, which it resolves
+    from arriero.plan.advice import refusal
 
-
-def _sizes(sequences: int) -> list[int]:
-    """Return ceil(sequences / n) for all n: every size that the largest of n micro-batches can have."""
-    sizes, count = [], 1
-    while count < sequences:
-        less = (sequences - 1) // count
-        sizes.append(less + 1)
-        count = (sequences - 1) // less + 1
-    return [*sizes, 1]
+    return refusal(draft, plan, estimates)
 
 
 def _share_decision(phase: Phase, share: Share, reason: str) -> Decision:
@@ -373,7 +245,7 @@ def _share_decision(phase: Phase, share: Share, reason: str) -> Decision:
 
 def _memory_decisions(
     draft: Draft,
-    plan: Plan,
+    plan: Setting,
     fits: bool,
     shares: Sequence[Share],
     estimates: Sequence[MemoryEstimate],

@@ -4,23 +4,27 @@ Each rule yields problems with the key to change and what to do. Most layout rul
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from arriero.config.fields import ActivationCheckpointing
 from arriero.config.keys import Problem
-from arriero.config.schema import RunConfig
+from arriero.config.schema import PrecisionSection, RunConfig
 from arriero.config.timeline import Timeline, config_of
 from arriero.model.costs import Mode
 from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec
+from arriero.plan.blocks import Work, shared_work
 from arriero.plan.hardware import Machine
-from arriero.plan.layout import SCHEDULES, Layout, tokens_divisor
+from arriero.plan.layout import SCHEDULES, Layout, cut_stages, divide_context, tokens_divisor
 from arriero.plan.memory import Choices, MemoryEstimate, estimate_memory
+from arriero.units import human_count
 
 Compute = Literal["fp32", "bf16", "fp16"]
 BYTES: Mapping[Compute, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+# parameters of a block below which compiling it does not pay
+_WORTH_COMPILING = 1_000_000
 # float8 matmuls take dimensions that are multiples of this
 _FLOAT8_MULTIPLE = 16
 _KEY = "memory.activation_checkpointing"
@@ -29,7 +33,10 @@ _OTHER_SCHEDULE = "set parallel.schedule to 'interleaved-1f1b'"
 
 @dataclass(frozen=True)
 class Draft:
-    """The settings that are derived first, and that the rules and the memory estimate look at."""
+    """A run in one layout, before its micro-batch and memory settings are chosen.
+
+    `reasons` are why the precision is `compute`, and why blocks are compiled or not.
+    """
 
     config: RunConfig
     machine: Machine
@@ -37,6 +44,14 @@ class Draft:
     layout: Layout
     compute: Compute
     compiled: bool
+    reasons: tuple[str, str] = ("", "")
+
+    @classmethod
+    def of(cls, config: RunConfig, machine: Machine, spec: ModelSpec, layout: Layout) -> "Draft":
+        """Derive the precision and whether blocks are compiled."""
+        compute, why = _compute(config.precision, machine)
+        compiled, because = _compiled(config, spec, layout, machine)
+        return cls(config, machine, spec, layout, compute, compiled, (why, because))
 
     @property
     def schedule(self) -> str:
@@ -45,6 +60,27 @@ class Draft:
     @property
     def splits_backward(self) -> bool:
         return self.layout.pp > 1 and SCHEDULES[self.schedule].splits_backward
+
+    @property
+    def stages_per_rank(self) -> int:
+        schedule, asked = SCHEDULES[self.schedule], self.config.parallel.stages_per_rank
+        return asked if asked and schedule.allows_stages(asked) else schedule.stages_per_rank
+
+    @property
+    def stages(self) -> int:
+        """The number of pipeline stages."""
+        return self.layout.pp * self.stages_per_rank if self.layout.pp > 1 else 1
+
+    @cached_property
+    def context(self) -> tuple[int, int]:
+        """The degrees of Ulysses and of ring attention."""
+        return divide_context(self.layout.cp, *self.heads, self.config.parallel.context)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query and key/value heads of a tensor-parallel rank."""
+        tp = self.layout.tp
+        return max(1, self.spec.heads // tp), max(1, self.spec.kv_heads // tp)
 
     @property
     def element(self) -> int:
@@ -67,13 +103,84 @@ class Draft:
 
     def estimates(self, choices: Choices) -> list[MemoryEstimate]:
         """Return the memory estimate of each phase."""
+        return [each.with_choices(choices) for each in self._any_estimates]
+
+    @cached_property
+    def _any_estimates(self) -> list[MemoryEstimate]:
+        choices = Choices(ActivationCheckpointing("none"), False)
         sizes = self.spec, self.layout, choices, self.mode
-        return [estimate_memory(config, *sizes) for config in self.phase_configs]
+        found = [estimate_memory(config, *sizes) for config in self.phase_configs]
+        for each in found:
+            # computes the sizes that all choices share
+            each.bytes(1)
+        return found
+
+    @cached_property
+    def _work(self) -> Work:
+        """The step with the settings that are not chosen."""
+        cuts = cut_stages(self.spec, self.config.data.seq_len, self.stages)
+        return replace(
+            shared_work(self.config, self.spec, self.compute),
+            layout=self.layout,
+            compiled=self.compiled,
+            fused_qkv=self.mode.fused_qkv,
+            fused_float8=self.mode.float8,
+            ulysses=self.context[0],
+            ring=self.context[1],
+            schedule=self.schedule,
+            stages=tuple(map(len, cuts)),
+        )
+
+    def work(self, choices: Choices, micro_batch: int, phase: int = 0) -> Work:
+        """Return the step of a phase with these choices, for its predicted time."""
+        config = self.phase_configs[phase]
+        sequences = self.layout.rows(config.train.batch.amount // config.data.seq_len)
+        count = -(-sequences // micro_batch)
+        return replace(
+            self._work,
+            seq_len=config.data.seq_len,
+            micro_batch=sequences / count,
+            micro_batches=count,
+            checkpointing=choices.checkpointing,
+            reshard=choices.reshard is not False,
+            sync_each=choices.sync == "each",
+        )
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what the layout, the model or the machine does not allow."""
+        yield from _precision_problems(self)
+        yield from _model_problems(self)
+        yield from _context_problems(self)
+        yield from _float8_problems(self)
+        yield from _adapter_problems(self)
+        yield from _setting_problems(self)
 
 
-def with_checkpointing(config: RunConfig, checkpointing: ActivationCheckpointing) -> RunConfig:
-    memory = config.memory.model_copy(update={"activation_checkpointing": checkpointing})
-    return config.model_copy(update={"memory": memory})
+def _compute(section: PrecisionSection, machine: Machine) -> tuple[Compute, str]:
+    """Return the precision of activations and matmuls, and the reason."""
+    if section.compute != "auto":
+        return section.compute, "as configured"
+    if section.master == "bf16":
+        return "bf16", "precision.master is 'bf16'"
+    if not machine.is_gpu:
+        return "fp32", "the default on a CPU"
+    return ("bf16", f"{machine.name} supports bf16") if machine.bf16 else ("fp32", "the GPU has no bf16")
+
+
+def _compiled(config: RunConfig, spec: ModelSpec, layout: Layout, machine: Machine) -> tuple[bool, str]:
+    if config.precision.compile != "auto":
+        return config.precision.compile, "as configured"
+    if not machine.is_gpu:
+        return False, "faster on GPUs only"
+    if layout.pp > 1 and SCHEDULES[config.parallel.schedule].splits_backward:
+        return False, f"the schedule '{config.parallel.schedule}' splits the backward pass"
+    if spec.block_parameters < _WORTH_COMPILING:
+        return False, f"blocks have fewer than {human_count(_WORTH_COMPILING)} parameters"
+    return True, "faster on a GPU"
+
+
+def spec_of(config: RunConfig) -> ModelSpec:
+    return ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
 
 
 def phase_key(phase: int, name: str, first: str) -> str:
@@ -90,8 +197,19 @@ def device_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
         yield Problem("run.device", f"is 'cpu', but {machine.name} is a GPU", "set it to 'auto' or 'cuda'")
 
 
-def model_problems(spec: ModelSpec, layout: Layout, stages: int) -> Iterator[Problem]:
-    tp = layout.tp
+def _precision_problems(draft: Draft) -> Iterator[Problem]:
+    section, machine = draft.config.precision, draft.machine
+    if draft.compute == "bf16" and not machine.bf16:
+        what = f"{machine.name} does not support bf16"
+        yield Problem("precision.compute", what, "set it to 'fp32' or 'fp16'")
+    if section.master == "bf16" and draft.compute != "bf16":
+        what = f"weights in bf16 compute in bf16, and precision.compute is '{draft.compute}'"
+        todo = "set precision.compute = 'bf16', or this to 'fp32'"
+        yield Problem("precision.master", what, todo)
+
+
+def _model_problems(draft: Draft) -> Iterator[Problem]:
+    spec, tp, stages = draft.spec, draft.layout.tp, draft.stages
     if tp > 1 and not family_of(spec.family).placements:
         what = f"the model family '{spec.family}' has no tensor-parallel placements"
         yield Problem("parallel.tp", what, "set it to 1")
@@ -107,7 +225,7 @@ def model_problems(spec: ModelSpec, layout: Layout, stages: int) -> Iterator[Pro
         yield Problem("parallel.pp", what, "lower parallel.pp or parallel.stages_per_rank")
 
 
-def adapter_problems(draft: Draft) -> Iterator[Problem]:
+def _adapter_problems(draft: Draft) -> Iterator[Problem]:
     config, layout, base = draft.config, draft.layout, draft.config.precision.base_weights
     if layout.tp > 1 and base in ("int8", "nf4"):
         what = f"'{base}' weights are not split by tensor parallelism"
@@ -124,8 +242,9 @@ def adapter_problems(draft: Draft) -> Iterator[Problem]:
         yield Problem("prefix.tokens", what, f"set data.seq_len to {draft.spec.max_seq_len - prefix} or less")
 
 
-def context_problems(draft: Draft, ulysses: int, ring: int, heads: int, kv_heads: int) -> Iterator[Problem]:
-    cp, tp = draft.layout.cp, draft.layout.tp
+def _context_problems(draft: Draft) -> Iterator[Problem]:
+    cp, tp, (ulysses, ring) = draft.layout.cp, draft.layout.tp, draft.context
+    heads, kv_heads = draft.heads
     if cp > 1 and (reason := family_of(draft.spec.family).no_context):
         yield Problem("parallel.cp", reason, "set it to 1")
         return
@@ -151,7 +270,7 @@ def context_problems(draft: Draft, ulysses: int, ring: int, heads: int, kv_heads
                 break
 
 
-def setting_problems(draft: Draft) -> Iterator[Problem]:
+def _setting_problems(draft: Draft) -> Iterator[Problem]:
     config, layout = draft.config, draft.layout
     if layout.pp > 1:
         yield from _pipeline_problems(draft)
@@ -190,7 +309,12 @@ def checkpointing_problems(draft: Draft, checkpointing: ActivationCheckpointing)
 
 
 def _pipeline_problems(draft: Draft) -> Iterator[Problem]:
-    name = draft.schedule
+    name, asked = draft.schedule, draft.config.parallel.stages_per_rank
+    if asked and not SCHEDULES[name].allows_stages(asked):
+        needs = "two or more" if SCHEDULES[name].looped else str(SCHEDULES[name].stages_per_rank)
+        what = f"is {asked}, and the schedule '{name}' needs {needs} stages per rank"
+        todo = "leave it out, or choose another parallel.schedule"
+        yield Problem("parallel.stages_per_rank", what, todo)
     if draft.splits_backward and draft.compiled:
         what = f"the schedule '{name}' splits the backward pass, and compiled blocks cannot"
         yield Problem("precision.compile", what, f"set it to false, or {_OTHER_SCHEDULE}")
@@ -204,7 +328,7 @@ def _pipeline_problems(draft: Draft) -> Iterator[Problem]:
         yield Problem("parallel.schedule", what, "set it to 'zero-bubble' or 'interleaved-1f1b'")
 
 
-def float8_problems(draft: Draft) -> Iterator[Problem]:
+def _float8_problems(draft: Draft) -> Iterator[Problem]:
     section, cp = draft.config.precision, draft.layout.cp
     if section.float8_head:
         yield from _float8_head_problems(draft)

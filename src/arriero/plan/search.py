@@ -8,47 +8,28 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations
 from math import inf, prod
-from typing import Any, Literal
+from typing import Any
 
-from arriero.config.fields import ActivationCheckpointing
 from arriero.config.keys import ConfigError
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
-from arriero.plan.blocks import Work, reshards, shared_work
-from arriero.plan.candidates import Candidate, Choice, Constraint, Plan, Rejection, Sync
-from arriero.plan.choose import loss_chunk
+from arriero.plan.candidates import Candidate, Choice, Constraint, Plan, Rejection
+from arriero.plan.choose import Chooser, loss_chunk, micro_batch_sizes
 from arriero.plan.hardware import Cluster, Machine
-from arriero.plan.layout import (
-    AXES,
-    SCHEDULES,
-    Layout,
-    cut_stages,
-    divide_context,
-    divisors,
-    micro_batch_counts,
-)
-from arriero.plan.memory import Choices, usable_bytes
+from arriero.plan.layout import AXES, SCHEDULES, Layout, divisors
+from arriero.plan.memory import usable_bytes
 from arriero.plan.rates import Rates
 from arriero.plan.resolve import resolve
-from arriero.plan.rules import (
-    Draft,
-    checkpointing_problems,
-    context_problems,
-    float8_problems,
-    model_problems,
-    setting_problems,
-)
+from arriero.plan.rules import Draft, spec_of
 from arriero.plan.timing import step_time
 from arriero.units import counted, human_bytes
 
 # schedules worth a try with their stages per rank; gpipe, looped-bfs and dualpipev are dominated
 _SCHEDULES = (("1f1b", (1,)), ("interleaved-1f1b", (2, 4)), ("zbv", (2,)), ("zero-bubble", (2,)))
-_CHECKPOINTING = ("none", "selective", "fraction:1/4", "fraction:1/2", "fraction:3/4", "full")
-_MOST_SIZES = 6
 _TOO_LARGE = "needs more memory"
 
 
@@ -69,7 +50,7 @@ class _Search:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        return ModelSpec.from_dict(self.config.model.model_dump(exclude={"preset"}))
+        return spec_of(self.config)
 
     @cached_property
     def usable(self) -> float:
@@ -91,7 +72,7 @@ class _Search:
         found = self.rejected.setdefault(re.sub(r"\d+", "#", reason), [reason, 0, str(what)])
         found[1] += count
 
-    def too_large(self, what: Callable[[], str] = str, needed: float = inf) -> None:
+    def too_large(self, what: Callable[[], str], needed: float) -> None:
         """Count a candidate that does not fit; the example is the one that needs least."""
         self.considered += 1
         found = self.rejected.setdefault(_TOO_LARGE, [self.too_large_reason, 0, ""])
@@ -238,181 +219,25 @@ def _schedules(search: _Search, layout: Layout) -> Iterator[tuple[str, int]]:
 
 
 def _candidates_in(search: _Search, layout: Layout, schedule: str, per_rank: int) -> Iterator[Candidate]:
-    stages = layout.pp * per_rank if layout.pp > 1 else 1
-    draft = _draft(search, layout, schedule)
-    spec, config = search.spec, search.config
-    heads, kv_heads = (max(1, count // layout.tp) for count in (spec.heads, spec.kv_heads))
-    ulysses, ring = divide_context(layout.cp, heads, kv_heads, config.parallel.context)
-    problems = [
-        *model_problems(spec, layout, stages),
-        *context_problems(draft, ulysses, ring, heads, kv_heads),
-    ]
-    problems += float8_problems(draft)
+    """Yield what fits of one layout and schedule, with every combination of settings that is free."""
+    values = {"parallel.schedule": schedule, "parallel.stages_per_rank": per_rank}
+    config = search.config.with_values(values if layout.pp > 1 else {})
+    draft = Draft.of(config, search.machine, search.spec, layout)
+    problems = [*draft.problems()]
+    sizes = micro_batch_sizes(draft, {}, problems)
     if problems:
         search.reject(f"{problems[0].key} {problems[0].what}", layout)
         return
-    rows = layout.rows(search.sequences)
-    sizes = _sizes(search, layout, schedule, per_rank, rows)
-    if not sizes:
-        search.reject(f"the schedule '{schedule}' needs more micro-batches than a rank has sequences", layout)
-        return
-    for reshard, sync in _policies(search, layout):
-        yield from _fitting(search, draft, (schedule, per_rank, reshard, sync), (ulysses, ring), sizes, rows)
-
-
-def _draft(search: _Search, layout: Layout, schedule: str) -> Draft:
-    """Return the settings that the rules of `resolve` look at, without resolving the run."""
-    config, machine = search.config, search.machine
-    parallel = config.parallel.model_copy(update={"schedule": schedule})
-    config = config.model_copy(update={"parallel": parallel})
-    compute = _compute(config, machine)
-    splits = layout.pp > 1 and SCHEDULES[schedule].splits_backward
-    compiled = config.precision.compile
-    if compiled == "auto":
-        compiled = machine.is_gpu and not splits
-    return Draft(config, machine, search.spec, layout, compute, bool(compiled))
-
-
-def _compute(config: RunConfig, machine: Machine) -> Literal["fp32", "bf16", "fp16"]:
-    if config.precision.compute != "auto":
-        return config.precision.compute
-    if config.precision.master == "bf16":
-        return "bf16"
-    return "bf16" if machine.is_gpu and machine.bf16 else "fp32"
-
-
-def _sizes(search: _Search, layout: Layout, schedule: str, per_rank: int, rows: int) -> list[int]:
-    """Return the micro-batch sizes to try, the largest first."""
-    if layout.pp > 1:
-        sizes = [rows // count for count in micro_batch_counts(schedule, rows, layout.pp, per_rank)]
-    else:
-        sizes = divisors(rows)
-    if search.sets("train", "micro_batch"):
-        given = search.config.train.micro_batch
-        assert given is not None
-        if layout.pp > 1:
-            return [given] if given in sizes else []
-        return [min(given, rows)]
-    return sorted(sizes, reverse=True)[-_MOST_SIZES:]
-
-
-def _policies(search: _Search, layout: Layout) -> list[tuple[Any, Sync]]:
-    """Return the policies of resharding and of gradient reduction that a layout can have."""
-    section = search.config.parallel
-    reshards: list[Any] = ["always", "never"] if layout.fsdp > 1 else ["auto"]
-    if layout.pp > 1:
-        reshards = ["never"] if layout.fsdp > 1 else ["auto"]
-    if search.sets("parallel", "reshard"):
-        reshards = [section.reshard]
-    syncs: list[Sync] = ["last", "each"] if layout.fsdp > 1 and layout.pp == 1 else ["last"]
-    if "sync each" in search.exclude:
-        syncs = ["last"]
-    if section.sync != "auto":
-        syncs = [section.sync]
-    return list(product(reshards, syncs))
-
-
-def _checkpointings(search: _Search, draft: Draft) -> Iterator[ActivationCheckpointing]:
-    given = search.config.memory.activation_checkpointing
-    if search.sets("memory", "activation_checkpointing") and given.kind != "auto":
-        yield given
-        return
-    for text in _CHECKPOINTING:
-        each = ActivationCheckpointing.parse(text)
-        if each.kind not in search.exclude and not any(checkpointing_problems(draft, each)):
-            yield each
-
-
-def _fitting(
-    search: _Search,
-    draft: Draft,
-    policy: tuple[str, int, Any, Sync],
-    context: tuple[int, int],
-    sizes: Sequence[int],
-    rows: int,
-) -> Iterator[Candidate]:
-    """Yield the micro-batch sizes and kinds of checkpointing that fit; less recomputation is better."""
-    schedule, per_rank, reshard, sync = policy
-    layout, free = draft.layout, search.usable
-    update = {"reshard": reshard, "sync": sync, "stages_per_rank": per_rank if layout.pp > 1 else None}
-    parallel = draft.config.parallel.model_copy(update=update)
-    draft = replace(draft, config=draft.config.model_copy(update={"parallel": parallel}))
-    left = [size for size in sorted(sizes) if sync == "last" or size < rows]
-    problem = next(setting_problems(draft), None)
-    kinds = [] if problem else list(_checkpointings(search, draft))
-    if problem or not kinds:
-        what = (
-            f"{problem.key} {problem.what}" if problem else "no kind of activation checkpointing is allowed"
-        )
-        search.reject(what, layout)
-        return
-    chunk = loss_chunk(draft)
-    for checkpointing in kinds:
-        choices = Choices(checkpointing, chunk, sync, reshards(reshard, layout))
-        estimates, fitting = draft.estimates(choices), []
-        failed = False
-        for size in left:
-            # larger ones need more, except for all sequences at once, which accumulates no gradients
-            if failed and size < rows:
-                search.too_large()
-                continue
-            choice = Choice(layout, schedule, per_rank, reshard, sync, checkpointing, size)
-            needed = max(each.bytes(min(size, each.sequences)) for each in estimates)
-            if needed <= free:
-                fitting.append(size)
-                yield _candidate(search, draft, choice, context, needed, rows)
-                continue
-            failed = True
+    default = loss_chunk(draft)
+    for choices, (size, *_), needed in Chooser(draft, sizes, exclude=search.exclude).settings():
+        chunk = choices.chunk if choices.chunk != default else None
+        choice = Choice(layout, schedule, per_rank, choices, size, chunk or None)
+        if needed > search.usable:
             search.too_large(choice.__str__, needed)
-        # a size that fits is not tried with more recomputation, which would be slower
-        left = [size for size in left if size not in fitting]
-
-
-def _candidate(
-    search: _Search,
-    draft: Draft,
-    choice: Choice,
-    context: tuple[int, int],
-    memory: int,
-    rows: int,
-) -> Candidate:
-    work = _work(search, draft, choice, context, rows)
-    time = step_time(work, search.rates)
-    search.considered += 1
-    return Candidate(choice, work, time, memory, search.machine.memory_free)
-
-
-def _work(search: _Search, draft: Draft, choice: Choice, context: tuple[int, int], rows: int) -> Work:
-    count = -(-rows // choice.micro_batch)
-    base = _base_work(search, draft)
-    return replace(
-        base,
-        layout=choice.layout,
-        micro_batch=rows / count,
-        micro_batches=count,
-        checkpointing=choice.checkpointing,
-        compiled=draft.compiled,
-        ulysses=context[0],
-        ring=context[1],
-        reshard=reshards(choice.reshard, choice.layout),
-        sync_each=choice.sync == "each",
-        schedule=choice.schedule,
-        stages=_stages(search, choice),
-    )
-
-
-def _base_work(search: _Search, draft: Draft) -> Work:
-    """Return the settings of the run file, which all candidates share."""
-    memo = search.rates.memo
-    key = ("work", draft.compute)
-    if key not in memo:
-        memo[key] = shared_work(search.config, search.spec, draft.compute)
-    return memo[key]
-
-
-def _stages(search: _Search, choice: Choice) -> tuple[int, ...]:
-    stages = choice.layout.pp * choice.stages_per_rank if choice.layout.pp > 1 else 1
-    return tuple(len(cut) for cut in cut_stages(search.spec, search.config.data.seq_len, stages))
+            continue
+        search.considered += 1
+        work = draft.work(choices, size)
+        yield Candidate(choice, work, step_time(work, search.rates), needed, search.machine.memory_free)
 
 
 def _checked(search: _Search, found: Sequence[Candidate], keep: int | None) -> Iterator[Candidate]:
@@ -422,7 +247,8 @@ def _checked(search: _Search, found: Sequence[Candidate], keep: int | None) -> I
         if keep is not None and yielded >= keep:
             return
         try:
-            resolved = resolve(candidate.choice.applied(search.config), search.machine, search.devices)
+            config = search.config.with_values(candidate.choice.keys)
+            resolved = resolve(config, search.machine, search.devices)
         except ConfigError as error:
             search.reject(f"{error.problems[0].key} {error.problems[0].what}", candidate.choice)
             continue

@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from arriero.plan.layout import SCHEDULES, stages_of
 
@@ -46,8 +47,9 @@ def pipeline_seconds(
     """Return the seconds of all micro-batches, and how many of them the busiest rank waits."""
     if ranks == 1:
         return stages[0].busy(micro_batches), 0.0
-    held = [stages_of(schedule, rank, ranks, per_rank) for rank in range(ranks)]
-    busy = max(sum(stages[s].busy(micro_batches) for s in own) for own in held)
+    # most stages are equal
+    each = {id(stage): stage.busy(micro_batches) for stage in {id(s): s for s in stages}.values()}
+    busy = max(sum(each[id(stages[s])] for s in own) for own in held_stages(schedule, ranks, per_rank))
     whole = sum(stage.forward + stage.backward for stage in stages)
     forward = sum(stage.forward for stage in stages)
     # a micro-batch passes all stages once; a rank computes its own share of that time
@@ -73,6 +75,12 @@ class Slot:
     end: float
 
 
+@cache
+def held_stages(schedule: str, ranks: int, per_rank: int) -> list[list[int]]:
+    """Return the stages of each rank."""
+    return [stages_of(schedule, rank, ranks, per_rank) for rank in range(ranks)] if ranks > 1 else [[0]]
+
+
 def simulate(
     schedule: str, stages: Sequence[StageTimes], ranks: int, per_rank: int, micro_batches: int
 ) -> list[Slot]:
@@ -81,7 +89,7 @@ def simulate(
     Each rank starts what its schedule prefers of what is ready: a backward pass, else a forward pass if fewer
     micro-batches are in flight than allowed; separately computed weight gradients fill the waits.
     """
-    held = [stages_of(schedule, rank, ranks, per_rank) for rank in range(ranks)]
+    held = held_stages(schedule, ranks, per_rank)
     rank_of = {stage: rank for rank, own in enumerate(held) for stage in own}
     kind, last = SCHEDULES[schedule], len(stages) - 1
     all_forward = schedule in ("gpipe", "looped-bfs")

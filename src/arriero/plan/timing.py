@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from arriero.model.spec import flops_per_token
 from arriero.plan.blocks import BlockTime, EndTime, Work, block_time, end_time, host_time
-from arriero.plan.layout import stages_of
 from arriero.plan.rates import Group, Passes, Rates
-from arriero.plan.timeline import StageTimes, pipeline_seconds
+from arriero.plan.timeline import StageTimes, held_stages, pipeline_seconds
 
 # collectives take processors and memory bandwidth from the computation that hides them
 _INTERFERENCE = 0.12
@@ -126,10 +125,10 @@ def _compose(work: Work, rates: Rates, block: BlockTime, ends: EndTime, host: Pa
     per_rank = len(stages) // layout.pp
     seconds, bubble = pipeline_seconds(work.schedule, times, layout.pp, per_rank, work.micro_batches)
     # the rank whose work lasts longest
-    busiest = max(
-        (sum(times[s].busy(work.micro_batches) for s in held), held)
-        for held in _held(work.schedule, layout.pp, per_rank)
-    )[1]
+    each = {kind: stage.busy(work.micro_batches) for kind, stage in made.items()}
+    busy = [each[count, i == 0, i == last] for i, count in enumerate(stages)]
+    ranks = held_stages(work.schedule, layout.pp, per_rank)
+    busiest = max(ranks, key=lambda held: (sum(busy[s] for s in held), held))
     blocks = sum(stages[s] for s in busiest) * work.micro_batches
     optimizer = _optimizer(work, rates, sum(times[s].parameters for s in busiest))
     exposed = {
@@ -162,10 +161,6 @@ def _compose(work: Work, rates: Rates, block: BlockTime, ends: EndTime, host: Pa
         peak=device.bf16 * 1e12 if device.bf16 and work.precision != "fp32" else None,
         stages=tuple(times),
     )
-
-
-def _held(schedule: str, ranks: int, per_rank: int) -> list[list[int]]:
-    return [stages_of(schedule, rank, ranks, per_rank) for rank in range(ranks)] if ranks > 1 else [[0]]
 
 
 def _stage(

@@ -16,7 +16,6 @@ from arriero.plan.candidates import Candidate, Plan
 from arriero.plan.explain import candidate_facts, compared, plan_facts, whole_run
 from arriero.plan.hardware import Cluster, cluster_names, cluster_of_device, load_cluster
 from arriero.plan.measured import Measured, cached_measurements, read_measured
-from arriero.plan.resolve import resolve
 from arriero.report.plan_page import plan_page
 from arriero.report.plan_text import show_comparison, show_nothing, show_plan, show_scaling
 from arriero.ui import Console, Table, make_console, print_json
@@ -154,7 +153,7 @@ def _simulated(console: Console, found: Plan, as_json: bool) -> "Simulation":
     """Run a step of rank 0 of the best candidate with fake tensors."""
     from arriero.train.build import simulate
 
-    resolved = resolve(found.best.choice.applied(found.config), found.machine, found.devices)
+    resolved = found.resolved()
     if not as_json:
         console.plain(f"simulating a step of rank 0 of {counted(found.devices, 'rank')} ({resolved.layout})")
     return simulate(resolved)

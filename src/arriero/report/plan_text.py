@@ -33,7 +33,7 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
     return (
         f"{time.tokens_per_s:,.0f}",
         f"{time.mfu:.1%}" if time.mfu is not None else "",
-        f"{time.seconds:.3g}",
+        f"{time.seconds:.4g}",
         human_bytes(candidate.memory),
         f"{candidate.margin:.0%}",
         f"{time.bubble / time.seconds:.1%}" if time.bubble else "",

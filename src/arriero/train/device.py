@@ -14,6 +14,7 @@ import torch
 from arriero.errors import NodeError, UserError
 from arriero.kernels.float8 import computes_float8
 from arriero.parallel.world import RENDEZVOUS, world_from
+from arriero.plan.advice import next_setting
 from arriero.plan.hardware import Machine, available_ram, peak_of, proc_bytes
 from arriero.plan.resolve import Resolved
 from arriero.units import counted, human_bytes
@@ -148,7 +149,7 @@ def out_of_memory(error: BaseException, resolved: Resolved, device: Device) -> U
         what += f", this process used up to {human_bytes(device.peak_memory())}"
     if held:
         return NodeError(what, MEMORY_HELD)
-    return UserError(what, f"set {_next_setting(resolved)}; the run resumes from its newest checkpoint")
+    return UserError(what, f"set {next_setting(resolved)}; the run resumes from its newest checkpoint")
 
 
 def memory_is_held(others: int, total: int, needed: int) -> bool:
@@ -160,24 +161,6 @@ def _says_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(each in str(error) for each in _OUT_OF_MEMORY)
-
-
-def _next_setting(resolved: Resolved) -> str:
-    """Return the setting that costs least speed of those that save memory."""
-    size, checkpointing = resolved.micro_batch, resolved.activation_checkpointing
-    if resolved.layout.uses_fsdp and resolved.reshard is False and resolved.layout.pp == 1:
-        return "parallel.reshard = 'always'"
-    if size > 1:
-        return f"train.micro_batch = {size // 2}"
-    if checkpointing.kind not in ("full", "selective", "attention"):
-        return "memory.activation_checkpointing = 'selective'"
-    if checkpointing.kind != "full":
-        return "memory.activation_checkpointing = 'full'"
-    if not resolved.loss_chunk or resolved.loss_chunk > 1024:
-        return "memory.loss_chunk = 1024"
-    if not resolved.config.memory.offload_activations:
-        return "memory.offload_activations = true"
-    return "parallel.dp_shard or parallel.cp higher, on more devices"
 
 
 def make_deterministic() -> None:
