@@ -62,7 +62,7 @@ def test_a_sound_mode_is_measured_and_its_differences_are_kept(bench, monkeypatc
     assert StepResult.read(path).gate == gate
     with pytest.raises(AssertionError, match="checked again"):
         bench("--no-profile", "--gate-from", str(earlier), **BF16, **{"optim.state": "int8"})
-    monkeypatch.setattr("arriero.bench.machine._digest", lambda _: "of other files")
+    monkeypatch.setattr("arriero.bench.machine.source_digest", lambda: "of other files")
     with pytest.raises(AssertionError, match="checked again"):
         bench("--no-profile", "--gate-from", str(earlier), **BF16)
 

@@ -124,7 +124,7 @@ def describe_code() -> CodeVersion:
     return CodeVersion(
         commit=commit,
         dirty=dirty,
-        source=_digest(source),
+        source=source_digest(),
         versions={
             "arriero": arriero.__version__,
             "python": platform.python_version(),
@@ -161,8 +161,9 @@ def _commit(source: Path) -> tuple[str | None, bool | None]:
     return given, False if given else None
 
 
-def _digest(folder: Path) -> str:
-    found = hashlib.sha256()
+def source_digest() -> str:
+    """Return a checksum of Arriero's source, which must be the same on all nodes of a run."""
+    folder, found = Path(arriero.__file__).parent, hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
     return found.hexdigest()[:16]

@@ -144,13 +144,13 @@ def _choose_interface(world: "World", address: str) -> None:
             if family != socket.AF_INET or ipaddress.ip_address(own).is_loopback:
                 return
             for _, name in socket.if_nameindex():
-                if _address_of_interface(probe, name) == own:
+                if address_of_interface(name) == own:
                     os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _address_of_interface(probe: socket.socket, name: str) -> str | None:
+def address_of_interface(name: str) -> str | None:
     """Return the IPv4 address of an interface, None if it has none (Linux: SIOCGIFADDR)."""
-    with suppress(OSError):
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))[20:24])
     return None
 

@@ -1,13 +1,12 @@
 """Run checks in a process of their own, each within its time bound, and collect what they found."""
 
-import json
 import multiprocessing
 import signal
 import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -146,8 +145,3 @@ def _run_command(command: str) -> Finding:
     if done.returncode:
         return Finding("fail", f"exit code {done.returncode}{said}", "see the command")
     return Finding("pass", f"exit code 0{said}")
-
-
-def as_json(results: Sequence[Result], **more: Any) -> str:
-    """Return results as the JSON that a node leaves for the node that collects them."""
-    return json.dumps(more | {"checks": [asdict(each) for each in results]})

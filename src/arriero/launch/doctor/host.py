@@ -31,6 +31,8 @@ def check_versions() -> Finding:
     import torch
 
     seconds = time.monotonic() - start
+    from arriero.bench.machine import source_digest
+
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
     found = {
         "arriero": arriero.__version__,
@@ -52,14 +54,6 @@ def check_versions() -> Finding:
         warns.append(f"torch comes from {shadow}, which hides the environment's own")
     todo = "set PYTHONNOUSERSITE=1" if shadow else "put the environment on a local disk or in a container"
     return verdict(shown, [], warns, todo, versions=found, import_s=round(seconds, 2))
-
-
-def source_digest() -> str:
-    """Return a checksum of Arriero's source, which must be the same on all nodes."""
-    folder, found = Path(arriero.__file__).parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
 
 
 def driver_version() -> str | None:

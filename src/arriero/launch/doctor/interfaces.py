@@ -1,17 +1,15 @@
 """Network interfaces and fabric devices of this node, and the interface variables to set for them."""
 
 import ctypes
-import fcntl
 import ipaddress
 import os
 import re
-import socket
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_SIOCGIFADDR = 0x8915
+from arriero.parallel.rendezvous import address_of_interface
+
 _INFINIBAND = 32
 # never the way to another node: loopback, bridges and tunnels of containers and virtual machines
 _LOCAL = re.compile(r"lo|docker|br-|veth|virbr|cni|flannel|tun|tap|ifb|dummy|podman|lxc|usb|idrac|bmc")
@@ -60,12 +58,8 @@ def _interface(path: Path) -> Interface:
 
 def _address(name: str) -> str | None:
     """Return the IPv4 address of an interface, or its global IPv6 address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            packed = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            return socket.inet_ntoa(packed[20:24])
-        except OSError:
-            pass
+    if (address := address_of_interface(name)) is not None:
+        return address
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else ():
         digits, _, _, _, _, owner = line.split()
