@@ -8,7 +8,7 @@ PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo check quick test docs gpu peers-gpu parity planner-accuracy bench-small bench-costs bench-data reliability scaling test-oldest test-peers clean
-.PHONY: federation-quality bench-federation predictions
+.PHONY: federation-quality bench-federation federation-clusters chaos predictions
 
 # Removes the run first: a finished run would only print its result.
 demo: $(VENV)/.installed
@@ -29,6 +29,7 @@ quick: check
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m 'not slow' $(QUICK)
 
 test: check $(VENV)/triton
+	-$(MAKE) --no-print-directory .venv-federation/.installed
 	$(VENV)/bin/python -m pytest $(PARALLEL)
 
 # Triton compiles for AMD GPUs without one: 188 MB to download, 641 MB on disk, beside the packages of the environment.
@@ -66,6 +67,14 @@ bench-data: $(VENV)/.installed-test
 # Federated against centralised training; writes a table and a plot into docs/federation.md.
 federation-quality: $(VENV)/.installed-test
 	$(VENV)/bin/python -m benchmarks.federation_quality --work $$(mktemp -d) --write docs/federation.md
+
+# 16 local sites for 15 minutes with a fault every 20 s, beside the same without; writes a table into docs/federation.md.
+chaos: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.federation_chaos --write docs/federation.md $(ARGS)
+
+# Two Slurm clusters behind ssh, StreamFlow, real jobs and a fault in every round: some minutes.
+federation-clusters: $(VENV)/.installed-test .venv-federation/.installed
+	$(VENV)/bin/python -m pytest tests/federate/two_clusters.py
 
 # Throughput and memory of the aggregation against a plain copy. ARGS="--layers 2 --members 4".
 bench-federation: $(VENV)/.installed-test
@@ -111,7 +120,7 @@ peers-gpu: $(VENV)/.installed .peers-gpu/.installed
 test-peers: $(VENV)/.installed-test .venv-peers/.installed
 	ARRIERO_PEERS_PYTHON=$(CURDIR)/.venv-peers/bin/python $(VENV)/bin/python -m pytest tests/data/test_peers.py tests/data/test_datatrove_recipe.py tests/data/test_bench_peers.py
 
-# StreamFlow, which reaches the sites of a federation; its dependencies differ from ours.
+# StreamFlow, which reaches the sites of a federation: 177 MB on disk; its dependencies differ from ours.
 .venv-federation/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-federation
 	.venv-federation/bin/python $(PIP_INSTALL) --pre 'streamflow>=0.2.0rc3'

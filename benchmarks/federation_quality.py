@@ -10,13 +10,10 @@ import json
 import time
 from pathlib import Path
 
-from arriero.federate.local import run_local
-from arriero.federate.status import final_losses
-
 from arriero.config.load import load_run
 from arriero.federate.coordinator import Coordinator
 from arriero.federate.demo import make_demo, train_centralised
-from arriero.federate.rounds import Assignment
+from arriero.federate.driver import Driver
 from arriero.federate.site import SitePaths, evaluate_global
 from arriero.model.presets import expand
 
@@ -99,8 +96,8 @@ def federate(given: argparse.Namespace, count: int, name: str, folder: Path, com
     place = folder / name.replace(", ", "-").lower()
     coordinator = Coordinator(None, make_demo(place, outer=outer, **common).config)
     coordinator.prepare()
-    run_local(coordinator, lambda made: print(f"{count} sites, {name}: round {made.round}", flush=True))
-    done = row(count, name, final_losses(coordinator), started)
+    Driver(coordinator).run(lambda made: print(f"{count} sites, {name}: round {made.round}", flush=True))
+    done = row(count, name, coordinator.final_losses(), started)
     return done | {"curve": curve(coordinator), "bytes": shipped(coordinator)}
 
 
@@ -136,12 +133,9 @@ def evaluate_run(demo, run_dir: Path, folder: Path) -> dict[str, float]:
         publish_first_model(open_model(resolve_checkpoint(run_dir)), model, coordinator.optimizer)
     losses = {}
     for site in demo.config.sites:
-        order = Assignment(site.name, 0, 0, 0, 10**6, "bf16", "continue", 0.0)
         work = folder / "evaluate" / f"{run_dir.name}-{site.name}"
         work.mkdir(parents=True, exist_ok=True)
-        losses[site.name] = evaluate_global(
-            order, SitePaths(model, coordinator.run_file(site.name), work, work)
-        )
+        losses[site.name] = evaluate_global(SitePaths(model, coordinator.run_file(site.name), work, work))
     return losses
 
 
@@ -151,7 +145,7 @@ def curve(coordinator: Coordinator) -> list[float]:
     for number in range(coordinator.rounds.number):
         losses = [member.manifest.eval_before for member in coordinator.rounds.members(number).values()]
         points.append(sum(losses) / len(losses))
-    final = final_losses(coordinator)
+    final = coordinator.final_losses()
     return [*points, sum(final.values()) / len(final)]
 
 

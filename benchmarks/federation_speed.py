@@ -17,13 +17,8 @@ from pathlib import Path
 import torch
 
 from arriero.checkpoint.formats.model_reader import ModelReader
-from arriero.federate.members import (
-    Contribution,
-    MemberManifest,
-    aggregate,
-    publish_first_model,
-    write_member,
-)
+from arriero.federate.aggregation import Contribution, aggregate
+from arriero.federate.members import publish_first_model, write_member
 from arriero.federate.outer import OuterOptimizer
 from arriero.files import sync_tree
 from arriero.model.name_maps import own_tensors
@@ -80,17 +75,11 @@ def make(given: argparse.Namespace, folder: Path) -> int:
     source = ModelReader("memory", "constants", spec, tensors, load)
     publish_first_model(source, folder / "first", DILOCO)
     for i in range(given.members):
-        about = MemberManifest(f"s{i}", 0, "", given.codec, 1000, 0, 10, {})
+        about = {"site": f"s{i}", "round": 0, "tokens": 1000, "first_step": 0, "step": 10}
         local = ModelReader(
             "memory", "constants", spec, tensors, lambda name, i=i: load(name, 1e-3 * (i + 1))
         )
-        write_member(
-            folder / "first",
-            local,
-            inputs / f"s{i}",
-            given.codec,
-            lambda model, files, size, about=about: replace(about, base=model, files=files, bytes=size),
-        )
+        write_member(folder / "first", local, inputs / f"s{i}", given.codec, **about)
     # one round first, so that there is outer state to read
     aggregate(folder / "first", contributions(given, inputs, folder / "first"), DILOCO, inputs / "global")
     shutil.rmtree(folder / "first")

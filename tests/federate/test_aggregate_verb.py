@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from arriero.checkpoint.convert import convert, open_model
+from arriero.checkpoint.formats.model_reader import Adapter, WriteOptions
+from arriero.checkpoint.formats.peft_directory import with_adapter, write_peft
+from arriero.model.lora import LoraSettings
 from federate.models import first_model, member, moved, reader, weights
 
 STATE = weights(0)
@@ -71,3 +74,43 @@ def test_members_and_the_outer_state_continue_from_one_aggregation_to_the_next(t
 def test_mistakes_are_answered_with_a_sentence(command, arguments, said):
     done = command("fed", "aggregate", *arguments)
     assert done.returncode == 2 and said in done.stderr
+
+
+def adapter_of(base, folder, seed, alpha=8.0):
+    """Write a PEFT directory with an adapter of rank 2 for the attention of a model."""
+    settings = LoraSettings(2, alpha, targets=("blocks.*.attention.*",))
+    source = open_model(base)
+    tensors = settings.tensors(source.tensors)
+    generator = torch.Generator().manual_seed(seed)
+    state = {name: torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
+    with_one = with_adapter(source, Adapter(settings, tensors, state.__getitem__, str(base)))
+    folder.mkdir()
+    write_peft(with_one, folder, WriteOptions())
+    return {name: state[name] for name in tensors}
+
+
+def test_adapters_are_aggregated_alone(models, tmp_path, command):
+    states = [adapter_of(tmp_path / "a", tmp_path / f"adapter-{i}", i) for i in range(2)]
+    done = command("fed", "aggregate", "adapter-0", "adapter-1", "-o", "out", "--weights", "3", "1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == [
+        "adapter_model.safetensors"
+    ]
+    found = open_model(tmp_path / "out").adapter
+    for name in states[0]:
+        expected = (3 * states[0][name].double() + states[1][name].double()) / 4
+        assert torch.equal(found.load(name), expected.float())
+    base = open_model(tmp_path / "a")
+    assert all(torch.equal(base.load(name), tensor) for name, tensor in models["a"].items()), "frozen"
+
+
+@pytest.mark.usefixtures("models")
+def test_adapters_of_other_base_weights_are_rejected(tmp_path, command):
+    """Two base models of equal dimensions are told apart by the checksum of their weights."""
+    adapter_of(tmp_path / "a", tmp_path / "adapter-0", 0)
+    convert(reader(moved(STATE, 9)), tmp_path / "other", "hf")
+    adapter_of(tmp_path / "other", tmp_path / "adapter-1", 1)
+    done = command("fed", "aggregate", "adapter-0", "adapter-1", "-o", "out")
+    assert done.returncode == 2 and "base model" in done.stderr
+    done = command("fed", "aggregate", "adapter-0", "a", "-o", "out")
+    assert done.returncode == 2 and "is an adapter" in done.stderr

@@ -17,6 +17,7 @@ from torch import Tensor
 from arriero.checkpoint.convert import open_model
 from arriero.checkpoint.directory import resolve_checkpoint
 from arriero.checkpoint.formats.model_reader import EXTRA_FILES
+from arriero.checkpoint.formats.peft_directory import CONFIG
 from arriero.checkpoint.formats.tensor_files import (
     Advance,
     SafetensorsReader,
@@ -50,9 +51,11 @@ from arriero.federate.outer import (
     read_delta,
 )
 from arriero.federate.schema import Codec
-from arriero.files import link_or_copy, staged_directory
+from arriero.files import link_or_copy, sha256_of_file, staged_directory
+from arriero.model.description import read_json
 
 _PARTS_BYTES = 2**28
+_BASE_NAME = "base_model_name_or_path"
 
 
 @dataclass(frozen=True)
@@ -219,11 +222,39 @@ def aggregate_models(
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as name:
         scratch = Path(name)
+        _check_adapters([each for each in (base, *models) if each is not None])
         start = _base(base or models[0], scratch, outer)
         parts = [_contribution(path, i, start, scratch) for i, path in enumerate(models)]
         if weights:
             parts = [replace(part, weight=weight) for part, weight in zip(parts, weights, strict=True)]
         return aggregate(start, parts, outer, out, advance=advance)
+
+
+def _check_adapters(paths: Sequence[Path]) -> None:
+    """Reject adapters beside whole models, and adapters that differ in scale or in their base model."""
+    configs = {path: read_json(path / CONFIG) for path in paths if (path / CONFIG).is_file()}
+    wholes = [path for path in paths if path not in configs and not (path / MemberManifest.FILE).is_file()]
+    if configs and wholes:
+        raise UserError(f"{next(iter(configs))} is an adapter, and {wholes[0]} is a model", "give one kind")
+    first: tuple[Path, Any] | None = None
+    for path, config in configs.items():
+        base = _base_digest(path, config.get(_BASE_NAME))
+        about = {**config, _BASE_NAME: base}
+        first = first or (path, about)
+        if about != first[1]:
+            raise UserError(
+                f"{first[0]} and {path} differ in their settings or base model",
+                "give adapters of one base model",
+            )
+
+
+def _base_digest(adapter: Path, base: str | None) -> str | None:
+    """Return the checksum of the weights that an adapter belongs to; its name if it is not a directory."""
+    places = [each for each in (Path(base or ""), adapter / (base or "")) if base and each.is_dir()]
+    if not places:
+        return base
+    weights = sorted(path for path in places[0].iterdir() if path.suffix in (".safetensors", ".pth", ".bin"))
+    return model_hash({path.name: sha256_of_file(path) for path in weights}, [path.name for path in weights])
 
 
 def _base(path: Path, scratch: Path, outer: OuterOptimizer) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tomlkit
 
@@ -26,6 +26,7 @@ from arriero.federate.rounds import Assignment, Rounds, balanced_tokens
 from arriero.federate.schema import FederationConfig, SiteSection, load_federation, optimizer_values
 from arriero.federate.site import SitePaths
 from arriero.files import locked, publish_file
+from arriero.model.adapters import adapter_of
 from arriero.model.family import build_model
 from arriero.model.name_maps import own_tensors
 from arriero.model.presets import expand
@@ -43,9 +44,9 @@ class Coordinator:
     source: Path | None
     config: FederationConfig
 
-    @staticmethod
-    def of(path: Path) -> "Coordinator":
-        return Coordinator(path, load_federation(path))
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        return cls(path, load_federation(path))
 
     @cached_property
     def folder(self) -> Path:
@@ -151,6 +152,11 @@ class Coordinator:
                 publish_file(path, content)
         first = self.config.sites[0].name
         for name, config in configs.items():
+            if adapter_of(config.model_dump()) is not None:
+                raise UserError(
+                    f"{name} trains an adapter, and rounds aggregate whole models",
+                    "remove it from its run file; `arriero fed aggregate` averages finished adapters",
+                )
             if (ours := _spec(configs[first]).to_dict()) != (theirs := _spec(config).to_dict()):
                 odd = next(key for key in ours if ours[key] != theirs.get(key))
                 raise UserError(

@@ -112,8 +112,9 @@ class Driver:
             self.running[site.name] = order, Engine.start(self.coordinator, site, order)
             return
         paths = self.coordinator.paths(site, order)
-        paths.work.mkdir(parents=True, exist_ok=True)
-        paths.out.parent.mkdir(parents=True, exist_ok=True)
+        there = self.coordinator.rounds.at(order.round) / ("inbox" if order.steps else "evaluation")
+        for folder in (paths.work, there):
+            folder.mkdir(parents=True, exist_ok=True)
         threads = max(1, (os.cpu_count() or 1) // len(self.coordinator.names))
         given = (order, paths, Launcher(site.nproc), threads, self.hooks)
         process = _FORK.Process(target=_be_site, args=given, name=f"site-{site.name}")

@@ -6,7 +6,8 @@ a manifest with the sha256 of every other file and of itself.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from arriero.checkpoint.convert import convert
 from arriero.checkpoint.formats.model_reader import ModelReader, WriteOptions
+from arriero.checkpoint.formats.peft_directory import WEIGHTS as ADAPTER
+from arriero.checkpoint.formats.peft_directory import peft_parts
 from arriero.checkpoint.formats.tensor_files import (
     Advance,
     SafetensorsReader,
@@ -176,18 +179,21 @@ def open_global(directory: Path, verify: bool = True, outer: bool = True) -> Glo
 def publish_first_model(
     source: ModelReader, target: Path, optimizer: OuterOptimizer, advance: Advance = no_progress
 ) -> GlobalManifest:
-    """Write the model before round 0 as a Hugging Face directory in fp32, with its manifest."""
+    """Write the model before round 0 as a Hugging Face directory in fp32, with its manifest.
+
+    Of a model that is stored as an adapter, only the adapter is written, as a PEFT directory.
+    """
     if not has_hf_names(source.spec):
         raise UserError(
             f"the model family '{source.spec.family}' has no Hugging Face name map, which a federation needs",
             "give the family `hf` when it is registered",
         )
     with staged_directory(target) as making:
-        convert(source, making / "model", "hf", _SHARDS, advance)
+        convert(source, making / "model", "peft" if source.format == "peft" else "hf", _SHARDS, advance)
         for path in list((making / "model").iterdir()):
             path.rename(making / path.name)
         (making / "model").rmdir()
-        weights = tuple(sorted(path.name for path in making.glob("model*.safetensors")))
+        weights = tuple(sorted(path.name for path in making.glob("*model*.safetensors")))
         files = {path.name: sha256_of_file(path) for path in sorted(making.iterdir())}
         manifest = GlobalManifest(
             round=0,
@@ -209,12 +215,17 @@ def write_member(
     base: Path, local: ModelReader, target: Path, codec: Codec, advance: Advance = no_progress, **about: Any
 ) -> MemberManifest:
     """Publish what a site ships, one tensor at a time; `about` are the other fields of the manifest."""
-    known, recipe = open_global(base, verify=False), hf_from_own(local.spec)
+    known = open_global(base, verify=False)
+    load = _loaders(local, known.weights == (ADAPTER,))
     files: dict[str, str] = {}
     with staged_directory(target) as making:
         for name in known.weights:
             reader = SafetensorsReader(base / name)
-            _check_names(recipe, reader, name, local)
+            if unknown := reader.tensors.keys() - load.keys():
+                raise UserError(
+                    f"{local.where} has no {min(unknown)}, which the global model has in {name}",
+                    "a member must be a model of the same dimensions, or an adapter of the same layers",
+                )
             layout = {
                 each + suffix: tensor
                 for each, meta in reader.tensors.items()
@@ -223,7 +234,7 @@ def write_member(
             made = delta_file(name)
             with SafetensorsWriter(making / made, layout) as file:
                 for each in reader.tensors:
-                    tensor = recipe[each].of(local.load)
+                    tensor = load[each]()
                     for part in encode(reader.read(each), tensor, codec).values():
                         file.write(part)
                     advance(tensor.nbytes)
@@ -238,12 +249,17 @@ def delta_file(weights: str) -> str:
     return weights.replace("model", "delta", 1)
 
 
-def _check_names(recipe: Mapping[str, Any], reader: SafetensorsReader, name: str, local: ModelReader) -> None:
-    if unknown := reader.tensors.keys() - recipe.keys():
-        raise UserError(
-            f"{local.where} has no {min(unknown)}, which the global model has in {name}",
-            "a member must be a model of the same dimensions",
-        )
+def _loaders(local: ModelReader, is_adapter: bool) -> dict[str, Callable[[], Tensor]]:
+    """Return how each tensor that a site ships is loaded, by its name in the global model."""
+    if is_adapter and local.adapter is not None:
+        parts = peft_parts(local.spec, local.tensors, local.adapter.settings)
+        read = local.adapter.load
+        return {
+            name: lambda part=part: torch.cat([read(ours) for ours in part.names], -1).reshape(part.shape)
+            for name, part in parts.items()
+        }
+    recipe = {} if is_adapter else hf_from_own(local.spec)
+    return {name: partial(made.of, local.load) for name, made in recipe.items()}
 
 
 def check_member(directory: Path, known: GlobalManifest, base: Path) -> tuple[MemberManifest, float]:

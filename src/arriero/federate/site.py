@@ -134,6 +134,9 @@ def run_round(
         waited = 0.0
         if _checkpoint(paths.work, started.first_step + order.steps) is None:
             _check_resumable(order, paths, started)
+            if started.resume_from is None and not find_checkpoints(paths.work / RUN):
+                # a first attempt that could save nothing, as on a full disk, leaves nothing to resume
+                shutil.rmtree(paths.work / RUN, ignore_errors=True)
             waited = launcher.train(config, paths.work, hooks)
         return _publish(order, paths, started, config, waited)
 
