@@ -179,3 +179,12 @@ def test_a_run_without_the_adapter_cannot_start_from_one_that_is_not_merged(run,
     lines = run("third", checkpoint__start_from=str(tmp_path / "first"), **NO_LORA, **KINDS["prefix"])
     first = json.loads((tmp_path / "first" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     assert lines[0][0] < first
+
+
+def test_the_planner_fits_an_8b_model_with_an_adapter_into_24_gib(command):
+    changes = ["model.preset=llama3.1-8b", "data.sources=builtin:stdlib", "data.seq_len=2048", "lora.rank=16"]
+    sets = [part for change in [*changes, "train.batch='16384 tok'"] for part in ("--set", change)]
+    card = ["--cluster", "8xh200", "--gpus", "1", "--memory-limit", "24GiB"]
+    planned = command("plan", *sets, "--set", "precision.base_weights=nf4", *card)
+    assert planned.returncode == 0, planned.stderr
+    assert command("plan", *sets, *card).returncode == 1

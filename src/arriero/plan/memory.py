@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from arriero.config.fields import ActivationCheckpointing
-from arriero.config.schema import LoraSection, RunConfig
+from arriero.config.schema import RunConfig
 from arriero.model.costs import Affine, BlockMemory, Mode, block_memory, block_shapes
 from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec
@@ -20,7 +20,9 @@ from arriero.model.speculator.settings import speculator_shapes
 from arriero.plan.layout import SCHEDULES, Layout, cut_stages, in_flight, stages_of
 
 FP32 = 4
-_ADAPTER = ".lora"
+_ADAPTER = ".adapter"
+# bytes per element of quantised weights, with a scale of four bytes per 64 elements
+_QUANTIZED = {"int8": 68 / 64, "nf4": 36 / 64}
 _STATE = {"fp32": 4, "bf16": 2}
 # elements of 8-bit optimizer state that share a scale
 _STATE_BLOCK = 256
@@ -169,17 +171,14 @@ class MemoryEstimate:
         kept = held * (activations + (2 * states if self.layout.pp > 1 else 0))
         working = self._working(stage, tokens)
         start, end = self._gradients(sizes, count)
-        block = self._block_sizes.elements
-        gathered, reduced = self._gathered(stage, sizes), self._reduced(block)
+        gathered, reduced = self._gathered(stage, sizes), self._reduced(self._block_sizes.trainable)
         head, table = self._head_gradient(stage), self._table(stage)
         moments: list[Parts] = [
             {
                 "gradients": start + (head if count == 1 or self._uses_fsdp else 0),
                 "activations": kept,
                 "gathered weights": gathered,
-                "working memory": working
-                + reduced
-                + (self._reduced(self._vocabulary) if stage.has_head else 0),
+                "working memory": working + reduced + (self._reduced(self._vocabulary) if head else 0),
             },
             {
                 "gradients": max(end - (0 if start else table), 0.0),
@@ -225,10 +224,28 @@ class MemoryEstimate:
         return self._master if self._uses_fsdp else min(self.mode.element, self._master)
 
     def _weights(self, stage: _Stage) -> float:
+        if self._uses_fsdp and self.config.memory.offload_state:
+            return 0.0
+        copy = self.mode.element if self.config.precision.compute == "fp16" and not self._uses_fsdp else 0
+        held, trained = self._held(stage.sizes)
+        if self._frozen_bytes is None:
+            return (self._master + copy) * held
+        block, block_trained = self._held(self._block_sizes)
+        inside = (stage.plain + stage.recomputed) * (block - block_trained)
+        outside = held - trained - inside
+        return (self._master + copy) * trained + self._frozen_bytes * inside + self.mode.element * outside
+
+    def _held(self, sizes: Sizes) -> tuple[int, int]:
+        """Return the elements that a rank holds, and how many of them are trained."""
         if self._uses_fsdp:
-            return 0.0 if self.config.memory.offload_state else self._master * stage.sizes.sharded
-        copy = self.mode.element if self.config.precision.compute == "fp16" else 0
-        return (self._master + copy) * stage.sizes.elements
+            return sizes.sharded, sizes.sharded_trainable
+        return sizes.elements, sizes.trainable
+
+    @cached_property
+    def _frozen_bytes(self) -> float | None:
+        """Bytes per element of the frozen weights of blocks, if they are stored in fewer bits."""
+        base = self.config.precision.base_weights
+        return None if base == "master" else {"compute": float(self.mode.element), **_QUANTIZED}[base]
 
     def _moments(self, stage: _Stage) -> float:
         return 0.0 if self.config.memory.offload_state and self._uses_fsdp else stage.sizes.moments
@@ -264,7 +281,7 @@ class MemoryEstimate:
 
     def _table(self, stage: _Stage) -> float:
         """Return the dense gradient of the embedding, and of a tied head, which waits for it."""
-        if not stage.has_embedding:
+        if not stage.has_embedding or "*" in self._frozen:
             return 0.0
         tied = self.spec.tied and stage.has_head
         return self.mode.element * self._vocabulary * (2 if tied else 1)
@@ -273,7 +290,9 @@ class MemoryEstimate:
         """Return the bytes of weights that FSDP holds gathered while blocks compute."""
         if not self._uses_fsdp:
             return 0.0
-        size, block = self.mode.element, self._block_sizes.elements
+        size, block = self.mode.element, float(self._block_sizes.elements)
+        if self._frozen_bytes is not None:
+            block *= self._frozen_bytes / size
         if self.choices.reshard is False:
             return size * sizes.elements + size * block
         ends = (stage.has_head or (self.spec.tied and stage.has_embedding)) * self._vocabulary
@@ -321,12 +340,14 @@ class MemoryEstimate:
     def _sizes_of(self, block: int) -> Sizes:
         names = _block_tensors(self.spec.kinds[block])
         named = [(f"blocks.{block}.{name}", shape, split) for name, shape, split in names]
-        named += _adapters(named, self.config.lora)
+        named += _adapters(named, self.config)
         return _sizes(named, self.layout, self._frozen, _moments_each(self.config, inside=True))
 
     @property
     def _frozen(self) -> tuple[str, ...]:
-        has_adapter = self.config.lora.rank or self.config.speculator.n_predict
+        config = self.config
+        prompts = config.prefix.tokens or config.llama_adapter.tokens
+        has_adapter = config.lora.rank or prompts or config.speculator.n_predict
         return ("*",) if has_adapter else self.config.optim.freeze
 
     @cached_property
@@ -413,6 +434,9 @@ class MemoryEstimate:
         working = self._on_rank(self._block.working, tokens)
         if stage.last_is_recomputed or self.choices.checkpointing.kind == "budget":
             working += self._kept(tokens) - self._checkpointed(tokens)
+        if self.config.precision.base_weights in _QUANTIZED:
+            # the weight that is restored for a matmul, on a CPU from copies in fp32
+            working += (self.mode.element if self.mode.on_gpu else 4 * FP32) * self._largest_matrix
         return working
 
     def _loss(self, tokens: int) -> list[float]:
@@ -427,6 +451,7 @@ class MemoryEstimate:
         # a GPU writes the gradient of the logits in their place, and so does fp32
         scores = 0 if self.mode.on_gpu or size == FP32 else FP32
         logits = chunk * rows * (size + cast + scores) + weight * (cast + (size if cast else 0))
+        weight = 0 if "*" in self._frozen else weight
         summed = FP32 if tokens > chunk or self.config.precision.compute == "fp16" else size
         return [
             states + logits + weight * summed,
@@ -465,13 +490,18 @@ def _block_tensors(spec: ModelSpec) -> tuple[Tensor, ...]:
     )
 
 
-def _adapters(tensors: Sequence[Tensor], lora: LoraSection) -> list[Tensor]:
-    """Return the two matrices of each LoRA adapter as one tensor that is not split."""
+def _adapters(tensors: Sequence[Tensor], config: RunConfig) -> list[Tensor]:
+    """Return the parameters of each adapter as one tensor that is not split."""
     found: list[Tensor] = []
-    for name, shape, _ in tensors if lora.rank else ():
+    lora, prefix, prompts = config.lora, config.prefix.tokens, config.llama_adapter.tokens
+    for name, shape, _ in tensors:
         layer = name.removesuffix(".weight")
-        if len(shape) == 2 and any(fnmatchcase(layer, pattern) for pattern in lora.targets):
+        targeted = lora.rank and any(fnmatchcase(layer, pattern) for pattern in lora.targets)
+        if len(shape) == 2 and targeted:
             found.append((layer + _ADAPTER, (int(lora.rank), sum(shape)), ""))
+        if layer.endswith(".attention.k") and (prefix or prompts):
+            width = 2 * shape[0] if prefix else shape[1]
+            found.append((layer + _ADAPTER, (int(prefix or prompts), width), ""))
     return found
 
 
