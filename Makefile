@@ -41,7 +41,7 @@ $(VENV)/triton: $(VENV)/.installed-test
 docs: $(VENV)/.installed-docs
 	$(VENV)/bin/arriero config reference > docs/config.md
 	$(VENV)/bin/python docs/site.py docs/api-reference.md
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 # What only a GPU can show: some minutes on one. Fails where there is none.
 gpu: $(VENV)/.installed-test

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.markup import render
 
 from arriero.cli import app
 
@@ -53,6 +54,20 @@ def test_verbs_and_options_of_a_page_exist(page, monkeypatch):
             # files of the reader do not exist here
             is_missing_file = type(error).__name__ == "BadParameter" and "does not exist" in str(error)
             assert is_missing_file, f"{shlex.join(arguments)}: {error}"
+
+
+def help_texts(command, path=()):
+    """Yield the help text of every verb and option."""
+    for name, each in getattr(command, "commands", {}).items():
+        yield from help_texts(each, (*path, name))
+    for text in (command.help, *(getattr(each, "help", "") for each in command.params)):
+        yield " ".join(path), text or ""
+
+
+def test_no_help_text_loses_words_in_brackets():
+    """Rich reads [word] as markup and does not print it; it must be written \\[word]."""
+    for verb, text in help_texts(typer.main.get_command(app)):
+        assert render(text).plain == text.replace("\\[", "["), verb
 
 
 SMALL = ["--set", "train.batch=1024 tok", "--set", "eval.heldout=2k tok", "--set", "model.layers=2"]

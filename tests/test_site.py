@@ -57,6 +57,7 @@ def test_lists_and_tables_of_the_markdown_are_lists_and_tables_of_the_site(site)
         assert not re.search(r"<p>[^<]*\n- ", text), page
 
 
+@pytest.mark.slow
 def test_search_finds_the_terms_of_the_field(site):
     answer, console = browse(site / "index.html", SEARCH)
     assert answer["found"] > 3

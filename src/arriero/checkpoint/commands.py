@@ -300,7 +300,7 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SRC", help="A model or checkpoint in any format, or hf://OWNER/MODEL[@REVISION]."
+            metavar="SRC", help="A model or checkpoint in any format, or hf://OWNER/MODEL\\[@REVISION]."
         ),
     ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to create.")],

@@ -22,7 +22,7 @@ def speculator(
         Path,
         typer.Argument(
             metavar="SPECULATOR",
-            help="A finished run with [speculator], or its folder model/.",
+            help="A finished run with \\[speculator], or its folder model/.",
             show_default=False,
         ),
     ],
