@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,12 @@ import typer
 from rich.markup import render
 
 from arriero.cli import app
+from arriero.config.load import load_run
+from arriero.config.schema import RunConfig
+from arriero.config.site import load_site
+from arriero.federate.schema import FederationConfig
+from arriero.model.presets import expand
+from arriero.plan.hardware import load_cluster
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -54,6 +61,38 @@ def test_verbs_and_options_of_a_page_exist(page, monkeypatch):
             # files of the reader do not exist here
             is_missing_file = type(error).__name__ == "BadParameter" and "does not exist" in str(error)
             assert is_missing_file, f"{shlex.join(arguments)}: {error}"
+
+
+TOML_BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{i}")
+    for page in PAGES
+    for i, block in enumerate(
+        re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    )
+]
+
+
+@pytest.mark.parametrize("block", TOML_BLOCKS)
+def test_keys_and_values_of_a_toml_block_are_valid(block, tmp_path):
+    """Blocks are run files, cluster files, site files and federation files, or parts of them."""
+    path = tmp_path / "block.toml"
+    path.write_text(block, encoding="utf-8")
+    document = tomllib.loads(block)
+    if "sources" in document:
+        path.write_text(f"[data]\npacking = 'bestfit'\n{block}", encoding="utf-8")
+        document = {"data": document}
+    if document.keys() <= {*RunConfig.model_fields, "extends"}:
+        needed = ["checkpoint.start_from=false", "checkpoint.resume_from=false"]  # files of the reader
+        needed += [] if "sources" in document.get("data", {}) else ["data.sources=['builtin:stdlib']"]
+        needed += [] if "model" in document else ["model.preset=llama3.1-8b"]
+        needed += [] if "train" in document else ["train.horizon=1T tok"]
+        load_run(path, needed, expand)
+    elif "links" in document:
+        load_cluster(str(path))
+    elif "sites" in document or "federation" in document:
+        FederationConfig.model_validate(document)
+    else:
+        load_site(str(path))
 
 
 def help_texts(command, path=()):
