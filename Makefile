@@ -52,7 +52,7 @@ gpu: $(VENV)/.installed-test
 parity: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/arriero bench parity --write docs/parity.md
 
-# Small sisters of the benchmark's models in every layout and mode: that all work. Half an hour on two cores.
+# Scaled-down models of the benchmark in every layout and mode, to see that all work. Half an hour on two cores.
 bench-small: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/arriero bench matrix --small --steps 5 --warmup 2 --out bench-small
 
