@@ -16,6 +16,7 @@ QUICK = {
     "mistral": ["document masks: cp 2"],
     "qwen2": ["one axis: tp 2"],
     "qwen3": ["two axes: dp_shard 2 x tp 2"],
+    "diffllama": ["one axis: tp 2"],
 }
 
 

@@ -51,6 +51,15 @@ SHAPES = {
         "sliding_window": 9,
         "max_window_layers": 1,
     },
+    "diffllama": {"family": "diffllama", "dim": 64, "heads": 4, "tied": True},
+    "diffllama, six heads": {
+        "family": "diffllama",
+        "dim": 40,
+        "heads": 12,
+        "kv_heads": 6,
+        "head_dim": 18,
+        "layers": 3,
+    },
     "qwen3": {"family": "qwen3", "dim": 64, "heads": 6, "kv_heads": 3, "head_dim": 18},
     "qwen3, windows": {
         "family": "qwen3",

@@ -11,7 +11,7 @@ from arriero.model.presets import load_preset
 from arriero.plan.layout import AXES, SCHEDULES
 
 # every case is run with the first model, every layout with the first two
-MODELS = ("llama", "gpt2", "mistral", "qwen2", "qwen3")
+MODELS = ("llama", "gpt2", "mistral", "qwen2", "qwen3", "diffllama")
 SEQUENCES = 16
 
 # settings of all runs, references included

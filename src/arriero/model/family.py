@@ -121,15 +121,15 @@ def register_model(family: Family) -> None:
 def families() -> dict[str, Family]:
     """Return the registered families by name, the built-in ones first."""
     if not _registry:
+        from arriero.model.diffllama.family import DIFFLLAMA
         from arriero.model.gpt2.family import GPT2
         from arriero.model.llama.family import LLAMA
         from arriero.model.mamba.family import BAMBA, MAMBA2
         from arriero.model.mistral.family import MISTRAL
         from arriero.model.qwen.family import QWEN2, QWEN3
 
-        _registry.update(
-            {family.name: family for family in (LLAMA, GPT2, MISTRAL, QWEN2, QWEN3, MAMBA2, BAMBA)}
-        )
+        built_in = (LLAMA, GPT2, MISTRAL, QWEN2, QWEN3, DIFFLLAMA, MAMBA2, BAMBA)
+        _registry.update({family.name: family for family in built_in})
     return _registry
 
 

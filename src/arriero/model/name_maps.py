@@ -84,6 +84,7 @@ def _same_fields(fields: dict[str, Any], _config: Mapping[str, Any], _where: str
     return fields
 
 
+Reorder = Callable[[ModelSpec, Tensor], Tensor]
 # our tensors that are concatenated in one: of equal size, or with their numbers of rows
 Fused = Sequence[str] | Mapping[str, int]
 
@@ -100,7 +101,8 @@ class HuggingFaceNames:
     supported. `tensors` returns the names of tensors outside the blocks and `block` those of modules inside
     one, ours to theirs; `kinds` are the parameters of each module. `fused` maps a name of theirs to those of
     ours that are concatenated in it, `further` returns more names of tensors, ours to theirs. Tensors whose
-    name matches `transposed` are stored transposed. `config` returns further config keys, `from_config`
+    name matches `transposed` are stored transposed; `reordered` is a pattern of names, and the functions that
+    turn a tensor of ours into theirs and back. `config` returns further config keys, `from_config`
     completes the fields read. `current_name` turns a name that old files use into today's.
     """
 
@@ -115,6 +117,7 @@ class HuggingFaceNames:
     fused: Callable[[ModelSpec], Mapping[str, Fused]] = _nothing_fused
     further: Callable[[ModelSpec], dict[str, str]] = _no_keys
     transposed: str = "$^"
+    reordered: tuple[str, Reorder, Reorder] = ("$^", lambda _, x: x, lambda _, x: x)
     config: Callable[[ModelSpec], dict[str, Any]] = _no_keys
     from_config: Callable[[dict[str, Any], Mapping[str, Any], str], dict[str, Any]] = _same_fields
     current_name: Callable[[str], str] = str
@@ -128,7 +131,12 @@ class HuggingFaceNames:
                     names[f"blocks.{layer}.{ours}.{kind}"] = f"{self.blocks}.{layer}.{theirs}.{kind}"
         return names if spec.tied else names | {"head.weight": "lm_head.weight"}
 
-    def conversion(self, theirs: str) -> Callable[[Tensor], Tensor]:
+    def conversion(
+        self, theirs: str, spec: ModelSpec | None = None, to_ours: bool = False
+    ) -> Callable[[Tensor], Tensor]:
+        pattern, *both = self.reordered
+        if spec is not None and re.search(pattern, theirs):
+            return partial(both[to_ours], spec)
         return _transposed if re.search(self.transposed, theirs) else unchanged
 
 
@@ -150,7 +158,7 @@ def hf_from_own(spec: ModelSpec) -> NameMap:
     """Map each Hugging Face tensor to ours. A tied head is left out, as Hugging Face stores it once."""
     names = _hf(spec)
     rules = {
-        theirs: TensorRule((ours,), names.conversion(theirs))
+        theirs: TensorRule((ours,), names.conversion(theirs, spec))
         for ours, theirs in names.one_to_one(spec).items()
     }
     for theirs, parts in names.fused(spec).items():
@@ -162,7 +170,7 @@ def own_from_hf(spec: ModelSpec) -> NameMap:
     """Map each tensor of ours to Hugging Face's."""
     names = _hf(spec)
     rules = {
-        ours: TensorRule((theirs,), names.conversion(theirs))
+        ours: TensorRule((theirs,), names.conversion(theirs, spec, to_ours=True))
         for ours, theirs in names.one_to_one(spec).items()
     }
     for theirs, parts in names.fused(spec).items():
