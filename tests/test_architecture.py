@@ -1,6 +1,7 @@
 """Check the import order of the packages and what each package may know."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ LAYERS = [
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 # The Python API in arriero/__init__.py imports packages of every layer, lazily.
 FILES = sorted(p for p in SOURCE.rglob("*.py") if p.relative_to(SOURCE).parts != ("__init__.py",))
+
+
+# names of Meta's two ways to split a checkpoint, an option of `ckpt convert`
+META_RULES = ("llama2", "llama3")
 
 
 def package_of(path):
@@ -67,6 +72,21 @@ def test_kernels_import_torch_and_triton_only():
     for path in (SOURCE / "kernels").rglob("*.py"):
         for name in imports_of(path):
             assert not name.startswith("arriero.") or name.startswith("arriero.kernels"), (path, name)
+
+
+def test_no_package_but_model_knows_a_family_by_name():
+    """Neither an import nor an identifier nor a string names a family, presets in examples aside."""
+    families = {path.parent.name for path in (SOURCE / "model").glob("*/family.py")} | {"bamba"}
+    assert {"llama", "gpt2", "qwen", "mistral"} <= families
+    named = re.compile(rf"^({'|'.join(families)})[0-9]*$", re.IGNORECASE)
+    for package in ("train", "parallel", "checkpoint", "plan"):
+        for path in (SOURCE / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                words = [getattr(node, key, "") for key in ("id", "attr", "name", "value")]
+                if isinstance(node, ast.ImportFrom):
+                    words += (node.module or "").split(".")
+                found = [word for word in words if isinstance(word, str) and named.match(word)]
+                assert not found or found[0] in META_RULES, f"{path} knows {found[0]}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
