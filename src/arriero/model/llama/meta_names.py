@@ -29,7 +29,9 @@ _BLOCK = {
     "ffn.down": "feed_forward.w2",
 }
 _BY_ROWS, _BY_COLUMNS = ("wq", "wk", "wv", "w1", "w3", "output"), ("wo", "w2")
-_FOREIGN = ("hidden_dim", "sliding_window", "vision_chunk_size", "vision_model", "moe_args", "quantization_args", "lora_args")
+_FOREIGN = ("vision_chunk_size", "vision_model", "moe_args", "quantization_args", "lora_args")
+# Mistral's files have the same names
+_FOREIGN += ("hidden_dim", "sliding_window")
 _SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
 # (multiple_of, ffn_dim_multiplier) of the published Llama 2 and 3 models
 _WIDTHS = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))

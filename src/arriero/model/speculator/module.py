@@ -83,8 +83,9 @@ def _of(modules: nn.ModuleList, i: int) -> nn.Module:
 
 
 class SpeculatorHead(Head):
-    """The base model's head with a speculator. With labels it returns the loss of the speculator, summed over
-    its heads; without, the base model's logits. `loss` is replaced by one that does not hold all logits."""
+    """The base model's head with a speculator. With labels it returns the summed loss of the speculator, as a
+    mean over its heads; without, the base model's logits. `loss` is replaced by one that does not hold all
+    logits."""
 
     speculator: Speculator
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -110,7 +111,7 @@ class SpeculatorHead(Head):
             state = self.speculator.step(i, state[:, :left], given.clamp(min=0))
             labels = wanted.where(known_BT, _IGNORED)
             total = total + self.loss(state, self.speculator.weight(i), labels)
-        return total
+        return total / self.speculator.count
 
 
 def add_speculator(head: Head | None, section: SpeculatorSection, spec: ModelSpec) -> Head | None:
