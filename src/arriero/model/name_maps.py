@@ -103,7 +103,8 @@ class HuggingFaceNames:
     ours that are concatenated in it, `further` returns more names of tensors, ours to theirs. Tensors whose
     name matches `transposed` are stored transposed; `reordered` is a pattern of names, and the functions that
     turn a tensor of ours into theirs and back. `config` returns further config keys, `from_config`
-    completes the fields read. `current_name` turns a name that old files use into today's.
+    completes the fields read. `current_name` turns a name that old files use into today's. `peft_prompts`
+    says whether PEFT gives prompts to the attention of this model (LLaMA-Adapter).
     """
 
     model_type: str
@@ -122,6 +123,7 @@ class HuggingFaceNames:
     from_config: Callable[[dict[str, Any], Mapping[str, Any], str], dict[str, Any]] = _same_fields
     current_name: Callable[[str], str] = str
     not_weights: str = "$^"
+    peft_prompts: bool = False
 
     def one_to_one(self, spec: ModelSpec) -> dict[str, str]:
         names = {**self.tensors, **self.further(spec)}

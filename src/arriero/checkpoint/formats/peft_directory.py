@@ -26,6 +26,7 @@ from arriero.model.attention_prompts import (
     PrefixSettings,
 )
 from arriero.model.description import read_json, write_json
+from arriero.model.family import family_of
 from arriero.model.lora import A, B, LoraSettings, merge
 from arriero.model.name_maps import check_tensors, own_from_hf, unchanged
 from arriero.model.spec import ModelSpec
@@ -47,8 +48,6 @@ _PLAIN = {
     "alpha_pattern": {},
 }
 _KINDS = {"LORA": LoraSettings, "PREFIX_TUNING": PrefixSettings, "ADAPTION_PROMPT": GatedPromptSettings}
-# families whose attention PEFT gives prompts to
-_WITH_PROMPTS = ("llama", "mistral")
 
 
 class Part(NamedTuple):
@@ -266,7 +265,8 @@ def check_peft_names(spec: ModelSpec, own: Mapping[str, Tensor], settings: Adapt
         has_all = len(made) == 2 * spec.layers
         return None if has_all else "it has keys and values for every block, and some have no attention"
     if isinstance(settings, GatedPromptSettings):
-        if spec.family not in _WITH_PROMPTS:
+        hf = family_of(spec.family).hf
+        if hf is None or not hf().peft_prompts:
             return f"it has no prompts for the family {spec.family}"
         whole = spec.heads * spec.head_dim == spec.dim
         return None if whole else "it assumes that heads x head_dim is dim"

@@ -34,6 +34,7 @@ NAMES = replace(
     llama.NAMES,
     model_type="diffllama",
     architecture="DiffLlamaForCausalLM",
+    peft_prompts=False,
     fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
     further=_lambdas,
     config=_config,

@@ -100,4 +100,5 @@ NAMES = HuggingFaceNames(
     config=rope_config,
     from_config=fields_from_config,
     not_weights=r"rotary_emb\.inv_freq$",
+    peft_prompts=True,
 )

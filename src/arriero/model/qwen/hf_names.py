@@ -51,6 +51,7 @@ QWEN2_NAMES = replace(
     llama.NAMES,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
+    peft_prompts=False,
     fixed={"hidden_act": "silu"},
     further=_biases,
     config=_config,
