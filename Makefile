@@ -28,9 +28,14 @@ QUICK = tests/test_*.py tests/config tests/model tests/plan \
 quick: check
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m 'not slow' $(QUICK)
 
-test: check $(VENV)/triton
+test: check $(VENV)/triton $(VENV)/trackers
 	-$(MAKE) --no-print-directory .venv-federation/.installed
 	$(VENV)/bin/python -m pytest $(PARALLEL)
+
+# Weights & Biases, MLflow and Aim, whose dependencies differ from ours: 250 MB beside the packages of the environment.
+$(VENV)/trackers: $(VENV)/.installed-test tests/trackers.txt
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --upgrade --target $@ -r tests/trackers.txt
+	touch $@
 
 # Triton compiles for AMD GPUs without one: 188 MB to download, 641 MB on disk, beside the packages of the environment.
 $(VENV)/triton: $(VENV)/.installed-test

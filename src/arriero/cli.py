@@ -17,6 +17,7 @@ import arriero.data.commands.prepare as prepare_verbs
 import arriero.data.commands.runs as run_data_verbs
 import arriero.data.commands.trace as trace_verbs
 import arriero.evaluate.commands as evaluate_verbs
+import arriero.evaluate.push as push_verbs
 import arriero.evaluate.replay_commands as replay_verbs
 import arriero.evaluate.speculator_commands as speculator_verbs
 import arriero.federate.commands as federation_verbs
@@ -92,6 +93,7 @@ ckpt.command("list")(checkpoint_verbs.list_checkpoints)
 ckpt.command()(checkpoint_verbs.inspect)
 ckpt.command()(checkpoint_verbs.verify)
 ckpt.command()(checkpoint_verbs.prune)
+ckpt.command()(push_verbs.push)
 app.command()(doctor_verbs.doctor)
 app.add_typer(fed, name="fed")
 fed.command()(federation_verbs.init)

@@ -627,6 +627,11 @@ class GuardSection(Section):
 class ObserveSection(Section):
     log_every: Positive = Field(10, description="Steps between lines of metrics.jsonl.")
     tensorboard: bool = Field(True, description="Write TensorBoard files.")
+    trackers: tuple[Literal["wandb", "mlflow", "aim"], ...] = Field(
+        (),
+        description="Experiment trackers that receive the metrics: Weights & Biases, MLflow, Aim. Their own "
+        "environment variables say where to; without them MLflow and Aim write beside the run directory.",
+    )
     sample: str | Literal[False] = Field(
         False, description="Prompt that the finished model continues; shown at the end."
     )

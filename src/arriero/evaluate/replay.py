@@ -215,6 +215,7 @@ def _settings(record: Record, start: int, end: int, layout: Mapping[str, int], r
     keys |= {"train.horizon": f"{end} steps"}
     keys |= {f"checkpoint.{key}": False for key in ("every", "at_end", "export", "start_over")}
     keys |= {"eval.every": False, "observe.tensorboard": False, "observe.sample": False}
+    keys |= {"observe.trackers": []}
     keys |= {"observe.log_every": 1, "guard.nonfinite": "skip"}
     return keys | ({"guard.spike": "skip"} if config.guard.spike == "rollback" else {})
 

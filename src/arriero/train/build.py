@@ -72,6 +72,7 @@ from arriero.train.rundir import (
 from arriero.train.saving import Saver, merge_over_stages
 from arriero.train.schedule import Cadence, LearningRates
 from arriero.train.session import RunRecord, Session, SessionData
+from arriero.train.trackers import Tracker, check_trackers
 from arriero.units import human_bytes
 
 
@@ -96,6 +97,7 @@ class Arrangement:
 def arrange(config: RunConfig, world: World) -> Arrangement:
     """Choose the device of this rank and resolve the run for it."""
     check_run_directory(config)
+    check_trackers(config.observe.trackers)
     device = choose_device(config.run.device, world.local_rank, world.local_size, config.run.share_gpu)
     return Arrangement(_resolved(config, device.machine(world.local_size), world), world, device)
 
@@ -434,6 +436,8 @@ def _hooks(plan: Arrangement, ledger: LedgerFile, extra: Sequence[Hook]) -> Hook
     ]
     if not plan.world.is_leader:
         return Hooks([*everywhere, *(hook for hook in extra if hook.on_all_ranks)])
-    boards = [TensorBoard(run_dir)] if plan.config.observe.tensorboard else []
+    observe = plan.config.observe
+    boards = [TensorBoard(run_dir)] if observe.tensorboard else []
+    boards += [Tracker(name, run_dir) for name in observe.trackers]
     files = [MetricsFile(run_dir), EventsFile(run_dir), PlanFile(run_dir)]
     return Hooks([*everywhere, *files, ProfileOnDemand(run_dir), *boards, *extra])

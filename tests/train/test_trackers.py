@@ -1,0 +1,86 @@
+"""Weights & Biases, MLflow and Aim receive the metrics of a run; a resumed run continues its tracked run."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+TRACKERS = Path(sys.prefix) / "trackers"
+RUN = """
+run = {{ name = "run", device = "cpu" }}
+model = {{ preset = "llama-test", vocab_size = 4096 }}
+data = {{ seq_len = 64, sources = [{{ path = "builtin:stdlib" }}], cache = "{cache}" }}
+train = {{ batch = "512 tok", horizon = "2 steps" }}
+schedule = {{ kind = "constant" }}
+eval = {{ heldout = "4k tok" }}
+observe = {{ log_every = 1, tensorboard = false, trackers = ["wandb", "mlflow", "aim"] }}
+"""
+READ = """
+import json, sys
+import aim
+from mlflow import MlflowClient
+ids = json.load(open("runs/run/trackers.json"))
+client = MlflowClient(tracking_uri="sqlite:///runs/mlflow.db")
+experiment = client.get_experiment_by_name("arriero")
+runs = client.search_runs([experiment.experiment_id])
+loss = client.get_metric_history(ids["mlflow"], "loss")
+tracked = aim.Run(run_hash=ids["aim"], repo="runs", read_only=True)
+curves = {each.name: each.values.sparse_numpy() for each in tracked.metrics()}
+print(json.dumps({
+    "mlflow": [[each.step, each.value] for each in loss],
+    "mlflow_runs": [[each.info.run_id == ids["mlflow"], each.info.status] for each in runs],
+    "mlflow_params": dict(runs[0].data.params),
+    "aim": [[int(step), float(value)] for step, value in zip(*curves["loss"])],
+    "aim_evaluations": [int(step) for step in curves["eval_loss"][0]],
+    "aim_settings": tracked["settings"]["train"]["batch"],
+}))
+"""
+
+
+@pytest.fixture
+def with_trackers(python, monkeypatch):
+    if not TRACKERS.is_dir():
+        pytest.skip("needs the packages of tests/trackers.txt: make .venv/trackers")
+    monkeypatch.setenv("PYTHONPATH", str(TRACKERS))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    return python
+
+
+def test_all_trackers_hold_the_losses_of_a_run_that_was_resumed(with_trackers, corpus_cache, tmp_path):
+    (tmp_path / "run.toml").write_text(RUN.format(cache=corpus_cache))
+    for horizon in (2, 4):
+        done = with_trackers("-m", "arriero", "train", "run.toml", "--set", f"train.horizon={horizon} steps")
+        assert done.returncode == 0, done.stderr
+        assert "cannot be used" not in done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    expected = [[line["step"], line["loss"]] for line in lines]
+    read = with_trackers("-c", READ)
+    assert read.returncode == 0, read.stderr
+    found = json.loads(read.stdout.splitlines()[-1])
+    assert found["mlflow"] == expected
+    assert found["mlflow_runs"] == [[True, "FINISHED"]]
+    assert found["mlflow_params"]["train.batch"] == found["aim_settings"] == "512 tok"
+    assert found["aim"] == expected
+    assert found["aim_evaluations"] == [0, 2, 4]
+    known = json.loads((tmp_path / "runs/run/trackers.json").read_text())["wandb"]
+    stored = sorted((tmp_path / "runs/run/wandb").glob(f"offline-run-*-{known}/run-{known}.wandb"))
+    assert len(stored) == 2
+    assert all(b"grad_norm" in path.read_bytes() and b"eval_loss" in path.read_bytes() for path in stored)
+
+
+def test_a_tracker_that_cannot_be_reached_does_not_stop_training(
+    with_trackers, corpus_cache, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://host")
+    (tmp_path / "run.toml").write_text(RUN.format(cache=corpus_cache))
+    done = with_trackers("-m", "arriero", "train", "run.toml", "--set", "observe.trackers=['mlflow']")
+    assert done.returncode == 0, done.stderr
+    assert "mlflow cannot be used" in done.stderr
+    assert "training continues without it" in done.stderr
+
+
+def test_a_missing_package_is_an_error_before_training(command, corpus_cache):
+    result = command("train", "--set", f"data.cache={corpus_cache}", "--set", "observe.trackers=['aim']")
+    assert result.returncode == 2
+    assert "observe.trackers needs the package aim; pip install 'arriero[aim]'" in result.stderr
