@@ -19,20 +19,24 @@ observe = {{ log_every = 1, tensorboard = false, trackers = ["wandb", "mlflow", 
 READ = """
 import json, sys
 import aim
+from aim.sdk.index_manager import RepoIndexManager
 from mlflow import MlflowClient
 ids = json.load(open("runs/run/trackers.json"))
 client = MlflowClient(tracking_uri="sqlite:///runs/mlflow.db")
 experiment = client.get_experiment_by_name("arriero")
 runs = client.search_runs([experiment.experiment_id])
 loss = client.get_metric_history(ids["mlflow"], "loss")
-tracked = aim.Run(run_hash=ids["aim"], repo="runs", read_only=True)
-curves = {each.name: each.values.sparse_numpy() for each in tracked.metrics()}
+# the user interface of Aim indexes runs when it starts
+RepoIndexManager.get_index_manager(aim.Repo.from_path("runs")).index(ids["aim"])
+tracked = aim.Repo("runs").get_run(ids["aim"])
+frames = {each.name: each.dataframe() for each in tracked.metrics()}
+curves = {name: sorted(zip(each["step"].tolist(), each["value"].tolist())) for name, each in frames.items()}
 print(json.dumps({
     "mlflow": [[each.step, each.value] for each in loss],
     "mlflow_runs": [[each.info.run_id == ids["mlflow"], each.info.status] for each in runs],
     "mlflow_params": dict(runs[0].data.params),
-    "aim": [[int(step), float(value)] for step, value in zip(*curves["loss"])],
-    "aim_evaluations": [int(step) for step in curves["eval_loss"][0]],
+    "aim": curves["loss"],
+    "aim_evaluations": [step for step, _ in curves["eval_loss"]],
     "aim_settings": tracked["settings"]["train"]["batch"],
 }))
 """
