@@ -4,15 +4,19 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+import arriero
 from arriero.errors import UserError
 from arriero.model.costs import Mode, block_costs, block_memory
 from arriero.model.family import build_model
 from arriero.model.mamba.scan import causal_conv, chunked_scan, scan_step
 from arriero.model.presets import load_preset, resolve
 from arriero.model.spec import flops_per_token
+from arriero.plan.hardware import Machine
 from arriero.plan.layout import cut_stages
+from arriero.plan.resolve import resolve as resolve_run
 from model.test_hf_names import lively, spec_of
 
+CPU = Machine("CPU", "cpu", 2**36, 2**36, torch=(2, 13))
 HYBRID = {"family": "bamba", "vocab_size": 97, "dim": 32, "heads": 4, "ffn": 48, "max_seq_len": 600}
 
 
@@ -160,3 +164,26 @@ def test_pipeline_stages_are_balanced_by_the_costs_of_their_blocks():
 def test_contradictions_are_reported(fields, problem):
     with pytest.raises(UserError, match=problem):
         resolve(None, {**HYBRID, "layers": 4, "extra": {"ssm_head_dim": 16, **fields}})
+
+
+@pytest.mark.parametrize(
+    ("layout", "problem"),
+    [
+        ({"cp": 16, "tp": 1}, "cp 16 does not divide the 8 state-space heads of a rank"),
+        ({"cp": 2, "tp": 1, "context": "ring"}, "recurrent states cannot pass round a ring"),
+        ({"cp": 1, "tp": 4}, "model.extra.groups .2. does not divide over tp 4"),
+    ],
+)
+def test_layouts_that_divide_states_are_refused(layout, problem):
+    config = arriero.load_config(
+        None,
+        {
+            "model.preset": "bamba-test",
+            "data.seq_len": 128,
+            "train.batch": "2048 tok",
+            "run.device": "cpu",
+            **{f"parallel.{name}": value for name, value in layout.items()},
+        },
+    )
+    with pytest.raises(UserError, match=problem):
+        resolve_run(config, CPU, layout["cp"] * layout["tp"])

@@ -86,7 +86,8 @@ class Family:
     memory of a block; without them the module is traced, which imports torch. `sequence_flops` returns the
     FLOPs per token of what mixes tokens in all blocks, forward, at an attended length, if not attention.
     `kinds` returns for each block a model of one block like it, if blocks differ. `tp_counts` are
-    the numbers that tensor parallelism divides. `no_context` says why cp is impossible, if it is.
+    the numbers that tensor parallelism divides. `whole_sequences` are those that context parallelism divides
+    in a family whose mixers cannot pass round a ring.
     """
 
     name: str
@@ -105,7 +106,7 @@ class Family:
     sequence_flops: "Callable[[ModelSpec, float], float] | None" = None
     kinds: "Callable[[ModelSpec], Sequence[ModelSpec]] | None" = None
     tp_counts: "Callable[[ModelSpec], Mapping[str, int]]" = _attention_counts
-    no_context: str = ""
+    whole_sequences: "Callable[[ModelSpec], Mapping[str, int]] | None" = None
 
 
 _registry: dict[str, Family] = {}

@@ -4,9 +4,10 @@ The cache replaces the attention core of each block while tokens are generated; 
 Shapes: B prompts, T tokens, H heads, K kv heads, E head dim, V vocabulary.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,8 +84,21 @@ class KVCache:
                 tensors[i] = tensor[index]
 
 
+class Exchange(NamedTuple):
+    """How ranks exchange parts of sequences: `to_heads` returns whole sequences of some heads for parts of
+    sequences of all heads, `to_tokens` the other way round. Tensors are (B, T, heads, width)."""
+
+    to_heads: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    to_tokens: Callable[[Tensor], Tensor]
+
+
 class RecurrentMixer(SequenceMixer):
-    """A mixer whose state has a fixed size: it caches it by itself."""
+    """A mixer whose state has a fixed size: it caches it by itself. It needs whole sequences, but can compute
+    each head alone."""
+
+    def divide_heads(self, exchange: Exchange, part: int, parts: int) -> None:
+        """Compute one of `parts` of the heads, for whole sequences that are divided over as many ranks."""
+        raise NotImplementedError
 
     def use_cache(self, cache: KVCache | None) -> None:
         """Keep the states of the rows of a cache between calls, or forget them."""

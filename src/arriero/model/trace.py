@@ -153,7 +153,8 @@ def _cost(name: str, args: Sequence[Any], tensors: Sequence[Tensor], results: Se
         *batch, rows, inner = shapes[-2]
         columns = shapes[-1][-1]
         flops = 2.0 * prod(batch) * rows * columns * inner
-        return _Call(name, OperatorCost("matmul", flops, read, written), (rows, columns, inner))
+        # a batched matmul fills a device as one with all rows does
+        return _Call(name, OperatorCost("matmul", flops, read, written), (prod(batch) * rows, columns, inner))
     if name in (_ATTENTION, _ATTENTION_BACKWARD):
         rows, heads, tokens, width = shapes[0] if name == _ATTENTION else shapes[1]
         # causal: half of two products; backward has five, of which one is recomputed

@@ -4,7 +4,9 @@ Ulysses: an all-to-all exchanges tokens for heads, so that each rank of a group 
 some heads. Where there are fewer heads than ranks, several Ulysses groups form a ring (`ring.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from arriero.data.order.loader import Batch
 from arriero.model.attention import AttentionCore, Documents, Mask
+from arriero.model.generation import Exchange, RecurrentMixer
 from arriero.model.language_model import LanguageModel
 from arriero.parallel.ring import ring_attention
 from arriero.plan.layout import tokens_divisor
@@ -55,6 +58,12 @@ def apply_context_parallel(
         for name, child in module.named_children():
             if isinstance(child, AttentionCore):
                 setattr(module, name, ContextParallelAttention(ring, ulysses, child.window))
+        if isinstance(module, RecurrentMixer):
+            assert ulysses is not None, (
+                "a recurrent mixer needs whole sequences, which a ring does not gather"
+            )
+            exchange = Exchange(partial(_all_to_heads, group=ulysses), partial(_to_tokens, group=ulysses))
+            module.divide_heads(exchange, ulysses.rank(), ulysses.size())
 
 
 class ContextParallelAttention(AttentionCore):
@@ -89,6 +98,23 @@ class ContextParallelAttention(AttentionCore):
             return None if documents_BT is None else Documents(documents_BT)
         tokens = shape[1] * (1 if self.ulysses is None else self.ulysses.size())
         return super().mask((shape[0], tokens), documents_BT, device)
+
+
+@torch.compiler.disable
+def _all_to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[Tensor]:
+    """Exchange tokens for heads in one all-to-all; where there are fewer heads than ranks, some share one."""
+    size = group.size()
+    copied = [x.repeat_interleave(max(1, size // x.shape[2]), dim=2) for x in tensors]
+    shares = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in copied]
+    arrived_UBtW = _AllToAll.apply(torch.cat([x.flatten(3) for x in shares], dim=3), group)
+    whole_BTW = arrived_UBtW.transpose(0, 1).flatten(1, 2)
+    parts = whole_BTW.split([x[0, 0, 0].numel() for x in shares], dim=2)
+    return [part.unflatten(2, x.shape[3:]) for part, x in zip(parts, shares, strict=True)]
+
+
+@torch.compiler.disable
+def _to_tokens(out_BThE: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _heads_for_tokens(out_BThE, group)
 
 
 def _tokens_for_heads(

@@ -135,8 +135,9 @@ def split_layers(model: LanguageModel, mesh: DeviceMesh) -> None:
         for pattern, style in placements.items():
             if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."):
                 parent = model.get_submodule(name.rpartition(".")[0])
-                parallelize_module(module, mesh, _style(style, parent, mesh.size())())
-                if isinstance(module, LoraLinear):
+                kind = _style(style, parent, mesh.size())
+                parallelize_module(module, mesh, kind())
+                if isinstance(module, LoraLinear) and kind is not _Copied:
                     _split_adapter(module, style, mesh)
         if isinstance(module, Prefix | Prompt):
             _split_prompts(module, mesh)
@@ -154,7 +155,7 @@ def _style(style: Placement, parent: nn.Module, ranks: int) -> Any:
 
 def _split_adapter(layer: LoraLinear, style: Placement, mesh: DeviceMesh) -> None:
     """Split an adapter along the dimension of its layer that is split; the rank is whole on each rank."""
-    by_column = style == "column-wise"
+    by_column = style != "row-wise"
     places = {
         "lora_a": Replicate() if by_column else Shard(1),
         "lora_b": Shard(0) if by_column else Replicate(),

@@ -245,9 +245,8 @@ def _adapter_problems(draft: Draft) -> Iterator[Problem]:
 def _context_problems(draft: Draft) -> Iterator[Problem]:
     cp, tp, (ulysses, ring) = draft.layout.cp, draft.layout.tp, draft.context
     heads, kv_heads = draft.heads
-    if cp > 1 and (reason := family_of(draft.spec.family).no_context):
-        yield Problem("parallel.cp", reason, "set it to 1")
-        return
+    if cp > 1 and (counts := family_of(draft.spec.family).whole_sequences):
+        yield from _whole_sequence_problems(counts(draft.spec), cp, tp, ring)
     if draft.config.parallel.context == "ulysses" and ulysses < cp:
         what = f"'ulysses' cannot share {heads} heads and {kv_heads} kv heads over cp {cp}"
         yield Problem("parallel.context", what, "set it to 'auto', which adds a ring")
@@ -268,6 +267,18 @@ def _context_problems(draft: Draft) -> Iterator[Problem]:
                 key = phase_key(i, "seq_len", "data.seq_len")
                 yield Problem(key, what, f"make it a multiple of {divisor}")
                 break
+
+
+def _whole_sequence_problems(counts: Mapping[str, int], cp: int, tp: int, ring: int) -> Iterator[Problem]:
+    """Each rank computes some heads of whole sequences (Ulysses), or shares a group with other ranks."""
+    for name, count in counts.items():
+        each = max(1, count // tp)
+        if each % cp and (cp % each or name == next(iter(counts))):
+            what = f"cp {cp} does not divide the {each} {name} of a rank"
+            yield Problem("parallel.cp", what, f"use a divisor of {each}")
+    if ring > 1:
+        what = "recurrent states cannot pass round a ring, which these heads and this parallel.context need"
+        yield Problem("parallel.cp", what, "use a cp that divides heads and kv_heads, and context = 'auto'")
 
 
 def _setting_problems(draft: Draft) -> Iterator[Problem]:

@@ -164,6 +164,11 @@ def _tp_counts(spec: "ModelSpec") -> dict[str, int]:
     return counts if shape.groups == 1 else counts | {"extra.groups": shape.groups}
 
 
+def _whole_sequences(spec: "ModelSpec") -> dict[str, int]:
+    shape = Shape.of(spec)
+    return {"state-space heads": shape.heads, "groups": shape.groups}
+
+
 _SIZES = ("groups", "state", "conv", "chunk")
 _MIXER: dict[str, Any] = {
     "groups": 1,
@@ -192,7 +197,6 @@ _PLACEMENTS: dict[str, Placement] = {
     "blocks.*.mixer.norm": "own rows",
     "blocks.*.mixer.o": "row-wise",
 }
-_NO_CONTEXT = "the states of Mamba-2 pass through the whole sequence, which cp would divide"
 
 MAMBA2 = Family(
     name="mamba2",
@@ -206,7 +210,7 @@ MAMBA2 = Family(
     presets=Path(__file__).with_name("mamba2.toml"),
     sequence_flops=_sequence_flops,
     tp_counts=_tp_counts,
-    no_context=_NO_CONTEXT,
+    whole_sequences=_whole_sequences,
 )
 BAMBA = Family(
     name="bamba",
@@ -221,5 +225,5 @@ BAMBA = Family(
     kinds=_kinds,
     sequence_flops=_sequence_flops,
     tp_counts=_tp_counts,
-    no_context=_NO_CONTEXT,
+    whole_sequences=_whole_sequences,
 )

@@ -5,13 +5,14 @@ Shapes: B batch, T tokens, D dim, H state-space heads, P their width, G groups, 
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from arriero.model.generation import KVCache, RecurrentMixer
+from arriero.model.generation import Exchange, KVCache, RecurrentMixer
 from arriero.model.language_model import InitRule, LanguageModel
 from arriero.model.layers import Attention, Block, Rope, Rotation, SwiGLU, residual_and_norm
 from arriero.model.mamba.family import ROTARY, Shape, attention_layers
@@ -29,6 +30,21 @@ class OwnParameters(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.local = _unchanged
+
+    def use_part(self, part: int, parts: int, rows: int | None = None) -> None:
+        """Compute with the parameters of one of `parts` of the heads only.
+
+        With `rows`, each group has that many, and several parts share a group where there are fewer groups.
+        """
+        self.local = partial(_part, self.local, part, parts, rows)
+
+
+def _part(
+    local: Callable[[Tensor], Tensor], part: int, parts: int, rows: int | None, whole: Tensor
+) -> Tensor:
+    mine = local(whole)
+    groups = parts if rows is None else min(parts, len(mine) // rows)
+    return mine.chunk(groups)[part * groups // parts]
 
 
 def _unchanged(parameter: Tensor) -> Tensor:
@@ -133,6 +149,7 @@ class Mixer(RecurrentMixer):
         self.norm = GatedNorm(width, eps)
         self.o = nn.Linear(width, dim, bias=bias)
         self.cache = None
+        self.exchange: Exchange | None = None
         self._kept: list[Tensor] | None = None
 
     def forward(self, x_BTD: Tensor, document_BT: Tensor | None) -> Tensor:
@@ -159,9 +176,21 @@ class Mixer(RecurrentMixer):
         return [*wide, *F.linear(x_BTD, weight, bias).split([each.out_features for each in narrow], dim=-1)]
 
     def _scan(self, mixed: list[Tensor], dt_BTH: Tensor, document_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.exchange is not None:
+            x, dt, b, c = self._heads(mixed, dt_BTH)
+            x, dt, b, c = self.exchange.to_heads((x, dt[..., None], b, c))
+            mixed, dt_BTH = [each.flatten(-2) for each in (x, b, c)], dt[..., 0]
         convolutions = (self.conv_x, self.conv_b, self.conv_c)
         done = [conv(each, document_BT) for conv, each in zip(convolutions, mixed, strict=True)]
-        return self.scan(*self._heads(done, dt_BTH), document_BT)
+        y_BTHP, state = self.scan(*self._heads(done, dt_BTH), document_BT)
+        return y_BTHP if self.exchange is None else self.exchange.to_tokens(y_BTHP), state
+
+    def divide_heads(self, exchange: Exchange, part: int, parts: int) -> None:
+        self.exchange = exchange
+        for module in (self.conv_x, self.scan):
+            module.use_part(part, parts)
+        for module in (self.conv_b, self.conv_c):
+            module.use_part(part, parts, self.state)
 
     def _heads(self, mixed: list[Tensor], dt_BTH: Tensor) -> tuple[Tensor, ...]:
         x, b, c = mixed
