@@ -1,4 +1,4 @@
-"""The machine and the code of a measurement, and the energy meters of NVIDIA GPUs."""
+"""The machine and the code of a measurement."""
 
 import hashlib
 import os
@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,71 +17,9 @@ import arriero
 from arriero.bench.result import CodeVersion, DeviceInfo
 from arriero.errors import UserError
 from arriero.train.device import Device
+from arriero.train.energy import Meter
 
 COMMIT_VARIABLE = "ARRIERO_COMMIT"
-_MISSING = "clocks and energy need the package nvidia-ml-py: pip install 'arriero[nvidia]'"
-
-
-class Meter:
-    """The energy meters and clocks of NVIDIA GPUs through NVML (package nvidia-ml-py).
-
-    Reads None, and `problem` says why, if the package or the driver is missing or one GPU has no meter.
-    """
-
-    def __init__(self, uuids: Sequence[str]) -> None:
-        self.problem: str | None = "no NVIDIA GPU" if not uuids else None
-        self._gpus: list[Any] = []
-        if not uuids:
-            return
-        try:
-            import pynvml
-        except ImportError:
-            self.problem = _MISSING
-            return
-        self._nvml = pynvml
-        try:
-            pynvml.nvmlInit()
-            self._gpus = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        except pynvml.NVMLError as error:
-            self.problem = f"NVML: {error}"
-
-    def joules(self) -> float | None:
-        """Return the energy of all GPUs since the driver was loaded."""
-        found = [self._read(gpu, "nvmlDeviceGetTotalEnergyConsumption") for gpu in self._gpus]
-        return sum(found) / 1e3 if found and None not in found else None
-
-    def sm_mhz(self) -> int | None:
-        """Return the current SM clock of the first GPU."""
-        return self._read(self._gpus[0], "nvmlDeviceGetClockInfo", 1) if self._gpus else None
-
-    def describe(self) -> dict[str, str]:
-        """Return driver, memory, power limit and clocks of the first GPU, if the driver reports them."""
-        if not self._gpus:
-            return {}
-        gpu, nvml = self._gpus[0], self._nvml
-        sm, memory = nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM
-        total = self._read(gpu, "nvmlDeviceGetMemoryInfo")
-        milliwatts = self._read(gpu, "nvmlDeviceGetEnforcedPowerLimit")
-        clocks = {
-            "sm": self._read(gpu, "nvmlDeviceGetClockInfo", sm),
-            "memory": self._read(gpu, "nvmlDeviceGetClockInfo", memory),
-            "max_sm": self._read(gpu, "nvmlDeviceGetMaxClockInfo", sm),
-            "max_memory": self._read(gpu, "nvmlDeviceGetMaxClockInfo", memory),
-        }
-        found = {name: f"{mhz} MHz" for name, mhz in clocks.items() if mhz is not None}
-        found["driver"] = nvml.nvmlSystemGetDriverVersion()
-        if total is not None:
-            found["memory_gib"] = str(total.total / 2**30)
-        if milliwatts is not None:
-            found["power_limit"] = f"{milliwatts / 1e3:.2f} W"
-        return found
-
-    def _read(self, gpu: Any, function: str, *arguments: Any) -> Any:
-        """Call an NVML function; None if this GPU does not support it."""
-        try:
-            return getattr(self._nvml, function)(gpu, *arguments)
-        except self._nvml.NVMLError:
-            return None
 
 
 def describe_device(used: Device, ranks: int, busy_mhz: int | None = None) -> DeviceInfo:

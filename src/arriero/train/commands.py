@@ -256,6 +256,9 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
         change = f"{outcome.first_eval_loss:.3f} -> {outcome.last_eval_loss:.3f}"
         rows.append(("validation loss", change, f"{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)"))
     rows.append(("speed", f"{human_count(outcome.tokens_per_s)} tok/s", f"median; {whole}"))
+    if outcome.joules is not None:
+        each, kwh = outcome.joules / max(1, outcome.tokens), outcome.joules / 3.6e6
+        rows.append(("energy", f"{kwh:.3g} kWh", f"{each:.3g} J per token, by the meters of the devices"))
     rows += predicted_and_measured(session.run_dir)
     rows.append(("run directory", str(session.run_dir), "metrics, events, ledger, plan, run.toml"))
     if outcome.model is not None:

@@ -46,7 +46,7 @@ def _train(session: Session, outcome: Outcome) -> None:
     optimizer.attempts = outcome.steps
     start = time.monotonic() - outcome.seconds
     _evaluate_initial_model(session, outcome, start)
-    watch = Stopwatch(session.device, session.peak_flops, session.mesh)
+    watch = Stopwatch(session.device, session.peak_flops, session.mesh, session.config.run.share_gpu)
     is_done, is_first = False, True
     while not is_done:
         with watch.waiting_for_data():

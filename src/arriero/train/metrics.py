@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import socket
 import time
@@ -36,6 +37,7 @@ from arriero.files import publish_file
 from arriero.interrupt import Interrupted
 from arriero.parallel.mesh import Mesh
 from arriero.train.device import Device
+from arriero.train.energy import energy_counter
 from arriero.train.hooks import Hook
 from arriero.train.stragglers import SlowRank, SpeedProbe, Stragglers
 
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
     from arriero.train.guard import BadStep
     from arriero.train.saving import Outcome
     from arriero.train.session import Session
+
+
+JOULES_PER_KWH = 3.6e6
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class StepMetrics:
     flops_per_token: float = 0.0
     hfu: float | None = None
     reserved_mem_gib: float | None = None
+    joules_per_token: float | None = None
+    energy_kwh: float | None = None
     alloc_retries: int | None = None
     ooms: int | None = None
     skipped: int = 0
@@ -74,6 +81,7 @@ class StepMetrics:
         """Return the metrics without keys of what did not happen at this step."""
         evaluation = ("eval_loss", "eval_losses", "eval_s")
         optional = (*evaluation, "save_s", "hfu", "reserved_mem_gib", "alloc_retries", "ooms")
+        optional += ("joules_per_token", "energy_kwh")
         return {k: value for k, value in asdict(self).items() if value is not None or k not in optional}
 
 
@@ -84,10 +92,13 @@ class Stopwatch:
     the peak of the precision in use is unknown.
     """
 
-    def __init__(self, device: Device, peak_flops: float | None, mesh: Mesh) -> None:
+    def __init__(
+        self, device: Device, peak_flops: float | None, mesh: Mesh, shares_gpu: bool = False
+    ) -> None:
         self._mesh = mesh
         self._device = device
         self._peak_flops = peak_flops
+        self._energy = energy_counter(device, mesh.world, shares_gpu)
         self._probe, self._stragglers = SpeedProbe(device), Stragglers()
         self.slow_ranks: list[SlowRank] = []
         self._reset()
@@ -131,8 +142,10 @@ class Stopwatch:
         counts = counts if self._mesh.is_batch_leader else (0, 0, 0)
         device, allocator = self._device.torch_device, _allocator_counts(self._device)
         speed = (self._probe.seconds(), self._waited / self._steps) if self._mesh.world.size > 1 else (0, 0)
+        joules = self._energy.since_last()
+        fixed = [*counts, self._device.peak_memory(), *allocator, *speed]
         own = torch.tensor(
-            [*counts, self._device.peak_memory(), *allocator, *speed], dtype=torch.float64, device=device
+            [*fixed, math.nan if joules is None else joules], dtype=torch.float64, device=device
         )
         given = [value.detach().to(device, torch.float64).reshape(1) for value in global_values]
         ranks = self._mesh.all_gather(torch.cat([own, *given])).cpu()
@@ -155,8 +168,11 @@ class Stopwatch:
         if self._mesh.world.size > 1:
             probes, waits = ranks[:, first : first + 2].T.tolist()
             self.slow_ranks = self._stragglers.add(probes, waits, seconds / self._steps)
+        # the sum is NaN if a rank has no meter
+        if not math.isnan(energy := ranks[:, first + 2].sum().item()):
+            lap |= {"joules": energy, "joules_per_token": energy / tokens}
         self._reset()
-        return lap, ranks[0, first + 2 :].tolist()
+        return lap, ranks[0, first + 3 :].tolist()
 
 
 def _allocator_counts(device: Device) -> list[float]:
@@ -180,6 +196,9 @@ def measure_step(
     counts = [optimizer.taken, optimizer.skipped_in_a_row, session.guard.bad_count]
     lap, (loss_value, norm, taken, skipped_in_a_row, bad) = watch.lap([loss, grad_norm, *counts])
     outcome.add(loss_value, lap["tokens_per_s"])
+    if (joules := lap.pop("joules", None)) is not None:
+        outcome.joules = (outcome.joules or 0.0) + joules
+        lap["energy_kwh"] = outcome.joules / JOULES_PER_KWH
     line: dict[str, Any] = {"step": outcome.steps, "tokens": outcome.tokens, "loss": loss_value}
     line |= {"grad_norm": norm, "lr": lr, "skipped": outcome.steps - int(taken), **lap}
     session.guard.learn(session, int(bad))

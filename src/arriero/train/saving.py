@@ -40,12 +40,14 @@ _SAVED_FIELDS = (
     "last_loss",
     "first_eval_loss",
     "last_eval_loss",
+    "joules",
 )
 
 
 @dataclass
 class Outcome:
-    """What a run has reached. `seconds` includes earlier processes whose training was saved."""
+    """What a run has reached. `seconds` and `joules` include earlier processes whose training was
+    saved. `joules` is None if a device has no meter."""
 
     steps: int = 0
     tokens: int = 0
@@ -54,6 +56,7 @@ class Outcome:
     last_loss: float | None = None
     first_eval_loss: float | None = None
     last_eval_loss: float | None = None
+    joules: float | None = None
     model: Path | None = None
     rates: list[float] = field(default_factory=list)
 
@@ -84,7 +87,7 @@ class Outcome:
 
     @staticmethod
     def from_state(state: dict[str, Any]) -> "Outcome":
-        return Outcome(**{name: state[name] for name in _SAVED_FIELDS})
+        return Outcome(**{name: state[name] for name in _SAVED_FIELDS if name != "joules" or name in state})
 
 
 def read_state(directory: Path) -> dict[str, Any]:
