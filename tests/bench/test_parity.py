@@ -17,6 +17,8 @@ QUICK = {
     "qwen2": ["one axis: tp 2"],
     "qwen3": ["two axes: dp_shard 2 x tp 2"],
     "diffllama": ["one axis: tp 2"],
+    "mamba2": ["document masks: tp 2"],
+    "bamba": ["two axes: dp_shard 2 x tp 2", "activation checkpointing: selective"],
 }
 
 

@@ -7,11 +7,12 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
+from arriero.model.family import family_of
 from arriero.model.presets import load_preset
 from arriero.plan.layout import AXES, SCHEDULES
 
 # every case is run with the first model, every layout with the first two
-MODELS = ("llama", "gpt2", "mistral", "qwen2", "qwen3", "diffllama")
+MODELS = ("llama", "gpt2", "mistral", "qwen2", "qwen3", "diffllama", "mamba2", "bamba")
 SEQUENCES = 16
 
 # settings of all runs, references included
@@ -103,10 +104,15 @@ def cases(model: str, device: str = "cpu") -> list[Case]:
 def _of_family(model: str) -> list[Case]:
     """Return the cases of a further family: the axes that it supports, alone and some in pairs."""
     spec = load_preset(f"{model}-test")
-    has_ring = spec.sliding_window is None
+    has_ring = spec.sliding_window is None and family_of(spec.family).whole_sequences is None
     titles = [f"two axes: {pair}" for pair in ("dp_shard 2 x tp 2", "pp 2 x tp 2", "cp 2 x tp 2")]
     titles += [f"document masks: {axis} 2" for axis in ("cp", "tp", "pp")]
     every = [*(case for case in _axes(model) if case.quick), *_pairs(), *_documents()]
+    if len(set(spec.kinds)) > 1:
+        # what depends on the blocks, where they differ
+        titles += ["schedules: zbv, pp 2", "compiled: dp_shard 2 x tp 2"]
+        titles += [f"activation checkpointing: {name}" for name in ("selective", "full, pp 2")]
+        every += [*_schedules(), *_activation_checkpointing(), *_compiled()]
     chosen = [case for case in every if case.title in titles or case.group == "one axis"]
     return [case for case in chosen if has_ring or case.sets.get("parallel.context") != "ring"]
 
