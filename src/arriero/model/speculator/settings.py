@@ -3,7 +3,6 @@
 Names and arithmetic are those of vLLM's MLPSpeculator and of fms-extras (https://arxiv.org/abs/2404.19124).
 """
 
-from math import prod
 from typing import Any
 
 from arriero.config.schema import SpeculatorSection
@@ -42,10 +41,6 @@ def training_flops(section: SpeculatorSection, spec: ModelSpec, base: float) -> 
     inner, count = inner_dim(section, spec), int(section.n_predict)
     matmuls = inner * (spec.dim + (count - 1) * inner) + count * inner * spec.vocab_size
     return base / 3 + 6 * matmuls
-
-
-def parameter_count(section: SpeculatorSection, spec: ModelSpec) -> int:
-    return sum(map(prod, speculator_shapes(section, spec).values()))
 
 
 def speculator_config(section: SpeculatorSection, spec: ModelSpec, dtype: str, base: str) -> dict[str, Any]:
