@@ -205,8 +205,8 @@ def _training_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
             rows.append((key, str(record[key])))
     if record.get("seconds"):
         rows.append(("training time", human_time(record["seconds"])))
-    if record.get("energy_kwh"):
-        rows.append(("energy", f"{record['energy_kwh']:,.3g} kWh"))
+    if record.get("joules"):
+        rows.append(("energy", f"{record['joules'] / 3.6e6:,.3g} kWh"))
     made_by = ", ".join(f"{key} {value}" for key, value in record.get("versions", {}).items())
     return [*rows, ("made with", made_by)] if made_by else rows
 
@@ -244,16 +244,16 @@ def _record(directory: Path) -> dict[str, Any] | None:
     about["precision"] = None if (given := precision.get("compute")) == "auto" else given
     # the last part of a path only: the rest tells about the machine
     about["sources"] = [(Path(each).name, share) for each, share in shares.items()]
-    return about | {"fingerprint": data["fingerprint"], "energy_kwh": _energy(directory)}
+    return about | {"fingerprint": data["fingerprint"], "joules": about.get("joules") or _energy(directory)}
 
 
 def _energy(directory: Path) -> float | None:
-    """Return the kilowatt-hours of the run that a model lies in, if its devices measured them."""
+    """Return the joules of the run that a model lies in, if its devices measured them."""
     from arriero.events import EVENTS, read_records
 
     run_dir = next((each for each in directory.parents if (each / EVENTS).is_file()), None)
     ends = [each for each in read_records(run_dir / EVENTS) if each.get("event") == "end"] if run_dir else []
-    return ends[-1].get("energy_kwh") if ends else None
+    return ends[-1].get("joules") if ends else None
 
 
 def _scores(directory: Path, record: Mapping[str, Any] | None) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from plotly.offline import get_plotlyjs
 
@@ -45,17 +45,19 @@ class Chart(NamedTuple):
     title: str
     unit: str
     curves: Sequence[tuple[str, str, float]]
-    logarithmic: bool = False
+    axis: Literal["linear", "log", "from zero"] = "linear"
 
 
 _CHARTS = (
     Chart("Loss", "nats per token", (("loss", "training", 1), ("eval_loss", "validation", 1))),
-    Chart("Throughput", "tok/s", (("tokens_per_s", "tok/s", 1),)),
+    Chart("Throughput", "tok/s", (("tokens_per_s", "tok/s", 1),), "from zero"),
     Chart("Model FLOPs utilisation", "%", (("mfu", "MFU", 100), ("hfu", "HFU", 100))),
-    Chart("Gradient norm", "", (("grad_norm", "gradient norm", 1),), logarithmic=True),
+    Chart("Gradient norm", "", (("grad_norm", "gradient norm", 1),), "log"),
     Chart("Learning rate", "", (("lr", "learning rate", 1),)),
-    Chart("Memory", "GiB", (("peak_mem_gib", "allocated", 1), ("reserved_mem_gib", "reserved", 1))),
-    Chart("Waiting for data", "% of the time", (("data_wait", "waiting", 100),)),
+    Chart(
+        "Memory", "GiB", (("peak_mem_gib", "allocated", 1), ("reserved_mem_gib", "reserved", 1)), "from zero"
+    ),
+    Chart("Waiting for data", "% of the time", (("data_wait", "waiting", 100),), "from zero"),
     Chart("Energy", "joules per token", (("joules_per_token", "energy", 1),)),
 )
 
@@ -93,6 +95,9 @@ def _tiles(run: RunHistory) -> str:
         facts.append(("speed", f"{last['tokens_per_s']:,.0f} tok/s", mfu))
     if last.get("peak_mem_gib"):
         facts.append(("memory", f"{last['peak_mem_gib']:.1f} GiB", "peak of a device"))
+    joules = next((each["joules"] for each in reversed(run.events) if each.get("joules")), None)
+    if joules:
+        facts.append(("energy", f"{joules / 3.6e6:,.3g} kWh", "of the devices"))
     if (report := run.goodput) is not None:
         facts.append(("goodput", f"{report.share:.1%}", f"{human_time(report.allocated_s)} of device time"))
     return tiles(facts)
@@ -149,9 +154,12 @@ def _figure(chart: Chart, runs: Sequence[RunHistory], names: Sequence[str]) -> s
             )
     if not traces:
         return ""
+    vertical = {"title": {"text": chart.unit}, "type": "log" if chart.axis == "log" else "linear"}
+    if chart.axis == "from zero":
+        vertical["rangemode"] = "tozero"
     layout = {
         "xaxis": {"title": {"text": "tokens"}},
-        "yaxis": {"title": {"text": chart.unit}, "type": "log" if chart.logarithmic else "linear"},
+        "yaxis": vertical,
         "hovermode": "x unified",
     }
     return _drawn(chart.title, traces, layout)
@@ -211,7 +219,7 @@ def _sources(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None
         *map(Column, ("tokens", "share", "epochs")),
     ]
     note = "From ledger.json, as of the last checkpoint or the end. `arriero data audit` verifies it."
-    return Section("Data", table(columns, rows), note) if rows else None
+    return Section("Data", _by_run(runs, columns, rows), note) if rows else None
 
 
 def _history(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None:
@@ -283,7 +291,7 @@ def _checkpoints(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | 
             )
     titles = ("step", "tokens", "size", "saved")
     columns = [Column("run", is_text=True), *map(Column, titles), Column("evaluations", is_text=True)]
-    return Section("Checkpoints", table(columns, rows)) if rows else None
+    return Section("Checkpoints", _by_run(runs, columns, rows)) if rows else None
 
 
 def _plan(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None:
@@ -292,9 +300,14 @@ def _plan(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None:
         for run, name in zip(runs, names, strict=True)
         for row in predicted_and_measured(run.directory)
     ]
-    titles = ("run", "", "predicted and measured", "")
-    columns = [Column(title, is_text=True) for title in titles]
-    return Section("Plan", table(columns, rows)) if rows else None
+    columns = [Column(title, is_text=True) for title in ("run", "", "measured", "predicted, and its error")]
+    return Section("Plan", _by_run(runs, columns, rows)) if rows else None
+
+
+def _by_run(runs: Sequence[RunHistory], columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> str:
+    """Return a table whose first column is the run; the page of a single run needs no such column."""
+    first = 1 if len(runs) == 1 else 0
+    return table(columns[first:], [row[first:] for row in rows])
 
 
 def _settings(runs: Sequence[RunHistory], names: Sequence[str]) -> Section:
