@@ -29,6 +29,8 @@ ENDED = (
 # states that are not Slurm's: it has forgotten the job, or the controller does not answer
 UNKNOWN, NO_ANSWER = "UNKNOWN", "NO ANSWER"
 _ANSWER_S = 60
+# exit code of a command that did not answer, as of timeout(1)
+TIMED_OUT = 124
 _LONGEST_POLL_S = 60.0
 _FIELD = re.compile(r"([A-Za-z]\S*?)=(.*?)(?=\s+[A-Za-z][\w:/-]*=|\s*$)")
 _PIECE = re.compile(r"([^\[\], ]+)|\[([^\[\]]+)\]")
@@ -148,7 +150,9 @@ def command(*words: str, seconds: float = _ANSWER_S) -> subprocess.CompletedProc
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(words, 124, "", f"{words[0]}: no answer within {seconds:.0f} s")
+        return subprocess.CompletedProcess(
+            words, TIMED_OUT, "", f"{words[0]}: no answer within {seconds:.0f} s"
+        )
     except OSError as error:
         return subprocess.CompletedProcess(words, 127, "", f"{words[0]} cannot be started ({error.strerror})")
 

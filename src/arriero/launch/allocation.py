@@ -87,12 +87,17 @@ class Step:
         self._reader.join(5.0)
         return code if code >= 0 else 128 - code
 
-    def send(self, number: int) -> None:
-        """Send a signal to all ranks. srun does not pass SIGTERM on, it kills."""
+    def send(self, number: int) -> bool:
+        """Send a signal to all ranks; return whether it may have arrived, else it must be sent again.
+
+        srun does not pass SIGTERM on, it kills. A second SIGTERM would end the ranks before they have saved.
+        """
         if self._job is None:
             self._process.send_signal(number)
-        for step in _own_steps(self._job) if self._job else ():
-            slurm.command("scancel", f"--signal={signal.Signals(number).name[3:]}", step)
+            return True
+        words = ["scancel", f"--signal={signal.Signals(number).name[3:]}"]
+        sent = [slurm.command(*words, step).returncode for step in _own_steps(self._job)]
+        return any(code in (0, slurm.TIMED_OUT) for code in sent)
 
     def kill(self) -> None:
         """Write the stacks of all ranks into their logs, then end the step."""

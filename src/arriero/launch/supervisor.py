@@ -27,7 +27,7 @@ from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
 from arriero.errors import UserError
 from arriero.events import EVENTS, STOPPED, EventLog, events_since
-from arriero.launch.allocation import Allocation, Local, StepResult
+from arriero.launch.allocation import Allocation, Local, Step, StepResult
 from arriero.launch.failures import USER_ERROR, Failures, Heartbeat, Nodes
 from arriero.plan.layout import AXES
 from arriero.report.goodput import goodput, goodput_table
@@ -154,14 +154,19 @@ class Supervisor:
         step = self.allocation.start([*self.command, *sets], size.nodes, size.ranks, chosen)
         heartbeat = Heartbeat(self.run_dir)
         while (code := step.wait(1.0)) is None:
-            while self._forward:
-                number = self._forward.pop(0)
-                self._decide("forward", f"{signal.Signals(number).name} to the ranks")
-                step.send(number)
+            self._forward_signals(step)
             if (silence := heartbeat.silence()) is not None:
                 self._decide("kill", f"no rank has reported for {silence:.0f} s: the step hangs")
                 step.kill()
         return StepResult(code, step.output())
+
+    def _forward_signals(self, step: Step) -> None:
+        """Send the signals of this process on; one that Slurm did not take is sent again a second later."""
+        while self._forward:
+            if not step.send(number := self._forward[0]):
+                return
+            self._forward.pop(0)
+            self._decide("forward", f"{signal.Signals(number).name} to the ranks")
 
     def _hear(self, number: int, _: object) -> None:
         saves_only = number == signal.SIGUSR1 and self.config.checkpoint.on_usr1 == "continue"
