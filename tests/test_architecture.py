@@ -68,6 +68,25 @@ def test_planning_and_the_command_table_do_not_import_torch(python):
     assert result.returncode == 0, result.stderr
 
 
+def test_every_module_of_the_planner_works_without_torch(python):
+    """A Llama is planned where torch cannot be imported at all."""
+    script = """
+import importlib, pkgutil, sys
+sys.modules["torch"] = None
+import arriero.plan
+for module in pkgutil.iter_modules(arriero.plan.__path__):
+    importlib.import_module(f"arriero.plan.{module.name}")
+from arriero.config.load import load_run
+from arriero.model.presets import expand
+from arriero.plan.hardware import load_cluster
+from arriero.plan.search import plan_run
+sets = ["model.preset=llama3.1-8b", "data.seq_len=8192", "train.batch=1048576 tok"]
+assert plan_run(load_run(None, sets, expand).config, load_cluster("8xh100"), 8, keep=1).candidates
+"""
+    result = python("-c", script)
+    assert result.returncode == 0, result.stderr
+
+
 def test_kernels_import_torch_and_triton_only():
     for path in (SOURCE / "kernels").rglob("*.py"):
         for name in imports_of(path):

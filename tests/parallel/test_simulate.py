@@ -36,6 +36,19 @@ def test_peak_of_sharded_data_parallelism_is_the_predicted_one(ranks, sets):
     assert collectives["reduce-scatter", shards].count == (3 + 2) * steps
 
 
+@pytest.mark.parametrize("sync", ["last", "each"])
+def test_weights_that_are_not_resharded_are_gathered_once_per_step(sync):
+    sets = ["train.micro_batch=1", f"parallel.sync={sync}", "model.tied=false"]
+    (_, often), (_, once) = (
+        simulated(8, 32, *sets, f"parallel.reshard={policy}") for policy in ("always", "never")
+    )
+    _, single = simulated(8, 8, *sets, "parallel.reshard=never")
+    # only the embedding is gathered again
+    assert once["all-gather", 8].count <= single["all-gather", 8].count + 1
+    assert often["all-gather", 8].count > 4 * once["all-gather", 8].count
+    assert once["reduce-scatter", 8].count == 5 * (4 if sync == "each" else 1)
+
+
 def test_tensor_parallel_layers_communicate_inside_their_group():
     found, collectives = simulated(4, 4, "parallel.tp=4", "parallel.dp_shard=1")
     assert found.parameters < 0.3 * 1.3e9

@@ -150,6 +150,15 @@ def test_the_cache_returns_measurements_of_the_device(tmp_path, monkeypatch):
     assert len(cached_measurements("H200").ops) == 1
 
 
+@pytest.mark.parametrize("content", ["{", '{"schema_version": 2, "time": "", "device": "H200"}'])
+def test_unreadable_files_of_the_cache_are_skipped_with_a_warning(tmp_path, monkeypatch, capsys, content):
+    monkeypatch.setenv("ARRIERO_CACHE", str(tmp_path))
+    written(tmp_path / "measured" / "x.json", "H200", ops=[linear(2048, 64, 128, 1e12)])
+    (tmp_path / "measured" / "y.json").write_text(content)
+    assert len(cached_measurements("H200").ops) == 1
+    assert capsys.readouterr().err.count("warning: ") == 1
+
+
 def test_measured_times_are_read_without_torch(tmp_path):
     path = written(tmp_path / "a.json", ops=[linear(2048, 64, 128, 1e12)])
     code = (

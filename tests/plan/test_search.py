@@ -1,10 +1,13 @@
 """The search for layouts: what it keeps, what it rejects and why."""
 
+import itertools
+
 import pytest
 
 from arriero.config.load import load_run
 from arriero.errors import UserError
 from arriero.model.presets import expand
+from arriero.plan.advice import Question, fewest_devices
 from arriero.plan.hardware import load_cluster
 from arriero.plan.search import plan_run
 
@@ -90,6 +93,25 @@ def test_nothing_fits_leaves_no_candidates():
     plan = plan_run(config(*LARGE), H100, 1)
     assert not plan.candidates
     assert plan.rejections
+
+
+def test_blocks_too_small_to_compile_are_planned_uncompiled():
+    sets = ("model.preset=llama-demo", "data.seq_len=256", "train.batch=65536 tok")
+    plan = plan_run(config(*sets), H100, 8, keep=5)
+    assert all(each.work.compiled is plan.resolved(each).compiled is False for each in plan.candidates)
+
+
+def test_the_smallest_number_of_devices_is_found_between_powers_of_two():
+    question = Question(config(*LARGE, "data.seq_len=4096"), H100, exclude=("pp", "cp", "tp"))
+    found = fewest_devices(question, 1)
+    assert found.devices == 24
+    assert question.fitting(24) and not question.fitting(16)
+
+
+def test_faster_candidates_come_first():
+    plan = plan_run(config(*LARGE), H100, 64, keep=40)
+    seconds = [each.time.seconds for each in plan.candidates]
+    assert all(b >= 0.999 * a for a, b in itertools.pairwise(seconds))
 
 
 def test_a_memory_limit_is_respected():

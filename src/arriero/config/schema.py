@@ -399,9 +399,10 @@ class ParallelSection(Section):
     )
     reshard: Literal["auto", "always", "never"] | Positive = Field(
         "auto",
-        description="Reshard gathered weights after forward: 'always' (ZeRO-3), 'never' (ZeRO-2), or a "
-        "number: keep them sharded over groups of that many ranks, such as a node. 'auto' is "
-        "'never' in a pipeline and on GPUs where the gathered weights fit, else 'always'.",
+        description="Reshard gathered weights after forward: 'always' (ZeRO-3), 'never' (weights are "
+        "gathered once and kept for all micro-batches of a step: ZeRO-1, or ZeRO-2 with sync = 'each'), or a "
+        "number: keep them sharded over groups of that many ranks, such as a node. 'auto' is 'never' in a "
+        "pipeline and on GPUs where the gathered weights fit, else 'always'.",
     )
     context: Literal["auto", "ulysses", "ring"] = Field(
         "auto",

@@ -20,8 +20,8 @@ from arriero.parallel.mesh import Mesh
 @dataclass(frozen=True)
 class Sharding:
     """`reshard` (reshard after forward): True frees gathered weights after forward (ZeRO-3), False keeps them
-    (ZeRO-2), a number keeps them sharded over groups of that many ranks. `prefetch` is the number of blocks
-    whose weights are prefetched."""
+    for all micro-batches of a step (ZeRO-1), a number keeps them sharded over groups of that many ranks.
+    `prefetch` is the number of blocks whose weights are prefetched."""
 
     compute: torch.dtype
     reduce: torch.dtype
@@ -65,14 +65,16 @@ def _prefetch(modules: Iterable[nn.Module], ahead: int) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
 
 
-def synchronize_gradients(model: nn.Module, wanted: bool, each: bool) -> None:
+def synchronize_gradients(model: nn.Module, wanted: bool, each: bool, keeps: bool = False) -> None:
     """Set whether the next backward reduces gradients over ranks.
 
     With `each`, every micro-batch reduces over shards, which saves memory; only replicas wait for the last.
+    With `keeps`, gathered weights stay until the last micro-batch of the step.
     """
     if not isinstance(model, FSDPModule):
         return
     model.set_is_last_backward(wanted)
+    model.set_reshard_after_backward(wanted or not keeps)
     if each:
         model.set_requires_all_reduce(wanted)
     else:

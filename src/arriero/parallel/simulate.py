@@ -194,7 +194,8 @@ def _passes(stage: LanguageModel, resolved: Resolved, recorder: _Recorder, token
     rows, layout = resolved.micro_batch, resolved.layout
     for number in sorted({0, min(1, count - 1), count - 1}):
         recorder.times = count - 2 if 0 < number < count - 1 else 1
-        synchronize_gradients(stage, number == count - 1, resolved.sync == "each")
+        keeps = resolved.reshard is False
+        synchronize_gradients(stage, number == count - 1, resolved.sync == "each", keeps)
         positions = torch.arange(tokens).expand(rows, tokens)
         labels = torch.zeros(rows, tokens, dtype=torch.int64)
         x = labels

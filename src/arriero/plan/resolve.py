@@ -300,7 +300,7 @@ def _fsdp_decisions(
         yield Decision("reduce gradients", f"after {choices.sync}", _reason(parallel.sync, why))
     value = f"to groups of {choices.reshard}"
     if isinstance(choices.reshard, bool):
-        value = "always (ZeRO-3)" if choices.reshard else "never (ZeRO-2)"
+        value = "always (ZeRO-3)" if choices.reshard else "never (gathered once per step)"
     why = "gathered weights do not fit" if choices.reshard else "gathered weights fit, and are gathered once"
     why = why if draft.machine.is_gpu and draft.layout.pp == 1 else "the default here"
     yield Decision("reshard", value, _reason(parallel.reshard, why))

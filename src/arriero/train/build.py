@@ -336,6 +336,7 @@ def build_passes(
         cut=cut,
         pipeline=pipeline,
         sync_each=plan.resolved.sync == "each",
+        keeps_gathered=plan.resolved.reshard is False,
         refresh_scales=partial(renew_scales, settings=plan.config.precision),
         dropout_seed=(plan.config.run.seed, plan.world.rank) if plan.config.lora.dropout else None,
     )

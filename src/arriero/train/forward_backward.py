@@ -28,6 +28,7 @@ class ForwardBackward:
         cut: Callable[[Batch], Batch] | None = None,
         pipeline: Pipeline | None = None,
         sync_each: bool = False,
+        keeps_gathered: bool = False,
         refresh_scales: Callable[[LanguageModel], None] = lambda _: None,
         dropout_seed: tuple[int, int] | None = None,
     ) -> None:
@@ -39,7 +40,7 @@ class ForwardBackward:
         self._device = device
         self._cut = cut
         self._pipeline = pipeline
-        self._sync_each = sync_each
+        self._reduction = (sync_each, keeps_gathered)
         self._refresh_scales = refresh_scales
 
     def gradients(self, batch: Batch, scale: float = 1.0) -> Tensor:
@@ -60,7 +61,7 @@ class ForwardBackward:
         mean = torch.zeros((), device=self._device)
         micro_batches = list(batch.split(self._micro_batch))
         for number, micro_batch in enumerate(micro_batches, 1):
-            synchronize_gradients(self._parts[0], number == len(micro_batches), self._sync_each)
+            synchronize_gradients(self._parts[0], number == len(micro_batches), *self._reduction)
             loss = self._loss(micro_batch) / label_count
             (loss * scale).backward()
             mean += loss.detach()
