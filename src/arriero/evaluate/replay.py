@@ -38,6 +38,7 @@ from arriero.data.order.ledger import LEDGER, Ledger, difference, read_ledger
 from arriero.errors import UserError
 from arriero.events import EVENTS, START_OVER, read_records
 from arriero.model.presets import expand
+from arriero.parallel.world import world_from
 from arriero.plan.layout import AXES
 from arriero.train.hooks import Hook
 from arriero.train.resume import checkpoint_ranks
@@ -148,6 +149,8 @@ def plan_replay(
     run_dir: Path, start: int | None, steps: int | None, nproc: int | None, sets: Sequence[str], folder: Path
 ) -> Plan:
     """Choose the checkpoint and the steps, and make the config of the temporary run in `folder`."""
+    if world_from().size > 1:
+        raise UserError("replay starts its own ranks", "run it as one process, with --nproc N")
     record = Record.read(run_dir)
     if not record.lines:
         raise UserError(f"{run_dir} has no recorded step", "replay a run that has trained")
