@@ -8,7 +8,7 @@ from peft import AdaptionPromptConfig, PeftModel, PrefixTuningConfig, get_peft_m
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import arriero
-from arriero.checkpoint.convert import open_model
+from arriero.checkpoint.convert import adapter_as_model, average, convert, open_model, with_adapter_values
 from arriero.checkpoint.directory import read_manifest
 from arriero.errors import UserError
 from arriero.model.generation import Sampling, generate
@@ -188,3 +188,23 @@ def test_the_planner_fits_an_8b_model_with_an_adapter_into_24_gib(command):
     planned = command("plan", *sets, "--set", "precision.base_weights=nf4", *card)
     assert planned.returncode == 0, planned.stderr
     assert command("plan", *sets, *card).returncode == 1
+
+
+@pytest.mark.parametrize("kind", PEFT)
+def test_adapters_are_averaged_and_written_back(kind, tmp_path):
+    """What a federation does with the adapters of its sites."""
+    sites = []
+    for site in ("one", "two"):
+        (tmp_path / site).mkdir()
+        model = peft_model(tmp_path / site, kind)
+        if site == "two":
+            for parameter in model.parameters():
+                parameter.data.mul_(3.0 if parameter.requires_grad else 1.0)
+            model.save_pretrained(tmp_path / site / "adapter")
+        sites.append(open_model(tmp_path / site / "adapter"))
+    mean = average([adapter_as_model(site) for site in sites])
+    convert(with_adapter_values(sites[0], mean.load), tmp_path / "mean", "peft")
+    found = open_model(tmp_path / "mean").adapter
+    assert found is not None and sites[0].adapter is not None
+    for name in found.tensors:
+        assert torch.allclose(found.load(name), 2 * sites[0].adapter.load(name)), name

@@ -25,6 +25,7 @@ from arriero.data.tokens.tokenizer import tokenizer_of
 from arriero.data.workers import ProgressCallback, no_progress
 from arriero.errors import UserError
 from arriero.interrupt import Interrupted, Requests
+from arriero.model.adapters import keys_of
 from arriero.model.presets import expand
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import leader_first, process_group, world_from
@@ -106,6 +107,8 @@ def _config(request: PerplexityRequest, source: ModelReader) -> RunConfig:
     stored = _stored_run(source)
     settings: dict[str, Any] = {"run.name": "evaluation", "checkpoint.start_from": source.where}
     settings |= {"precision.compile": False, "eval.every": False}
+    if source.unmerged is not None:
+        settings |= keys_of(source.unmerged.settings)
     if stored:
         kept = ("compute", "master")
         settings |= {
@@ -118,7 +121,8 @@ def _config(request: PerplexityRequest, source: ModelReader) -> RunConfig:
         number = _STORED[widest]
         settings |= {"precision.compute": number, "precision.master": number}
     if request.data:
-        longest = min(source.spec.max_seq_len, _LONGEST)
+        offset = source.unmerged.settings.offset if source.unmerged is not None else 0
+        longest = min(source.spec.max_seq_len - offset, _LONGEST)
         seq_len = request.seq_len or (stored["data"].get("seq_len", longest) if stored else longest)
         packing = request.packing or "bestfit"
         settings |= {"data.sources": list(request.data), "data.phases": [], "data.seq_len": seq_len}

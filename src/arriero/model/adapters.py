@@ -6,6 +6,7 @@ weights; and `offset`, by how much it moves the positions of all tokens.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from arriero.model.attention_prompts import (
@@ -22,6 +23,7 @@ from arriero.model.speculator.settings import is_speculator
 AdapterSettings = LoraSettings | PrefixSettings | GatedPromptSettings
 # sections of the run file, with the key that turns each on
 SECTIONS = {"lora": "rank", "prefix": "tokens", "llama_adapter": "tokens"}
+_KINDS = {"lora": LoraSettings, "prefix": PrefixSettings, "llama_adapter": GatedPromptSettings}
 _MAKE: Mapping[str, Callable[..., AdapterSettings]] = {
     "lora": lambda rank, alpha, dropout, targets: LoraSettings(rank, alpha, dropout, tuple(targets)),
     "prefix": PrefixSettings,
@@ -44,6 +46,12 @@ def adapter_of(run: Mapping[str, Any]) -> AdapterSettings | None:
         if section.get(switch):
             return _MAKE[name](**section)
     return None
+
+
+def keys_of(settings: AdapterSettings) -> dict[str, Any]:
+    """Return the keys of a run file that give an adapter these settings."""
+    section = next(name for name, kind in _KINDS.items() if isinstance(settings, kind))
+    return {f"{section}.{key}": value for key, value in asdict(settings).items() if value is not None}
 
 
 def is_adapter(name: str) -> bool:
