@@ -1,5 +1,7 @@
 """Mamba-2 and its hybrids: the scan equals the recurrence, documents stay apart, planners see both kinds."""
 
+import json
+
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -187,3 +189,35 @@ def test_layouts_that_divide_states_are_refused(layout, problem):
     )
     with pytest.raises(UserError, match=problem):
         resolve_run(config, CPU, layout["cp"] * layout["tp"])
+
+
+@pytest.mark.slow
+def test_one_group_is_shared_by_tensor_and_context_parallel_ranks(corpus_cache, tmp_path):
+    """With LoRA on a projection that each rank holds whole."""
+    settings = {
+        "model.preset": "bamba-test",
+        "model.vocab_size": 4096,
+        "model.extra": {"groups": 1},
+        "data.seq_len": 64,
+        "data.cache": str(corpus_cache),
+        "train.batch": "512 tok",
+        "train.horizon": "3 steps",
+        "schedule.warmup": "1 step",
+        "lora.rank": 2,
+        "lora.targets": ["*.mixer.b", "*.mixer.o"],
+        "eval.heldout": False,
+        "eval.every": False,
+        "observe.log_every": 1,
+        "checkpoint.export": False,
+        "run.device": "cpu",
+        "run.dir": str(tmp_path),
+    }
+    losses = []
+    for name, ranks, layout in (("one", 1, {}), ("tp", 2, {"tp": 2}), ("cp", 2, {"cp": 2})):
+        degrees = {f"parallel.{axis}": degree for axis, degree in layout.items()}
+        arriero.run(arriero.load_config(None, settings | degrees | {"run.name": name}), nproc=ranks)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
