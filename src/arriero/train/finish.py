@@ -82,7 +82,7 @@ def check_export(
             f"the model family '{spec.family}' has no Hugging Face name map, which the export needs",
             "set checkpoint.export = false, or give the family `hf` when it is registered",
         )
-    directory, size = run_directory(config) / _exported(config), _master_dtype(config).itemsize
+    directory, size = run_directory(config) / exported_name(config), _master_dtype(config).itemsize
     size *= spec.parameters if directory.name == MODEL else 0
     if (adapter := adapter_settings(config)) is not None and not adapter.merges:
         why = check_peft_names(spec, own_tensors(spec), adapter)
@@ -209,7 +209,7 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
     return {"tokenizer.json": path} | {each.name: each for each in chat_template_beside(path)}
 
 
-def _exported(config: RunConfig) -> str:
+def exported_name(config: RunConfig) -> str:
     """Return the name of the directory that a run exports last."""
     adapter = adapter_settings(config)
     return MODEL if adapter is None or adapter.merges else ADAPTER
@@ -363,7 +363,7 @@ def outcome_if_ended(config: RunConfig) -> Outcome | None:
     A run that was never saved is recognised by its last event.
     """
     run_dir = run_directory(config)
-    name = _exported(config)
+    name = exported_name(config)
     file = "config.json" if name == MODEL else PEFT_CONFIG
     if starts_over(config) or not (run_dir / name / file).is_file():
         return None

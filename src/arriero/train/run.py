@@ -30,7 +30,7 @@ class RunResult:
 
     `losses`, `grad_norms` and `eval_losses` map each step that this call logged to its training loss,
     gradient norm and validation loss; they are empty on ranks other than 0. `model` is the exported Hugging
-    Face directory, or None. `has_trained` is False if the run was finished before.
+    Face or PEFT directory, or None. `has_trained` is False if the run was finished before.
     """
 
     run_dir: Path
@@ -142,7 +142,9 @@ def _session(
 
 
 def _result(config: RunConfig, outcome: "Outcome", recorder: "Recorder") -> RunResult:
-    exported = run_directory(config) / "model"
+    from arriero.train.finish import exported_name
+
+    exported = run_directory(config) / exported_name(config)
     return RunResult(
         run_dir=run_directory(config),
         model=exported if config.checkpoint.export and exported.is_dir() else None,
