@@ -79,7 +79,7 @@ def _difference(best: Candidate, other: Candidate) -> str:
     rows = {name: b - a for name, (a, b) in compared(best, other).items() if name != "total"}
     causes = [name for name, delta in sorted(rows.items(), key=lambda item: -item[1]) if delta > 0][:2]
     if change <= 0.001:
-        return f"about as long ({change:+.1%}): a layout with fewer axes, then with less memory, comes first"
+        return f"about as long ({change:+.1%})"
     return f"{change:.1%} longer, mostly for {' and '.join(causes)}" if causes else f"{change:.1%} longer"
 
 
