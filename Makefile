@@ -8,7 +8,7 @@ PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo check quick test docs gpu peers-gpu parity planner-accuracy bench-small bench-costs bench-data reliability scaling test-oldest test-peers clean
-.PHONY: federation-quality bench-federation federation-clusters chaos predictions
+.PHONY: federation-quality bench-federation chaos predictions
 
 # Removes the run first: a finished run would only print its result.
 demo: $(VENV)/.installed
@@ -76,10 +76,6 @@ federation-quality: $(VENV)/.installed-test
 # 16 local sites for 15 minutes with a fault every 20 s, beside the same without; writes a table into docs/federation.md.
 chaos: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.federation_chaos --write docs/federation.md $(ARGS)
-
-# Two Slurm clusters behind ssh, StreamFlow, real jobs and a fault in every round: some minutes.
-federation-clusters: $(VENV)/.installed-test .venv-federation/.installed
-	$(VENV)/bin/python -m pytest tests/federate/two_clusters.py
 
 # Throughput and memory of the aggregation against a plain copy. ARGS="--layers 2 --members 4".
 bench-federation: $(VENV)/.installed-test

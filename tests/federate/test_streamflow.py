@@ -3,10 +3,7 @@
 import json
 import os
 import shutil
-import socket
-import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,6 @@ from arriero.federate.site import run_turn
 from arriero.federate.streamflow import (
     all_workflow_files,
     deliver,
-    streamflow_program,
     take_turn,
     write_turn,
 )
@@ -113,66 +109,3 @@ def test_what_the_engine_brings_is_not_trusted(tmp_path, corpus_cache):
     assert Assignment.read(last / "order.json").steps == 0, "the final model is evaluated at the site"
     with pytest.raises(UserError, match="no `arriero fed run` is running"):
         take_turn(coordinator, "a", tmp_path / "empty", tmp_path / "orphan")
-
-
-@pytest.fixture
-def streamflow(monkeypatch):
-    if ENVIRONMENT.is_file():
-        monkeypatch.setenv("ARRIERO_STREAMFLOW", str(ENVIRONMENT))
-    try:
-        streamflow_program()
-    except UserError as error:
-        pytest.skip(f"{error.what}: `make .venv-federation/.installed`")
-    if shutil.which("sshd") is None and not Path("/usr/sbin/sshd").exists():
-        pytest.skip("sshd is not installed")
-
-
-@contextmanager
-def sshd(folder, sites):
-    """Run an ssh server of our own on a free port, which knows a key per site."""
-    ssh = folder / "ssh"
-    ssh.mkdir()
-    for name in ("host", *(f"id-{site}" for site in sites)):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", ssh / name], check=True)
-    keys = "".join((ssh / f"id-{site}.pub").read_text() for site in sites)
-    (ssh / "authorized_keys").write_text(keys)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    kind, key = (ssh / "host.pub").read_text().split()[:2]
-    (ssh / "known_hosts").write_text(f"[127.0.0.1]:{port} {kind} {key}\n")
-    settings = [f"Port {port}", "ListenAddress 127.0.0.1", f"HostKey {ssh / 'host'}", "UsePAM no"]
-    settings += [f"AuthorizedKeysFile {ssh / 'authorized_keys'}", "PasswordAuthentication no"]
-    settings += ["StrictModes no", "PidFile none", "MaxSessions 100", "PermitRootLogin prohibit-password"]
-    (ssh / "config").write_text("\n".join(settings) + "\n")
-    Path("/run/sshd").mkdir(exist_ok=True)
-    program = shutil.which("sshd") or "/usr/sbin/sshd"
-    server = subprocess.Popen([program, "-D", "-e", "-f", ssh / "config"], stderr=subprocess.DEVNULL)
-    try:
-        yield port
-    finally:
-        server.terminate()
-        server.wait()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("streamflow")
-def test_streamflow_drives_two_sites_over_ssh(tmp_path, corpus_cache):
-    with sshd(tmp_path, "ab") as port:
-        path = federation_file(tmp_path, corpus_cache, **remote(tmp_path, port))
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "COLUMNS": "200"}
-        done = subprocess.run(
-            [sys.executable, "-m", "arriero", "fed", "run", path],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=580,
-        )
-    folder = tmp_path / "federations" / "fed"
-    assert done.returncode == 0, done.stderr + (folder / "streamflow" / "log.txt").read_text()[-3000:]
-    coordinator = Coordinator.of(path)
-    assert coordinator.is_finished
-    assert coordinator.replay(tmp_path) == [(1, True), (2, True)]
-    assert open_global(coordinator.rounds.model(2)).tokens == 4 * 512
-    assert not (folder / "streamflow" / "streamflow.yml").exists(), "addresses stay in the user's file"
