@@ -108,6 +108,11 @@ def test_the_smallest_number_of_devices_is_found_between_powers_of_two():
     assert question.fitting(24) and not question.fitting(16)
 
 
+def test_a_single_device_grows_to_nodes_of_its_type():
+    found = fewest_devices(Question(config(*LARGE), load_cluster("h200")), 1)
+    assert found.devices % 8 == 0
+
+
 def test_faster_candidates_come_first():
     plan = plan_run(config(*LARGE), H100, 64, keep=40)
     seconds = [each.time.seconds for each in plan.candidates]

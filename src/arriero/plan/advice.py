@@ -16,7 +16,7 @@ from arriero.files import publish_file
 from arriero.model.presets import expand
 from arriero.plan.candidates import Plan
 from arriero.plan.choose import Chooser, Setting, micro_batch_sizes
-from arriero.plan.hardware import Cluster, Machine
+from arriero.plan.hardware import Cluster, Machine, cluster_of_device
 from arriero.plan.layout import AXES
 from arriero.plan.measured import Measured
 from arriero.plan.memory import MemoryEstimate, usable_bytes
@@ -133,8 +133,15 @@ def fewest_devices(question: Question, devices: int) -> Plan | None:
     """Return the plan for the smallest number of devices above `devices` on which something fits.
 
     Nodes are filled, so the numbers are those inside a node and whole nodes. They are doubled until something
-    fits, and then bisected: fewer devices are taken to fit less.
+    fits, and then bisected: fewer devices are taken to fit less. Devices of a cluster without links are
+    connected as in the shipped cluster file for their type.
     """
+    if not question.cluster.links:
+        try:
+            connected = cluster_of_device(question.cluster.device.key, devices)
+        except UserError:
+            return None
+        question = replace(question, cluster=connected)
     per_node = question.cluster.devices_per_node
 
     def at(number: int) -> int:

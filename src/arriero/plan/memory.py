@@ -121,7 +121,7 @@ class MemoryEstimate:
     sequences: int
 
     def with_choices(self, choices: Choices) -> "MemoryEstimate":
-        """Return the estimate of other choices; sizes that do not depend on them are not computed again."""
+        """Return the estimate of other choices; it keeps the sizes that do not depend on them."""
         other = replace(self, choices=choices)
         vars(other).update({name: value for name, value in vars(self).items() if name in _INDEPENDENT})
         return other
