@@ -28,11 +28,12 @@ def explanation(plan: Plan) -> list[str]:
     mfu = f", {time.mfu:.1%} MFU" if time.mfu is not None else ""
     parts = sorted(time.compute.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{seconds / time.seconds:.0%} {name}" for name, seconds in parts)
+    first = "The only candidate" if plan.considered == 1 else f"The best of {plan.considered:,} candidates"
     return [
-        f"The best of {plan.considered:,} candidates is {best.choice}: {time.tokens_per_s:,.0f} tok/s per "
-        f"device{mfu}, {_seconds(time.seconds)} per step.",
+        f"{first} is {best.choice}: {time.tokens_per_s:,.0f} tok/s per device{mfu}, "
+        f"{_seconds(time.seconds)} per step.",
         f"A step is {shares}; {_waiting(best)}.",
-        _memory_sentence(best),
+        _memory_sentence(plan),
         _next_sentence(plan),
         _source_sentence(plan),
     ]
@@ -51,11 +52,13 @@ def _waiting(candidate: Candidate) -> str:
     return ", ".join(parts) or "communication is hidden by computation"
 
 
-def _memory_sentence(best: Candidate) -> str:
-    kind = best.choice.checkpointing
+def _memory_sentence(plan: Plan) -> str:
+    best, kind = plan.best, plan.best.choice.checkpointing
     why = "without activation checkpointing"
     if kind.kind != "none":
-        why = f"with activation checkpointing '{kind}', because less recomputation does not fit or is slower"
+        why = f"with activation checkpointing '{kind}'"
+        if plan.config.memory.activation_checkpointing.kind == "auto":
+            why += ", because less recomputation does not fit or is slower"
     used = f"{human_bytes(best.memory)} of {human_bytes(best.free)}"
     return f"It needs {used} per device ({best.margin:.0%} unused), {why}."
 
