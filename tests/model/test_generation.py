@@ -47,7 +47,7 @@ def test_the_cache_gives_the_logits_of_the_whole_text():
         prompt = [*prompt, token]
 
 
-@pytest.mark.parametrize("shape", ["gqa", "gpt2"])
+@pytest.mark.parametrize("shape", ["gqa", "gpt2", "mamba2", "bamba"])
 def test_a_prompt_that_fills_the_context_ends_and_the_others_go_on(shape):
     model = lively(replace(spec_of(shape), max_seq_len=16))
     long, short = prompts_of((14, 3))

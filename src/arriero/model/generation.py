@@ -61,7 +61,7 @@ class Sampling:
 
 
 class KVCache:
-    """Where the cached attention of all blocks stores the keys and values of the tokens it is given.
+    """Where the blocks store the keys and values, or the states, of the tokens they are given.
 
     The next tokens belong to `rows` and are stored from `begin` on; they are a prompt, or one new token each.
     Prompts are stored one row at a time and end at the same place; `visible_B11T` hides what lies before the
@@ -72,10 +72,10 @@ class KVCache:
         self.batch, self.capacity = batch, capacity
         self.rows, self.begin, self.is_prompt = slice(0, batch), 0, True
         self.visible_B11T: Tensor | None = None
-        self.stored: dict[AttentionCore, list[Tensor]] = {}
+        self.stored: dict[SequenceMixer, list[Tensor]] = {}
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Delete the keys and values of all other rows."""
+        """Delete what is stored of all other rows."""
         self.batch = len(rows)
         for tensors in self.stored.values():
             index = torch.tensor(rows, device=tensors[0].device)
@@ -93,15 +93,15 @@ class Exchange(NamedTuple):
 
 
 class RecurrentMixer(SequenceMixer):
-    """A mixer whose state has a fixed size: it caches it by itself. It needs whole sequences, but can compute
-    each head alone."""
+    """A mixer whose state has a fixed size: it caches that, one row per prompt. It needs whole sequences,
+    but can compute each head alone."""
 
     def divide_heads(self, exchange: Exchange, part: int, parts: int) -> None:
         """Compute one of `parts` of the heads, for whole sequences that are divided over as many ranks."""
         raise NotImplementedError
 
     def use_cache(self, cache: KVCache | None) -> None:
-        """Keep the states of the rows of a cache between calls, or forget them."""
+        """Keep the states in `cache.stored` between calls; None ends this."""
         raise NotImplementedError
 
 

@@ -127,7 +127,7 @@ class Mixer(RecurrentMixer):
     """Mamba-2: project, convolve, scan, gate, normalise, project. Heads and groups follow from the width of
     the projections: under tensor parallelism these are slices.
 
-    `cache` is set while tokens are generated; the mixer then keeps its states between calls.
+    `cache` is set while tokens are generated; the mixer then keeps its states there.
     """
 
     cache: KVCache | None
@@ -150,7 +150,6 @@ class Mixer(RecurrentMixer):
         self.o = nn.Linear(width, dim, bias=bias)
         self.cache = None
         self.exchange: Exchange | None = None
-        self._kept: list[Tensor] | None = None
 
     def forward(self, x_BTD: Tensor, document_BT: Tensor | None) -> Tensor:
         inputs = self._project(x_BTD)
@@ -203,20 +202,20 @@ class Mixer(RecurrentMixer):
             y_BTHP, state = self._scan(mixed, dt_BTH, None)
             before = [F.pad(each, (0, 0, self.taps - 1, 0))[:, each.shape[1] :] for each in mixed]
         else:
-            *kept, state = [each[cache.rows] for each in self._kept or ()]
+            *kept, state = [each[cache.rows] for each in cache.stored[self]]
             convolutions = (self.conv_x, self.conv_b, self.conv_c)
             done = [conv.step(x, k) for conv, x, k in zip(convolutions, mixed, kept, strict=True)]
             y_BTHP, state = self.scan.step(state, *self._heads(done, dt_BTH))
             before = [torch.cat((k, x), dim=1)[:, 1:] for x, k in zip(mixed, kept, strict=True)]
         found = [*before, state]
-        if self._kept is None:
-            self._kept = [each.new_zeros(cache.batch, *each.shape[1:]) for each in found]
-        for kept, new in zip(self._kept, found, strict=True):
+        if self not in cache.stored:
+            cache.stored[self] = [each.new_zeros(cache.batch, *each.shape[1:]) for each in found]
+        for kept, new in zip(cache.stored[self], found, strict=True):
             kept[cache.rows] = new
         return y_BTHP
 
     def use_cache(self, cache: KVCache | None) -> None:
-        self.cache, self._kept = cache, None
+        self.cache = cache
 
 
 class MambaBlock(Block):
