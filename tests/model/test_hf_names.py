@@ -114,6 +114,13 @@ SHAPES = {
             "attention_layers": (0,),
         },
     },
+    "bamba, scaled rope": {
+        "family": "bamba",
+        "dim": 32,
+        "heads": 2,
+        "rope_scaling": SCALING,
+        "extra": {"ssm_head_dim": 8, "state": 10, "attention_layers": (0,)},
+    },
 }
 
 
@@ -208,6 +215,12 @@ def test_every_preset_is_written_to_config_json_and_read_back(name):
     back = spec_from_hf(config)
     assert {**back.to_dict(), "nominal_params": 0} == {**spec.to_dict(), "nominal_params": 0}
     assert spec_from_hf(AutoConfig.for_model(**config).to_dict()) == back
+
+
+def test_scaled_rope_of_a_hybrid_is_written_to_config_json_and_read_back():
+    spec = spec_of("bamba, scaled rope")
+    config = hf_config(spec)
+    assert spec_from_hf(config) == spec == spec_from_hf(AutoConfig.for_model(**config).to_dict())
 
 
 def test_old_and_new_rope_keys_are_read():

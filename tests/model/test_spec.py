@@ -11,6 +11,7 @@ from arriero.model.presets import load_preset
 from arriero.model.spec import FLOP_FORMULAS, ModelSpec, RopeScaling, flops_per_token
 
 SMALL = {"vocab_size": 100, "dim": 64, "layers": 2, "heads": 4, "ffn": 128, "max_seq_len": 32}
+NEGATIVE = {"factor": -1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 32}
 
 
 def test_missing_fields_are_derived():
@@ -50,6 +51,8 @@ def test_a_spec_is_restored_from_its_dict():
         ({"family": "gpt2", "kv_heads": 2}, "gpt2 has as many kv_heads as heads"),
         ({"family": "gpt2", "rope_theta": 1e4}, "rope_theta does not apply"),
         ({"family": "gpt2", "head_dim": 32}, "gpt2 needs heads x head_dim = dim"),
+        ({"family": "bamba", "rope_scaling": NEGATIVE}, "rope_scaling must hold positive numbers"),
+        ({"family": "bamba", "head_dim": 18}, "head_dim 18 is no multiple of 4"),
     ],
 )
 def test_invalid_dimensions_are_errors(change, sentence):

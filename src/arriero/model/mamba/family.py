@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arriero.model.family import DECODER_PLACEMENTS, Family, ParameterCounts, Placement
+from arriero.model.llama.family import LLAMA
 
 if TYPE_CHECKING:
     from arriero.model.language_model import LanguageModel
@@ -142,11 +143,11 @@ def _mamba2_problems(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _bamba_problems(fields: Mapping[str, Any]) -> list[str]:
-    extra, problems = {**_BAMBA, **(fields.get("extra") or {})}, []
+    extra, problems = {**_BAMBA, **(fields.get("extra") or {})}, LLAMA.problems(fields)
     where, layers = extra["attention_layers"], fields.get("layers", 0)
     if layers and (len(set(where)) != len(where) or any(i not in range(layers) for i in where)):
         problems.append(f"extra.attention_layers must be different numbers from 0 to {layers - 1}")
-    if fields.get("head_dim", 0) % 4:
+    if fields.get("head_dim", 0) % 4 == 2:
         problems.append(f"head_dim {fields['head_dim']} is no multiple of 4: half of it is rotated in pairs")
     heads, head_dim, dim = extra["ssm_heads"], extra["ssm_head_dim"], fields.get("dim", 0)
     if heads < 0 or head_dim < 1:

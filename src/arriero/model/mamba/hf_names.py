@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 from arriero.errors import UserError
-from arriero.model.llama.hf_names import fields_from_config
+from arriero.model.llama.hf_names import fields_from_config, rope_config
 from arriero.model.mamba.family import ROTARY, Shape, attention_layers
 from arriero.model.name_maps import Fused, HuggingFaceNames
 from arriero.model.spec import ModelSpec
@@ -79,8 +79,9 @@ def _mamba2_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _bamba_config(spec: ModelSpec) -> dict[str, Any]:
-    shape = Shape.of(spec)
-    return {
+    shape, rope = Shape.of(spec), rope_config(spec)
+    rope["rope_parameters"] |= {"partial_rotary_factor": ROTARY}
+    return rope | {
         "mamba_n_heads": shape.heads,
         "mamba_d_head": shape.head_dim,
         "mamba_n_groups": shape.groups,
@@ -92,12 +93,6 @@ def _bamba_config(spec: ModelSpec) -> dict[str, Any]:
         "mamba_conv_bias": shape.conv_bias,
         "time_step_limit": list(shape.dt_limits),
         "attn_layer_indices": sorted(attention_layers(spec)),
-        "rope_theta": spec.rope_theta,
-        "rope_parameters": {
-            "rope_theta": spec.rope_theta,
-            "rope_type": "default",
-            "partial_rotary_factor": ROTARY,
-        },
     }
 
 
