@@ -31,19 +31,23 @@ def test_second_process_on_the_only_gpu_is_rejected(monkeypatch):
     """NCCL would refuse it later, and less clearly."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     with pytest.raises(UserError, match="process 1 of this node has no GPU of its own: there are 1"):
         choose_device("auto", local_rank=1, local_size=2)
 
 
-@pytest.mark.parametrize("variables", [{"SLURM_GPUS_ON_NODE": "2"}, {"SLURM_STEP_ID": "0"}])
-def test_a_gpu_that_is_missing_on_a_node_of_slurm_is_an_error_of_the_node(monkeypatch, variables):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: "SLURM_STEP_ID" in variables)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(NodeError):
+@pytest.mark.parametrize(("allocated", "visible", "is_of_node"), [(2, 0, True), (2, 1, True), (1, 1, False)])
+def test_a_gpu_that_slurm_allocated_and_is_missing_is_an_error_of_the_node(
+    monkeypatch, allocated, visible, is_of_node
+):
+    """More processes than GPUs were allocated for is a mistake of the user."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", str(allocated))
+    with pytest.raises(UserError) as error:
         choose_device("cuda", local_rank=1, local_size=2)
+    assert isinstance(error.value, NodeError) == is_of_node
 
 
 def test_cpu_reports_its_free_memory():

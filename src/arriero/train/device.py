@@ -86,7 +86,8 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1, share_g
     # a launcher may show each process only its own GPU; that no other has it is checked when the ranks meet
     bound = visible == 1 and RENDEZVOUS not in os.environ and world_from().size > 1
     if local_rank >= visible and not bound and not share_gpu:
-        kind = NodeError if "SLURM_STEP_ID" in os.environ else UserError
+        allocated = os.environ.get("SLURM_GPUS_ON_NODE", "")
+        kind = NodeError if allocated.isdigit() and int(allocated) > visible else UserError
         raise kind(
             f"process {local_rank} of this node has no GPU of its own: there are {visible}",
             "start one process per GPU, set run.device = 'cpu', or for tests run.share_gpu = true",
