@@ -22,6 +22,7 @@ _TASK = re.compile(r"(?:srun|slurmstepd): error: (\S+): tasks? (\d+)[\d,-]*: (.+
 _RANK = re.compile(r"rank (\d+) was killed \((\w+)\)")
 _DEAD = re.compile(r"Node failure on (\S+)|DUE TO NODE (\S+) FAILURE")
 _KEPT_LINES = 400
+_ATTEMPTS, _RETRY_S = 10, 30.0
 _USABLE = ("allocated", "mixed", "idle", "completing", "planned", "reserved")
 # what may have been given to sbatch beside the script
 _KEPT = {
@@ -165,6 +166,8 @@ class Allocation:
     def requeue(self) -> str | None:
         """Requeue the job; return the problem if it cannot be."""
         state = self._shown().get("JobState")
+        if state is None:
+            return "Slurm does not know the job"
         if state not in ("RUNNING", slurm.NO_ANSWER):
             return "it is being cancelled"
         return slurm.problem_of(slurm.command("scontrol", "requeue", self.job))
@@ -175,7 +178,15 @@ class Allocation:
         Jobs that wait for the end of this one, as in a chain, wait for the new one instead.
         """
         shown = self._shown()
-        script = Path(shown.get("Command", ""))
+        for _ in range(_ATTEMPTS):
+            # accounting may answer in place of the controller, without the script
+            if not shown or "Command" in shown:
+                break
+            time.sleep(_RETRY_S)
+            shown = self._shown()
+        if "Command" not in shown:
+            return "Slurm does not answer" if shown else "Slurm does not know the job"
+        script = Path(shown["Command"])
         if not script.is_file():
             return f"the job script {script} does not exist any more"
         options = [

@@ -108,7 +108,7 @@ class Failures:
             nodes = self._nodes_with.setdefault(first["todo"], set())
             nodes.update(same)
             if len(nodes) > 1:
-                return Failure(f"{reason} (so on {', '.join(sorted(nodes))})", None, False, log=log)
+                return Failure(f"{reason} (the same on {', '.join(sorted(nodes))})", None, False, log=log)
         return Failure(reason, blamed, first["can_restart"], is_of_node, log=log)
 
     def _records(self) -> list[dict[str, Any]]:
