@@ -231,6 +231,38 @@ def test_a_member_that_is_damaged_after_it_was_verified_is_not_averaged(federati
     assert fed.rounds.pending("b") is not None
 
 
+@pytest.mark.parametrize("name", ["b/member.json", "b.json"])
+def test_damage_to_what_is_stored_about_a_member_refuses_it(federation, name):
+    """One `Rounds` is used throughout, as by a running coordinator."""
+    fed = federation("ab", mode="synchronous")
+    fed.assign()
+    fed.answer("a"), fed.answer("b")
+    fed.rounds.receive()
+    (fed.rounds.at(0) / "members" / name).write_text("{")
+    assert set(fed.rounds.members(0)) == {"a"}, "`fed status` leaves it out"
+    rounds = fed.rounds
+    assert rounds.try_to_close(fed.sites) is None
+    assert "is damaged" in rounds.refusals(0, "b")[0].reason and rounds.pending("b") is not None
+    fed.answer("b")
+    assert rounds.try_to_close(fed.sites).round == 1
+    (rounds.at(0) / "members" / name).write_text("{")
+    fed.rounds.receive()
+    assert len(rounds.refusals(0)) == 1, "it is part of a global model already"
+
+
+def test_a_member_that_is_sent_again_is_compared_with_its_own_manifest(federation):
+    fed = federation("ab", mode="synchronous")
+    fed.assign()
+    rounds = fed.rounds
+    fed.answer("a"), fed.answer("b")
+    rounds.receive(), rounds.members(0)
+    delta = next((rounds.at(0) / "members" / "b").glob("delta*"))
+    delta.write_bytes(b"x" * delta.stat().st_size)
+    assert rounds.try_to_close(fed.sites) is None
+    fed.answer("b", state=moved(STATE, 7))
+    assert rounds.try_to_close(fed.sites).round == 1
+
+
 def test_the_same_steps_are_never_counted_twice(federation):
     fed = federation("ab", mode="synchronous")
     for _ in range(2):

@@ -233,7 +233,8 @@ def _rows(coordinator: "Coordinator", number: int) -> list[dict[str, Any]]:
     closed, later = rounds.closed(number), rounds.model(number + 1)
     made = open_global(later, verify=False) if later.is_dir() else None
     parts = {(each.site, each.round): each for each in closed.accepted} if closed else {}
-    late = {site: rounds.members(base)[site] for site, base in parts if base < number}
+    earlier = {site: rounds.members(base).get(site) for site, base in parts if base < number}
+    late = {site: member for site, member in earlier.items() if member}
     rows = []
     for site, member in {**rounds.members(number), **late}.items():
         about, part = member.manifest, parts.get((site, member.manifest.round))

@@ -17,6 +17,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -160,18 +161,28 @@ class Rounds:
         return Assignment.read(path) if path.is_file() else None
 
     def members(self, number: int) -> dict[str, Member]:
-        """Return the verified members that started from the model of a round."""
+        """Return the verified members that started from the model of a round, except damaged ones."""
         found = {}
-        for path in sorted((self.at(number) / "members").glob("*.json")):
-            directory = path.with_suffix("")
-            if not directory.is_dir():
-                continue
-            if directory not in self._read_members:
-                about = json.loads(path.read_bytes())
-                manifest = read_manifest(directory, MemberManifest)
-                self._read_members[directory] = Member(directory, manifest, about["norm"], about["at"])
-            found[path.stem] = self._read_members[directory]
+        for directory in self._verified(number):
+            with suppress(Refused):
+                found[directory.name] = self._member(directory)
         return found
+
+    def _verified(self, number: int) -> list[Path]:
+        paths = sorted((self.at(number) / "members").glob("*.json"))
+        return [path.with_suffix("") for path in paths if path.with_suffix("").is_dir()]
+
+    def _member(self, directory: Path) -> Member:
+        """Return a verified member; raise Refused if what is stored about it was damaged since."""
+        if directory not in self._read_members:
+            manifest, path = read_manifest(directory, MemberManifest), directory.with_suffix(".json")
+            try:
+                about = json.loads(path.read_bytes())
+                made = Member(directory, manifest, float(about["norm"]), float(about["at"]))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise Damaged(f"{path} is damaged ({type(error).__name__})") from None
+            self._read_members[directory] = made
+        return self._read_members[directory]
 
     def closed(self, number: int) -> Closed | None:
         path = self.at(number) / _CLOSED
@@ -221,7 +232,15 @@ class Rounds:
     def receive(self) -> list[Member]:
         """Verify published members and move them out of the inbox; return those that are accepted."""
         received, newest = [], self.number
+        used = self._used()
         for number in range(max(0, newest - self.section.max_staleness), newest + 1):
+            for directory in self._verified(number):
+                try:
+                    self._member(directory)
+                except Refused as error:
+                    if (directory.name, number) not in used:
+                        final = not isinstance(error, Damaged)
+                        self._record_refusal(directory.name, number, str(error), final, directory)
             folder = self.at(number) / "inbox"
             paths = sorted(folder.iterdir()) if folder.is_dir() else []
             for path in paths:
@@ -309,13 +328,13 @@ class Rounds:
         record.write(folder / f"{name}.json")
         if damaged is not None:
             damaged.rename(folder / name)
+            self._read_members.pop(damaged, None)
             sync(folder)
         self.events.write("refuse", **record.model_dump())
 
     def candidates(self) -> tuple[list[Member], list[Member], list[Member]]:
         """Return the unused members: of this round, late ones to merge, and late ones to discard."""
-        used = {(each.site, each.round) for closed in self.history() for each in closed.accepted}
-        used |= {(each.site, each.round) for closed in self.history() for each in closed.discarded}
+        used = self._used()
         now, on_time, late, dropped = self.number, [], [], []
         for number in range(now + 1):
             for member in self.members(number).values():
@@ -324,6 +343,11 @@ class Rounds:
                 fresh = now - number <= self.section.max_staleness and self.section.late == "merge"
                 (on_time if number == now else late if fresh else dropped).append(member)
         return on_time, late, dropped
+
+    def _used(self) -> set[tuple[str, int]]:
+        """Return site and round of the members that closed rounds have accepted or discarded."""
+        each_round = ((*closed.accepted, *closed.discarded) for closed in self.history())
+        return {(each.site, each.round) for parts in each_round for each in parts}
 
     def quorum(self, sites: int) -> int:
         """Return the number of members that close a round."""
@@ -488,7 +512,12 @@ class Rounds:
         parts = []
         for each in closed.accepted:
             directory = self.at(each.round) / "members" / each.site
-            codec = read_manifest(directory, MemberManifest).codec
+            try:
+                codec = read_manifest(directory, MemberManifest).codec
+            except Refused as error:
+                raise UserError(
+                    f"{error}, and round {closed.round} uses it", "restore it from a copy"
+                ) from None
             own = self.model(each.round) if each.round != closed.round or base is None else base
             parts.append(Contribution(directory, each.site, each.round, codec, each.weight, each.tokens, own))
         return aggregate(base or self.model(closed.round), parts, self.optimizer, target, closed.total)
