@@ -27,6 +27,7 @@ def problem(tmp_path, text):
         ("[federation]\n", "sites: is missing"),
         (SITES + SITES, "two sites are named 'a'"),
         ("[[sites]]\nname = 'A b'\nrun_file = 'x'\n", "sites[A b].name"),
+        (SITES + "host = 'login'\n", "sites[a].work is missing"),
         ("[outer\n", "not a readable TOML file"),
     ],
 )

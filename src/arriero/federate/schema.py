@@ -116,7 +116,7 @@ class SiteSection(Section):
         None, description="Text put before each document of `data`, excluded from the loss."
     )
     work: str | None = Field(
-        None, description="Work directory at the site; DIR/NAME/sites/SITE on this machine if not given."
+        None, description="Work directory; required with host, else by default DIR/NAME/sites/SITE."
     )
     host: str | None = Field(None, description="Login node, reached by ssh; this machine if not given.")
     port: Annotated[int, Field(gt=0, lt=2**16)] = Field(22, description="Port of ssh.")
@@ -171,6 +171,10 @@ def parse_federation(table: Mapping[str, Any], where: str, folder: Path) -> Fede
         raise UserError(f"{where}: two sites are named '{min(twice)}'", "give each site its own name")
     if config.federation.deadline.unit != "s":
         raise UserError(f"{where}: federation.deadline is not a time", "write it like deadline = '6h'")
+    for site in config.sites:
+        if site.host and not site.work:
+            todo = "set it to a directory at the site that stays between rounds"
+            raise UserError(f"{where}: sites[{site.name}].work is missing", todo)
     sites = tuple(_resolved(site, folder) for site in config.sites)
     section = config.federation
     place = section.model_copy(
