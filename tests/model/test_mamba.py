@@ -160,7 +160,9 @@ def test_pipeline_stages_are_balanced_by_the_costs_of_their_blocks():
         ({"ssm_heads": 5}, "5 state-space heads of 16 are 80 wide, which is no multiple of dim 32"),
         ({"state": 0}, "extra.state must be positive"),
         ({"dt_limits": (0.2, 0.1)}, "dt_limits must be two growing numbers"),
+        ({"dt_limits": ["a", "b"]}, "dt_limits must be two growing numbers"),
         ({"attention_layers": 3}, "extra.attention_layers must be of type list"),
+        ({"attention_layers": [[1]]}, "attention_layers must be different numbers from 0 to 3"),
     ],
 )
 def test_contradictions_are_reported(fields, problem):

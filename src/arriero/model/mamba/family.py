@@ -110,7 +110,8 @@ def _problems(fields: Mapping[str, Any]) -> list[str]:
     extra = {**_MIXER, **(fields.get("extra") or {})}
     problems = [f"extra.{name} must be positive, not {extra[name]}" for name in _SIZES if extra[name] < 1]
     limits = extra["dt_limits"]
-    if limits and not (len(limits) == 2 and 0 <= limits[0] < limits[1]):
+    numbers = all(type(each) in (int, float) for each in limits)
+    if limits and not (numbers and len(limits) == 2 and 0 <= limits[0] < limits[1]):
         problems.append(f"extra.dt_limits must be two growing numbers, or none, not {list(limits)}")
     return problems
 
@@ -145,7 +146,8 @@ def _mamba2_problems(fields: Mapping[str, Any]) -> list[str]:
 def _bamba_problems(fields: Mapping[str, Any]) -> list[str]:
     extra, problems = {**_BAMBA, **(fields.get("extra") or {})}, LLAMA.problems(fields)
     where, layers = extra["attention_layers"], fields.get("layers", 0)
-    if layers and (len(set(where)) != len(where) or any(i not in range(layers) for i in where)):
+    known = all(type(i) is int and i in range(layers) for i in where)
+    if layers and not (known and len(set(where)) == len(where)):
         problems.append(f"extra.attention_layers must be different numbers from 0 to {layers - 1}")
     if fields.get("head_dim", 0) % 4 == 2:
         problems.append(f"head_dim {fields['head_dim']} is no multiple of 4: half of it is rotated in pairs")
