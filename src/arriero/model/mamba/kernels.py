@@ -48,6 +48,9 @@ def scan(
 def _kernel_conv(x_BTC: Tensor, taps_CK: Tensor, bias_C: Tensor | None, document_BT: Tensor | None) -> Tensor:
     numbers = None if document_BT is None else document_BT.int()
     kernel = _imported(*_CONV)
+    if any(stride % 8 for stride in x_BTC.stride()[:2]):
+        # contiguous() returns a single token as it is, whatever its strides
+        x_BTC = x_BTC.clone(memory_format=torch.contiguous_format)
     return kernel(x_BTC.transpose(1, 2), taps_CK, bias_C, seq_idx=numbers, activation="silu").transpose(1, 2)
 
 
