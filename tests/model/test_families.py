@@ -71,6 +71,11 @@ def test_windows_are_read_from_layer_types_or_from_the_first_layer_with_a_window
     assert spec_from_hf({**config, "layer_types": None}) == spec
     with pytest.raises(UserError, match="layer_types"):
         spec_from_hf({**config, "layer_types": config["layer_types"][::-1]})
+    with pytest.raises(UserError, match="layer_types has 2 entries, and num_hidden_layers is 3"):
+        spec_from_hf({**config, "layer_types": config["layer_types"][:2]})
+    for wrong in (None, "2"):
+        with pytest.raises(UserError, match=f"max_window_layers is {wrong!r}, not a whole number"):
+            spec_from_hf({**config, "layer_types": None, "max_window_layers": wrong})
     unused = spec_from_hf({**config, "use_sliding_window": False})
     assert unused.sliding_window is None
 
@@ -83,3 +88,10 @@ def test_keys_that_published_configs_leave_out_have_the_defaults_of_transformers
     config = hf_config(load_preset("qwen3-8b"))
     del config["head_dim"]
     assert spec_from_hf(config).head_dim == 128
+    config = hf_config(load_preset("diffllama-test"))
+    del config["rms_norm_eps"]
+    assert spec_from_hf(config).norm_eps == 1e-5
+
+
+def test_keys_that_must_be_absent_are_not_written():
+    assert "layer_types" not in hf_config(load_preset("mistral-7b"))

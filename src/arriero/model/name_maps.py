@@ -203,7 +203,8 @@ def hf_config(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> dict[str,
     hf, name = _hf(spec), str(dtype).removeprefix("torch.")
     config = {theirs: getattr(spec, ours) for ours, theirs in hf.fields.items()}
     # transformers before version 5 reads torch_dtype, later versions read dtype
-    config |= {"model_type": hf.model_type, "dtype": name, "torch_dtype": name, **hf.fixed}
+    config |= {"model_type": hf.model_type, "dtype": name, "torch_dtype": name}
+    config |= {key: value for key, value in hf.fixed.items() if value is not None}
     config |= {"initializer_range": 0.02, "bos_token_id": None, "eos_token_id": None}
     return config | {"architectures": [hf.architecture]} | hf.config(spec)
 

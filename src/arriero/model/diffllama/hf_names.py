@@ -1,5 +1,6 @@
 """DiffLlama as Hugging Face names it. Its pairs of heads are half of all heads apart; ours are adjacent."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,10 @@ def _config(spec: ModelSpec) -> dict[str, Any]:
     return llama.rope_config(spec) | {"attention_dropout": 0.0, "lambda_std_dev": 0.1}
 
 
+def _from_config(fields: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    return llama.fields_from_config(fields, {"rms_norm_eps": 1e-5, **config}, where)
+
+
 def _apart(spec: ModelSpec, rows: Tensor) -> Tensor:
     return rows.unflatten(0, (spec.kv_heads // 2, 2, -1)).transpose(0, 1).flatten(0, 2)
 
@@ -38,5 +43,6 @@ NAMES = replace(
     fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
     further=_lambdas,
     config=_config,
+    from_config=_from_config,
     reordered=(r"\.(q|k|v)_proj\.weight$", _apart, _adjacent),
 )

@@ -35,9 +35,15 @@ def _from_config(fields: dict[str, Any], config: Mapping[str, Any], where: str) 
     fields["kv_heads"] = config.get("num_key_value_heads", 32)
     if isinstance(kinds, list):
         first = kinds.count(_KINDS[0])
+        if len(kinds) != layers:
+            what = f"{where}: layer_types has {len(kinds)} entries, and num_hidden_layers is {layers!r}"
+            raise UserError(what, "correct one of them")
         if kinds != [_KINDS[i >= first] for i in range(len(kinds))]:
             what = f"{where}: layer_types is {kinds!r}, not full_attention first and sliding_attention after"
             raise UserError(what, "this variant of the model is not supported")
+    if config.get("use_sliding_window") and type(first) is not int:
+        what = f"{where}: max_window_layers is {first!r}, not a whole number"
+        raise UserError(what, "correct it, or copy or download it again")
     if config.get("use_sliding_window") and not (isinstance(layers, int) and first >= layers):
         fields |= {"sliding_window": config.get("sliding_window", 4096), "max_window_layers": first}
     return fields
