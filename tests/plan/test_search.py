@@ -6,6 +6,7 @@ import pytest
 
 from arriero.config.load import load_run
 from arriero.errors import UserError
+from arriero.model.family import families
 from arriero.model.presets import expand
 from arriero.plan.advice import Question, fewest_devices
 from arriero.plan.hardware import load_cluster
@@ -106,6 +107,16 @@ def test_the_smallest_number_of_devices_is_found_between_powers_of_two():
     found = fewest_devices(question, 1)
     assert found.devices == 24
     assert question.fitting(24) and not question.fitting(16)
+
+
+@pytest.mark.parametrize("compiled", ["true", "false"])
+@pytest.mark.parametrize("family", families())
+def test_every_family_can_be_planned(family, compiled):
+    small = (f"model.preset={family}-test", "data.seq_len=64", "train.batch=4096 tok")
+    sets = (*small, f"precision.compile={compiled}")
+    plan = plan_run(config(*sets), H100, 8, keep=3)
+    assert all(each.memory > 0 and each.time.seconds > 0 for each in plan.candidates)
+    assert {each.choice.layout.ranks for each in plan.candidates} == {8}
 
 
 def test_a_single_device_grows_to_nodes_of_its_type():

@@ -30,7 +30,7 @@ class Difference(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(head_dim)))
 
     def forward(self, pairs_BTG2NF: Tensor) -> Tensor:
-        q1, k1, q2, k2 = (self.get_parameter(name).float() for name in LAMBDAS)
+        q1, k1, q2, k2 = (getattr(self, name).float() for name in LAMBDAS)
         share = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.initial
         first, second = pairs_BTG2NF[:, :, :, 0], pairs_BTG2NF[:, :, :, 1]
         out = first - share.to(first.dtype) * second
