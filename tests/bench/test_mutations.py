@@ -104,7 +104,7 @@ def the_reported_loss_is_the_first_ranks(patch):
 def the_last_micro_batch_is_not_reduced(patch):
     original = train.forward_backward.synchronize_gradients
     patch.setattr(
-        train.forward_backward, "synchronize_gradients", lambda m, last, each: original(m, not last, each)
+        train.forward_backward, "synchronize_gradients", lambda m, last, *how: original(m, not last, *how)
     )
 
 

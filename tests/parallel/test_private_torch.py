@@ -37,6 +37,7 @@ PRIVATE = {
     "torch.cuda.memory._dump_snapshot": "train/profiler.py",
     "torch.cuda.memory._record_memory_history": "train/profiler.py",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": "parallel/activation_checkpointing.py",
+    "torch.distributed._functional_collectives.all_reduce": "parallel/tensor.py",
     "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "parallel/tensor.py",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
         "parallel/activation_checkpointing.py"

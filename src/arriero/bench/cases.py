@@ -191,11 +191,11 @@ _TILES = {"memory.ffn_tile": 24}
 def _gradients() -> list[Case]:
     one = {"train.micro_batch": 1}
     shard, hybrid = axes(dp_shard=2), axes(dp_replicate=2, dp_shard=2)
-    each = {"parallel.sync": "each"}
+    each, last = {"parallel.sync": "each"}, {"parallel.sync": "last"}
     accumulated = [
         ("16 micro-batches", axes() | one, False),
-        ("8 micro-batches, dp_shard 2", shard | one, False),
-        ("2 micro-batches, dp_shard 2", shard | {"train.micro_batch": 4}, True),
+        ("8 micro-batches, dp_shard 2", shard | one | last, False),
+        ("2 micro-batches, dp_shard 2", shard | {"train.micro_batch": 4} | last, True),
         ("reduced per micro-batch, dp_shard 2", shard | one | each, False),
         ("reduced per micro-batch, HSDP 2 x 2", hybrid | one | each, False),
         ("8 micro-batches, tp 2", axes(tp=2) | {"train.micro_batch": 2}, False),

@@ -293,9 +293,7 @@ def _fsdp_decisions(
     if any(share.gradient_accumulation > 1 for share in shares):
         why = "least communication"
         if choices.sync == "each":
-            why = (
-                "whole gradients that wait for the last micro-batch would not fit, or cost more recomputation"
-            )
+            why = "whole gradients of a step would not fit, or adding them up takes longer than reducing"
         why = _AS_STARTED if "parallel.sync" in kept else why
         yield Decision("reduce gradients", f"after {choices.sync}", _reason(parallel.sync, why))
     value = f"to groups of {choices.reshard}"
