@@ -8,9 +8,10 @@ from peft import AdaptionPromptConfig, PeftModel, PrefixTuningConfig, get_peft_m
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import arriero
-from arriero.checkpoint.convert import adapter_as_model, average, convert, open_model, with_adapter_values
+from arriero.checkpoint.convert import open_model
 from arriero.checkpoint.directory import read_manifest
 from arriero.errors import UserError
+from arriero.federate.aggregation import aggregate_models
 from arriero.model.generation import Sampling, generate
 from arriero.model.quantized import pack, unpack
 from train.test_lora import LORA, base, checkpoint, logits, run  # noqa: F401
@@ -191,8 +192,7 @@ def test_the_planner_fits_an_8b_model_with_an_adapter_into_24_gib(command):
 
 
 @pytest.mark.parametrize("kind", PEFT)
-def test_adapters_are_averaged_and_written_back(kind, tmp_path):
-    """What a federation does with the adapters of its sites."""
+def test_adapters_of_sites_are_aggregated(kind, tmp_path):
     sites = []
     for site in ("one", "two"):
         (tmp_path / site).mkdir()
@@ -202,8 +202,8 @@ def test_adapters_are_averaged_and_written_back(kind, tmp_path):
                 parameter.data.mul_(3.0 if parameter.requires_grad else 1.0)
             model.save_pretrained(tmp_path / site / "adapter")
         sites.append(open_model(tmp_path / site / "adapter"))
-    mean = average([adapter_as_model(site) for site in sites])
-    convert(with_adapter_values(sites[0], mean.load), tmp_path / "mean", "peft")
+    folders = [tmp_path / site / "adapter" for site in ("one", "two")]
+    aggregate_models(folders, tmp_path / "mean", None, None, {"name": "fedavg", "lr": 1.0, "momentum": 0.0})
     found = open_model(tmp_path / "mean").adapter
     assert found is not None and sites[0].adapter is not None
     for name in found.tensors:

@@ -187,24 +187,6 @@ def average(sources: Sequence[ModelReader], weights: Sequence[float] | None = No
     return replace(first, where=where, load=load, load_slice=None, adapter=None)
 
 
-def adapter_as_model(source: ModelReader) -> ModelReader:
-    """Return a reader whose tensors are those of the adapter alone, so that adapters can be averaged.
-
-    A federation aggregates them by name; `with_adapter_values` puts the result back.
-    """
-    if source.adapter is None:
-        raise UserError(f"{source.where} has no adapter", "give a PEFT directory, or a run with an adapter")
-    return replace(
-        source, tensors=source.adapter.tensors, load=source.adapter.load, load_slice=None, adapter=None
-    )
-
-
-def with_adapter_values(source: ModelReader, load: Callable[[str], Tensor]) -> ModelReader:
-    """Return the model with other values of its adapter, to be written by `convert(..., to="peft")`."""
-    assert source.adapter is not None
-    return replace(source, adapter=replace(source.adapter, load=load))
-
-
 def with_blocks(source: ModelReader, blocks: Sequence[int]) -> ModelReader:
     """Return a reader of a model that has only these blocks of another, numbered anew."""
     source.require_weights()
