@@ -52,6 +52,11 @@ def test_fed_plan_computes_a_file(tmp_path, command):
     assert bf16["transfer_s"] == pytest.approx(facts["parameters"] * 6 / 1e6)
     shown = command("fed", "plan", "fed.toml", "--tokens-per-s", "1024")
     assert shown.returncode == 0 and "smallest H" in shown.stdout
+    with (tmp_path / "fed.toml").open("a") as file:
+        file.write("bandwidth = '4 Mbit/s'\n[[sites]]\nname = 'b'\nrun_file = 'a.toml'\n")
+    words = ("fed", "plan", "fed.toml", "--tokens-per-s", "1024", "--json")
+    assert json.loads(command(*words).stdout)["bits_per_s"] == 8e6, "site a is the slowest link"
+    assert json.loads(command(*words, "--bandwidth", "2 Mbit/s").stdout)["bits_per_s"] == 2e6
     unknown = command("fed", "plan", "fed.toml")
     assert unknown.returncode == 2 and "--tokens-per-s" in unknown.stderr
 

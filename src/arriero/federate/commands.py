@@ -1,5 +1,6 @@
 """`arriero fed init | plan | run | status | aggregate`."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -309,7 +310,7 @@ def _replay(coordinator: "Coordinator") -> list[tuple[int, bool]]:
 def plan(
     path: FederationFile,
     bandwidth: Annotated[
-        str, typer.Option(help="Bandwidth of the coordinator, which all sites share.")
+        str, typer.Option(help="Bandwidth of the coordinator, which all sites share; sites may have less.")
     ] = "1 Gbit/s",
     tokens_per_s: Annotated[
         float | None,
@@ -324,7 +325,7 @@ def plan(
     from arriero.federate.cost import RoundCost, parse_rate, planned_round
 
     round_ = planned_round(path, tokens_per_s)
-    rate = parse_rate(bandwidth)
+    rate = min(parse_rate(bandwidth), round_.sites_bits_per_s or math.inf)
     found = {}
     for name, codec, overlaps in (
         ("fp32", "fp32", False),

@@ -75,7 +75,10 @@ def parse_rate(text: str) -> float:
 
 @dataclass(frozen=True)
 class PlannedRound:
-    """A round of the slowest site; `source` says where its speed comes from."""
+    """A round of the slowest site; `source` says where its speed comes from.
+
+    `sites_bits_per_s` is what all sites send together when each is as slow as the slowest link of a site.
+    """
 
     parameters: int
     sites: int
@@ -83,6 +86,7 @@ class PlannedRound:
     step_s: float
     codec: str
     source: str
+    sites_bits_per_s: float | None = None
 
 
 def planned_round(path: Path, tokens_per_s: float | None) -> PlannedRound:
@@ -106,6 +110,7 @@ def planned_round(path: Path, tokens_per_s: float | None) -> PlannedRound:
         tokens_per_s, source = speeds[slowest], f"measured at {slowest}"
     steps = max(1, round(coordinator.config.federation.tokens.in_tokens(batch) / batch))
     codec = coordinator.config.outer.codec
+    links = [len(configs) * parse_rate(site.bandwidth) for site in coordinator.config.sites if site.bandwidth]
     return PlannedRound(
         spec.parameters,
         len(configs),
@@ -113,4 +118,5 @@ def planned_round(path: Path, tokens_per_s: float | None) -> PlannedRound:
         batch / tokens_per_s,
         codec,
         f"{tokens_per_s:,.0f} tokens/s, {source}",
+        min(links, default=None),
     )
