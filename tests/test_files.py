@@ -1,6 +1,7 @@
 """Publication, checksums, links and locks of `arriero.files`."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import signal
@@ -15,6 +16,7 @@ from arriero import files
 from arriero.errors import UserError
 from arriero.files import (
     check_quota,
+    is_locked,
     locked,
     publish_file,
     replaced_directory,
@@ -77,6 +79,17 @@ def test_a_waiting_process_gets_the_lock_and_the_file_is_removed(holder, tmp_pat
     with lock_of(tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_says_nothing_about_a_holder(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOSYS, "not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    path = tmp_path / ".lock"
+    with lock_of(tmp_path) as supported:
+        assert not supported and is_locked(path, unknown=True) and not is_locked(path)
+    assert not is_locked(path, unknown=True)
 
 
 def test_shared_locks_exclude_only_exclusive_ones(tmp_path):

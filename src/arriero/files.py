@@ -346,8 +346,8 @@ def locked(
             os.close(descriptor)
 
 
-def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock on this file."""
+def is_locked(path: Path, unknown: bool = False) -> bool:
+    """Return whether a process holds the lock on this file; `unknown` where locks are not supported."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -356,8 +356,8 @@ def is_locked(path: Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
-        return False
+    except OSError as error:
+        return unknown and error.errno in _NO_LOCKS
     finally:
         os.close(descriptor)
     return False

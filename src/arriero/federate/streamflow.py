@@ -187,7 +187,7 @@ def take_turn(coordinator: Coordinator, site: str, answer: Path, out: Path) -> P
     """
     answered = deliver(coordinator, site, answer)
     rounds = coordinator.rounds
-    while is_locked(coordinator.lock_file):
+    while is_locked(coordinator.lock_file, unknown=True):
         finished = coordinator.is_finished
         pending = rounds.pending(site)
         order = None if pending and rounds.inbox(site, pending.round).is_dir() else pending
