@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from arriero.federate.rounds import Assignment
 from arriero.federate.schema import load_federation
 from arriero.federate.site import run_turn
 from arriero.federate.streamflow import (
+    Engine,
     all_workflow_files,
     deliver,
     take_turn,
@@ -74,6 +76,27 @@ def test_init_shows_the_workflow(tmp_path, command):
     federation_file(tmp_path, "data", **remote(tmp_path))
     done = command("fed", "init", "fed.toml", "--show")
     assert done.returncode == 0 and "train.cwl" in json.loads(done.stdout)["b"]
+
+
+def test_another_file_of_known_hosts_leaves_the_default_keys(tmp_path, corpus_cache, monkeypatch):
+    (tmp_path / ".ssh").mkdir()
+    for path in (".ssh/id_ed25519", ".ssh/known_hosts", "hosts", "fake"):
+        (tmp_path / path).write_text(f"{path}\n")
+    (tmp_path / "fake").write_text('#!/bin/sh\ncat "$HOME"/.ssh/*\n')
+    (tmp_path / "fake").chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ARRIERO_STREAMFLOW", str(tmp_path / "fake"))
+    keys = {"host": "'login'", "work": "'/w'", "known_hosts": "'hosts'"}
+    coordinator = Coordinator.of(federation_file(tmp_path, corpus_cache, "a", **keys))
+    coordinator.prepare()
+    engine = Engine.start(coordinator, coordinator.config.sites[0], coordinator.assign_idle()["a"])
+    engine.process.wait(60)
+    assert not engine.is_alive() and (tmp_path / ".ssh" / "id_ed25519").is_file()
+    for _ in range(100):
+        if len(seen := (engine.folder / "log.txt").read_text().split()) == 2:
+            break
+        time.sleep(0.1)
+    assert seen == [".ssh/id_ed25519", "hosts"]
 
 
 def test_what_the_engine_brings_is_not_trusted(tmp_path, corpus_cache):

@@ -230,8 +230,11 @@ class Engine:
         # its copies of models and members stay on the coordinator's disk
         environment = {**os.environ, "TMPDIR": str((folder / "tmp").absolute())}
         if site.known_hosts:
-            # StreamFlow reads host keys from ~/.ssh/known_hosts only
+            # StreamFlow reads host keys from ~/.ssh/known_hosts only; default keys and settings stay
             (private / ".ssh").mkdir(mode=0o700)
+            for path in (Path.home() / ".ssh").glob("*"):
+                if path.name != "known_hosts":
+                    (private / ".ssh" / path.name).symlink_to(path)
             shutil.copyfile(site.known_hosts, private / ".ssh" / "known_hosts")
             environment["HOME"] = str(private)
         process = subprocess.Popen(
