@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from arriero.checkpoint.scores import attach_evaluation
@@ -157,6 +159,38 @@ def test_a_dry_run_sends_nothing(command, run, hub):
     for text in ("model.safetensors", "# tiny", "nothing was sent"):
         assert text in result.stdout
     assert hub["calls"] == []
+
+
+def test_weights_that_are_not_safetensors_are_converted(command, run):
+    model = run / "model"
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    result = command("ckpt", "push", model, "hf://me/tiny", "--dry-run", "--json")
+    files = json.loads(result.stdout)["files"]
+    assert "model.safetensors" in files and "tokenizer.json" in files
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model/training.json", "{"),
+        ("model/training.json", "{}"),
+        ("model/training.json", '{"config": "", "data": {"names": [], "fingerprint": ""}, "step": "x"}'),
+        ("checkpoints/step-00000012/state.json", "[]"),
+        ("checkpoints/step-00000012/ledger.json", '{"sources": [1]}'),
+    ],
+)
+def test_a_damaged_record_of_the_training_is_explained(command, run, tmp_path, file, content):
+    (run / file).write_text(content)
+    push = ["ckpt", "push", (run / file).parent, "hf://me/tiny", "--dry-run"]
+    result = command(*push)
+    assert result.returncode == 2
+    assert "damaged" in result.stderr and "Traceback" not in result.stderr
+    if "model" in file:
+        (tmp_path / "card.md").write_text("my card")
+        assert "my card" in command(*push, "--card", tmp_path / "card.md").stdout
+        (tmp_path / "card.md").write_bytes(b"\xff")
+        assert "give a text file in UTF-8" in command(*push, "--card", tmp_path / "card.md").stderr
 
 
 def test_a_refusal_of_the_hub_and_a_wrong_name_are_explained(python, command, run, hub, monkeypatch):

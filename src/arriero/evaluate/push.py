@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from arriero.checkpoint.formats.model_reader import ModelReader
 
 HUB = "hf://"
+_WEIGHTS = frozenset({"model.safetensors", "model.safetensors.index.json"})
 CARD = "README.md"
 _SENT = (
     *("*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"),
@@ -107,9 +108,10 @@ def _prepared(
 
     directory = _model_of(source)
     found = open_model(directory)
-    text = card.read_text(encoding="utf-8") if card else model_card(name, found, directory, licence)
-    if found.format == "hf" and dtype is None:
-        yield Upload(_files(directory), text)
+    text = _card_at(card) if card else _card_of(name, found, directory, licence)
+    files = _files(directory) if found.format == "hf" and dtype is None else {}
+    if not _WEIGHTS.isdisjoint(files):
+        yield Upload(files, text)
         return
     console = make_console(as_json=True)
     with tempfile.TemporaryDirectory(prefix="arriero-push-") as folder:
@@ -117,6 +119,21 @@ def _prepared(
         with byte_progress(console, "converting", found.nbytes(chosen)) as advance:
             convert(found, Path(folder) / "model", "hf", WriteOptions(chosen), advance)
         yield Upload(_files(Path(folder) / "model"), text)
+
+
+def _card_at(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--card {path} cannot be read ({error})", "give a text file in UTF-8") from None
+
+
+def _card_of(name: str, found: "ModelReader", directory: Path, licence: str | None) -> str:
+    try:
+        return model_card(name, found, directory, licence)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        what = f"{directory}: the record of its training is damaged ({type(error).__name__}: {error})"
+        raise UserError(what, "give your own card with --card") from None
 
 
 def _model_of(source: str) -> Path:
