@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from arriero.checkpoint.convert import open_model, read_model
@@ -27,6 +26,7 @@ from arriero.checkpoint.formats.model_reader import (
 )
 from arriero.checkpoint.formats.peft_directory import CONFIG as PEFT_CONFIG
 from arriero.checkpoint.formats.peft_directory import check_peft_names, with_adapter, write_peft
+from arriero.checkpoint.formats.tensor_files import write_safetensors
 from arriero.checkpoint.ranks import Ranks
 from arriero.checkpoint.state import LocalPart, local_parts
 from arriero.config.fields import to_toml
@@ -58,6 +58,7 @@ _CONTINUE, _STOP, _FAILED = range(3)
 _MAX_DIMS = 4
 MODEL, ADAPTER = "model", "adapter"
 TRAINING = "training.json"
+_EXPORT_AGAIN = "free some space; the same command, or `arriero ckpt convert` of a checkpoint, exports again"
 _TOP_K, _TEMPERATURE, _SAMPLED_TOKENS = 40, 0.7, 96
 
 
@@ -75,28 +76,35 @@ def check_export(
     """Reject before the first step what would make the export fail after the last."""
     if not config.checkpoint.export:
         return []
-    if config.speculator.n_predict:
-        return [Decision("export", str(run_directory(config) / MODEL), "the speculator, as vLLM reads it")]
-    if not has_hf_names(spec):
+    run_dir, adapter, speculator = run_directory(config), adapter_settings(config), config.speculator
+    if not (speculator.n_predict or has_hf_names(spec)):
         raise UserError(
             f"the model family '{spec.family}' has no Hugging Face name map, which the export needs",
             "set checkpoint.export = false, or give the family `hf` when it is registered",
         )
-    directory, size = run_directory(config) / exported_name(config), _master_dtype(config).itemsize
-    size *= spec.parameters if directory.name == MODEL else 0
-    if (adapter := adapter_settings(config)) is not None and not adapter.merges:
+    if adapter is not None and not adapter.merges:
         why = check_peft_names(spec, own_tensors(spec), adapter)
         if why is not None:
             what = f"{adapter.label} cannot be exported as a PEFT directory: {why}"
             raise UserError(what, "set checkpoint.export = false; checkpoints hold the adapter")
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is in the way of the exported model", "move it away")
-    check_free_space(directory, size, "the model", "free some space, or set checkpoint.export = false")
+    sizes = {MODEL: spec.parameters}
+    if speculator.n_predict:
+        sizes = {MODEL: sum(math.prod(shape) for shape in speculator_shapes(speculator, spec).values())}
+    elif adapter is not None:
+        small = {ADAPTER: sum(each.numel() for each in adapter.tensors(own_tensors(spec)).values())}
+        sizes = sizes | small if adapter.merges else small
+    for name in sizes:
+        if (run_dir / name).exists() and not (run_dir / name).is_dir():
+            raise UserError(f"{run_dir / name} is in the way of the exported model", "move it away")
+    size = _master_dtype(config).itemsize * sum(sizes.values())
+    check_free_space(run_dir, size, "the model", "free some space, or set checkpoint.export = false")
+    if speculator.n_predict:
+        return [Decision("export", str(run_dir / MODEL), "the speculator, as vLLM reads it")]
     set_bos_template(read_definition(tokenizer.path), separators.bos.id if separators.bos else None)
     reason = f"{separators}, as in the data"
     if spec.dim % spec.heads:
         reason += f"; transformers cannot load it: dim {spec.dim} is not a multiple of heads {spec.heads}"
-    return [Decision("export", str(directory), reason)]
+    return [Decision("export", str(run_dir / exported_name(config)), reason)]
 
 
 def export_model(session: Session, stop: StopRequested = never) -> Path | None:
@@ -161,19 +169,16 @@ def _export_adapter(source: ModelReader, gather: "Gather", directory: Path) -> b
     assert adapter is not None
     if check_peft_names(source.spec, source.tensors, adapter.settings) is not None:
         return True
-    held = {}
-    try:
-        for name in adapter.tensors:
-            held[name] = gather.tensor(name)
-    except _Stopped:
-        return False
-    if gather.ranks.is_leader:
-        with replaced_directory(directory) as making:
-            write_peft(
-                replace(source, adapter=replace(adapter, load=held.__getitem__)), making, DEFAULT_OPTIONS
-            )
-            copy_extra_files(source, making)
-    return True
+
+    def write() -> None:
+        held = {name: gather.tensor(name) for name in adapter.tensors}
+        if gather.ranks.is_leader:
+            with replaced_directory(directory) as making:
+                whole = replace(source, adapter=replace(adapter, load=held.__getitem__))
+                write_peft(whole, making, DEFAULT_OPTIONS)
+                copy_extra_files(source, making)
+
+    return _written(write, gather, directory)
 
 
 def _export_speculator(session: Session, stop: StopRequested) -> Path | None:
@@ -185,19 +190,17 @@ def _export_speculator(session: Session, stop: StopRequested) -> Path | None:
     gather = Gather(
         tensors, session.model.tensors(), Ranks(session.mesh.world.rank, session.mesh.world.size), stop
     )
-    try:
-        held = {name: gather.tensor(name) for name in tensors}
-    except _Stopped:
-        return None
-    if gather.ranks.is_leader:
-        base = session.config.checkpoint.start_from or session.config.checkpoint.resume_from or ""
-        config = speculator_config(section, spec, str(dtype).removeprefix("torch."), _absolute(base))
-        with replaced_directory(directory) as making:
-            stored = {STORED + name.removeprefix(INSIDE): tensor for name, tensor in held.items()}
-            save_file(stored, making / "model.safetensors", metadata={"format": "pt"})
-            write_json(making / "config.json", config)
-    gather.end()
-    return directory
+    base = session.config.checkpoint.start_from or session.config.checkpoint.resume_from or ""
+    config = speculator_config(section, spec, str(dtype).removeprefix("torch."), _absolute(base))
+
+    def write() -> None:
+        held = {STORED + name.removeprefix(INSIDE): gather.tensor(name) for name in tensors}
+        if gather.ranks.is_leader:
+            with replaced_directory(directory) as making:
+                write_safetensors(making / "model.safetensors", held, held.__getitem__)
+                write_json(making / "config.json", config)
+
+    return directory if _written(write, gather, directory) else None
 
 
 def _absolute(model: str) -> str:
@@ -231,21 +234,29 @@ def export_hf(
     Called by all ranks; `source.load` must be `gather.weight`. Returns False if a rank asked to stop. `about`
     becomes training.json.
     """
-    todo = "free some space; the same command, or `arriero ckpt convert` of a checkpoint, exports again"
-    try:
+
+    def write() -> None:
         if gather.ranks.is_leader:
-            try:
-                with replaced_directory(directory) as making:
-                    check_free_space(making, source.nbytes(writing.dtype), "the model", todo)
-                    write_hf(source, making, writing)
-                    if about is not None:
-                        write_json(making / TRAINING, about)
-            except OSError as error:
-                raise UserError(f"the model cannot be written to {directory} ({error})", todo) from None
+            with replaced_directory(directory) as making:
+                check_free_space(making, source.nbytes(writing.dtype), "the model", _EXPORT_AGAIN)
+                write_hf(source, making, writing)
+                if about is not None:
+                    write_json(making / TRAINING, about)
         else:
             for made in hf_from_own(source.spec).values():
                 for name in made.parts:
                     source.load(name)
+
+    return _written(write, gather, directory)
+
+
+def _written(write: Callable[[], None], gather: "Gather", directory: Path) -> bool:
+    """Call `write` on all ranks. Returns False if one asked to stop; an error of rank 0 is raised on all."""
+    try:
+        try:
+            write()
+        except OSError as error:
+            raise UserError(f"the model cannot be written to {directory} ({error})", _EXPORT_AGAIN) from None
         gather.end()
     except _Stopped:
         return False
