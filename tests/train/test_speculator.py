@@ -231,6 +231,9 @@ def test_the_acceptance_length_is_that_of_speculative_decoding():
     [
         ({"parallel.tp": 2}, "parallel.tp.*data parallelism"),
         ({"lora.rank": 4}, "lora.rank: does not work with speculator.n_predict"),
+        ({"prefix.tokens": 4}, "prefix.tokens: does not work with speculator.n_predict"),
+        ({"llama_adapter.tokens": 4}, "llama_adapter.tokens: does not work with speculator.n_predict"),
+        ({"precision.base_weights": "int8"}, "precision.base_weights: 'int8' is for frozen weights"),
         ({"speculator.n_predict": 1, "speculator.tie_weights": True}, "needs two heads"),
         ({"checkpoint.start_from": None}, "there is none"),
     ],
@@ -240,6 +243,19 @@ def test_settings_that_a_speculator_excludes_are_refused(sets, problem):
     given = {key: value for key, value in (SMALL | given).items() if value is not None}
     with pytest.raises(UserError, match=problem):
         arriero.load_config(None, given)
+
+
+def test_an_export_that_cannot_be_written_is_an_error_of_the_user_on_all_ranks(runs):
+    blocked, sets = runs.folder / "blocked", runs.spec | {"train.horizon": "1 step"}
+    runs("blocked", **sets)
+    (blocked / "model").rename(blocked / "moved")
+    (blocked / "model").write_text("")
+    with pytest.raises(UserError, match="model is in the way"):
+        runs("blocked", **sets)
+    (blocked / "model").unlink()
+    (blocked / "model.tmp").write_text("")
+    with pytest.raises(UserError, match="the model cannot be written to"):
+        runs("blocked", nproc=2, **sets | {"parallel.dp_shard": 2})
 
 
 def test_what_is_no_speculator_is_refused(runs, tmp_path):

@@ -396,15 +396,19 @@ def _adapter_fits_the_rest(lora, prefix, llama_adapter, optim, precision, memory
         yield Problem("memory.ffn_tile", what, "set it to false, or lora.dropout = 0")
 
 
-def _speculator_fits_the_rest(speculator, lora, optim, parallel, precision, checkpoint) -> Iterator[Problem]:
+def _speculator_fits_the_rest(
+    speculator, lora, prefix, llama_adapter, optim, parallel, precision, checkpoint
+) -> Iterator[Problem]:
     if not speculator.n_predict:
         return
     for axis in ("tp", "cp", "pp"):
         if getattr(parallel, axis) != 1:
             what = f"speculator.n_predict is trained with data parallelism, and {axis} is given"
             yield Problem(f"parallel.{axis}", what, "set it to 1, and parallel.dp_shard to -1")
-    if lora.rank:
-        yield Problem("lora.rank", "does not work with speculator.n_predict", "train one after the other")
+    sizes = {"lora.rank": lora.rank, "prefix.tokens": prefix.tokens}
+    for key, size in (sizes | {"llama_adapter.tokens": llama_adapter.tokens}).items():
+        if size:
+            yield Problem(key, "does not work with speculator.n_predict", "train one after the other")
     if optim.freeze:
         what = "has no meaning with speculator.n_predict: only the speculator is trained"
         yield Problem("optim.freeze", what, "remove it")
@@ -430,7 +434,7 @@ _RULES: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("optim",), _momentum_is_used),
     (("lora", "prefix", "llama_adapter", "optim", "precision", "memory"), _adapter_fits_the_rest),
     (
-        ("speculator", "lora", "optim", "parallel", "precision", "checkpoint"),
+        ("speculator", "lora", "prefix", "llama_adapter", "optim", "parallel", "precision", "checkpoint"),
         _speculator_fits_the_rest,
     ),
 ]
