@@ -2,9 +2,14 @@
 
 import json
 import sys
+import time
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
+
+from arriero.train import trackers
 
 TRACKERS = Path(sys.prefix) / "trackers"
 RUN = """
@@ -82,6 +87,64 @@ def test_a_tracker_that_cannot_be_reached_does_not_stop_training(
     assert done.returncode == 0, done.stderr
     assert "mlflow cannot be used" in done.stderr
     assert "training continues without it" in done.stderr
+
+
+@pytest.fixture
+def tracker(monkeypatch, tmp_path):
+    """A tracker whose server takes the run and then does not answer; its session, and what it was told."""
+    answers, told = Event(), []
+
+    class Client:
+        def __init__(self, tracking_uri):
+            pass
+
+        def update_run(self, run, status):
+            told.append((run, status))
+
+        def log_batch(self, run, metrics=(), params=()):
+            answers.wait()
+
+        def set_terminated(self, run, status):
+            told.append((run, status))
+
+    entities = SimpleNamespace(Metric=lambda *values: values, Param=lambda *values: values)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monkeypatch.setattr(trackers, "PATIENCE_S", 0.2)
+    about = dict.fromkeys(("device", "ranks", "layout", "parameters", "versions"))
+    config = SimpleNamespace(model_dump=lambda **_: {}, run=SimpleNamespace(name="run"))
+    session = SimpleNamespace(config=config, describe=lambda: about, evaluator=None)
+    (tmp_path / "trackers.json").write_text('{"mlflow": "7"}')
+    yield trackers.Tracker("mlflow", tmp_path), session, told
+    answers.set()
+
+
+def test_a_server_that_does_not_answer_does_not_hold_up_training(tracker, capsys):
+    hook, session, _ = tracker
+    hook.on_start(session)
+    began = time.monotonic()
+    for step in range(trackers.WAITING + 5):
+        hook.on_evaluation(session, step, 0, 1.0)
+    hook.on_fault(session, 9, RuntimeError())
+    assert time.monotonic() - began < 10
+    assert capsys.readouterr().err.count("mlflow does not answer") == 1
+
+
+def test_the_end_of_a_run_waits_for_a_slow_server_a_while(tracker, capsys):
+    hook, session, told = tracker
+    hook.on_start(session)
+    hook.on_evaluation(session, 1, 0, 1.0)
+    hook.on_end(session, None)
+    assert capsys.readouterr().err.count("mlflow does not answer") == 1
+    assert told == [("7", "RUNNING")]
+
+
+def test_a_damaged_list_of_tracked_runs_does_not_stop_training(tracker, tmp_path, capsys):
+    hook, session, _ = tracker
+    (tmp_path / "trackers.json").write_text("{")
+    hook.on_start(session)
+    hook.on_end(session, None)
+    assert "mlflow cannot be used (JSONDecodeError" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_an_error_before_training(command, corpus_cache):

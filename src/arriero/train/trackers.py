@@ -9,8 +9,11 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from queue import Full, Queue
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from arriero.errors import UserError
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 IDS = "trackers.json"
 _PROJECT = "arriero"
+WAITING, PATIENCE_S = 10_000, 30
+_storing = Lock()
 
 
 class Service(Protocol):
@@ -135,11 +140,15 @@ def check_trackers(names: tuple[str, ...]) -> None:
 
 
 class Tracker(Hook):
-    """Sends metrics and validation losses to one service; if that fails, training continues without it."""
+    """Sends metrics and validation losses to one service from a thread of its own.
+
+    If the service fails or does not answer, training continues without it.
+    """
 
     def __init__(self, name: str, run_dir: Path) -> None:
         self._name, self._run_dir = name, run_dir
-        self._service: Service | None = None
+        self._waiting: Queue[tuple[int, Mapping[str, float]] | str] = Queue(WAITING)
+        self._thread: Thread | None = None
 
     def on_start(self, session: "Session") -> None:
         settings = session.config.model_dump(mode="json", exclude_none=True)
@@ -148,25 +157,38 @@ class Tracker(Hook):
         # plain types: the version of torch is a subclass of str
         settings = json.loads(json.dumps(settings))
         path = self._run_dir / IDS
-        known = json.loads(path.read_bytes()) if path.is_file() else {}
 
-        def begin() -> None:
-            make = _SERVICES[self._name]
-            self._service = make(session.config.run.name, self._run_dir, settings, known.get(self._name))
-            publish_file(path, json.dumps(known | {self._name: self._service.id}).encode())
+        def ids() -> dict[str, str]:
+            return json.loads(path.read_bytes()) if path.is_file() else {}
 
-        self._attempt(begin)
+        def serve() -> None:
+            known = ids().get(self._name)
+            service = _SERVICES[self._name](session.config.run.name, self._run_dir, settings, known)
+            with _storing:
+                publish_file(path, json.dumps(ids() | {self._name: service.id}).encode())
+            while not isinstance(item := self._waiting.get(), str):
+                service.log(*item)
+            service.close(item)
+
+        def start() -> None:
+            # not in the thread: two threads that import the same packages can break each other's imports
+            import_module(self._name)
+            self._thread = Thread(target=self._attempt, args=(serve,), name=self._name, daemon=True)
+            self._thread.start()
+
+        self._attempt(start)
 
     def on_metrics(self, session: "Session", metrics: "StepMetrics") -> None:
         line = metrics.line()
         step = line.pop("step")
         scalars = {k: v for k, v in line.items() if isinstance(v, int | float) and finite(v) is not None}
         scalars.pop("eval_loss", None)
-        self._log(step, scalars)
+        self._send((step, scalars))
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
         several = session.evaluator.metrics().get("eval_losses", {}) if session.evaluator else {}
-        self._log(step, {"eval_loss": loss} | {f"eval_loss/{name}": mean for name, mean in several.items()})
+        scalars = {"eval_loss": loss} | {f"eval_loss/{name}": mean for name, mean in several.items()}
+        self._send((step, scalars))
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
         self._close("finished")
@@ -174,23 +196,32 @@ class Tracker(Hook):
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
         self._close("stopped" if isinstance(error, Interrupted) else "failed")
 
-    def _log(self, step: int, scalars: Mapping[str, float]) -> None:
-        if (service := self._service) is not None:
-            self._attempt(lambda: service.log(step, scalars))
+    def _send(self, item: tuple[int, Mapping[str, float]] | str) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            try:
+                self._waiting.put_nowait(item)
+            except Full:
+                self._give_up()
 
     def _close(self, status: str) -> None:
-        if (service := self._service) is not None:
-            self._attempt(lambda: service.close(status))
-            self._service = None
+        self._send(status)
+        if self._thread is not None:
+            self._thread.join(PATIENCE_S)
+            if self._thread.is_alive():
+                self._give_up()
+        self._thread = None
 
-    def _attempt(self, work: Callable[[], None]) -> None:
-        """Report any error of a service, whose kinds are not known here, and stop using it."""
+    def _give_up(self) -> None:
+        warn(f"{self._name} does not answer; it does not receive the last metrics")
+        self._thread = None
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        """Report any error of a service, whose kinds are not known here."""
         try:
             work()
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             warn(f"{self._name} cannot be used ({why}); training continues without it")
-            self._service = None
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
