@@ -14,6 +14,19 @@ from arriero.data.order.packing import Packing, TokenSource
 from arriero.data.order.shuffle import HELDOUT_SEED, move_heldout_last, split_heldout
 
 SAMPLES = 90
+SETTINGS = {
+    "run.name": "run",
+    "run.device": "cpu",
+    "model.preset": "llama-test",
+    "model.vocab_size": 4096,
+    "data.seq_len": 64,
+    "train.batch": "512 tok",
+    "train.horizon": "4 steps",
+    "checkpoint.every": "2 steps",
+    "checkpoint.keep": 5,
+    "eval.heldout": "4k tok",
+    "observe.tensorboard": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -94,22 +107,8 @@ def tokens_of(stream, name, document):
 
 @pytest.fixture(scope="module")
 def trained(corpus_cache, tmp_path_factory):
-    settings = {
-        "run.name": "run",
-        "run.dir": str(tmp_path_factory.mktemp("traced")),
-        "run.device": "cpu",
-        "model.preset": "llama-test",
-        "model.vocab_size": 4096,
-        "data.seq_len": 64,
-        "data.cache": str(corpus_cache),
-        "train.batch": "512 tok",
-        "train.horizon": "4 steps",
-        "checkpoint.every": "2 steps",
-        "checkpoint.keep": 5,
-        "eval.heldout": "4k tok",
-        "observe.tensorboard": False,
-    }
-    return arriero.run(arriero.load_config(None, settings), nproc=1).run_dir
+    own = {"run.dir": str(tmp_path_factory.mktemp("traced")), "data.cache": str(corpus_cache)}
+    return arriero.run(arriero.load_config(None, SETTINGS | own), nproc=1).run_dir
 
 
 def traced(command, *arguments):
@@ -155,9 +154,26 @@ def test_a_wrong_question_is_explained(command, trained, options, words):
     assert words in result.stderr
 
 
+def test_a_name_of_two_sources_is_not_guessed(command, corpus_cache, tmp_path):
+    made = [str(tmp_path / part / "set") for part in "ab"]
+    shutil.copytree(next(corpus_cache.glob("stdlib*")), made[0])
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{i} llamas walk"}}\n' for i in range(3000)))
+    tokenizer = ["--tokenizer", f"{made[0]}/tokenizer.json", "--workers", "1"]
+    result = command("data", "prepare", tmp_path / "text.jsonl", "-o", made[1], *tokenizer)
+    assert result.returncode == 0, result.stderr
+    changes = {"data.sources": [{"path": f"{each}/"} for each in made], "train.horizon": "1 step"}
+    own = {"run.dir": str(tmp_path), "data.cache": str(corpus_cache), "checkpoint.export": False}
+    run = arriero.run(arriero.load_config(None, SETTINGS | own | changes), nproc=1).run_dir
+    result = command("data", "trace", run, "--document", "1", "--source", "set")
+    assert result.returncode == 2 and all(each in result.stderr for each in made)
+    for each in made:
+        (found,) = traced(command, run, "--document", "1", "--source", f"{each}/")["documents"]
+        assert found["source"] == each
+
+
 def test_a_directory_without_a_record_is_rejected(command, trained, tmp_path):
     model = shutil.copytree(trained / "model", tmp_path / "m")
     (model / "training.json").write_text('{"data": 1}')
     assert "is damaged" in command("data", "trace", model, "--step", "1").stderr
     (model / "training.json").unlink()
-    assert "does not tell how it was trained" in command("data", "trace", model, "--step", "1").stderr
+    assert "has no record of its training" in command("data", "trace", model, "--step", "1").stderr

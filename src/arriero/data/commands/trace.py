@@ -49,7 +49,7 @@ def trace(
     sets: Sets = [],
     as_json: AsJson = False,
 ) -> None:
-    """Tell at which steps a document was read; or, with --step, which documents a step read.
+    """Show at which steps a document was read; or, with --step, which documents a step read.
 
     The answer is computed from the data order of the run, up to the step that the run, checkpoint or model
     has reached. If the data was moved, pass --set data.sources=[{path='...'}].
@@ -109,7 +109,7 @@ def _trained_on(
     places = [each for each in (directory, directory.resolve().parent) if (each / "run.toml").is_file()]
     if not places:
         todo = "give a run, a checkpoint, or a model that `arriero train` exported"
-        raise UserError(f"{directory} does not tell how it was trained", todo)
+        raise UserError(f"{directory} has no record of its training", todo)
     config = config_of(places[0], sets)
     yield streams_of(config, places[0], console), read_ledger(places[0]), config
 
@@ -117,12 +117,20 @@ def _trained_on(
 def _sources(stream: "Stream", paths: list[str], name: str | None, document: int | None) -> list[int]:
     """Return the numbers of the sources that a name chooses, or all; a document needs one of them."""
     names = [source.name for source in stream.sources]
-    # built-in and raw text is prepared into the cache, under another name
-    known = dict(zip(paths, range(len(names)), strict=False)) | {Path(n).name: i for i, n in enumerate(names)}
-    known |= {each: i for i, each in enumerate(names)}
-    if name is not None and name.rstrip("/") not in known:
-        raise UserError(f"--source {name} is not a source of the run", f"choose one of {', '.join(names)}")
-    chosen = list(range(len(names))) if name is None else [known[name.rstrip("/")]]
+    chosen = list(range(len(names)))
+    if name is not None:
+        given = name.rstrip("/")
+        # built-in and raw text is prepared into the cache, under another name
+        known = dict(zip((path.rstrip("/") for path in paths), chosen, strict=False))
+        known |= {each: i for i, each in enumerate(names)}
+        ends = [i for i, each in enumerate(names) if Path(each).name == given]
+        chosen = [known[given]] if given in known else ends
+        if not chosen:
+            todo = f"choose one of {', '.join(names)}"
+            raise UserError(f"--source {name} is not a source of the run", todo)
+        if len(chosen) > 1:
+            several = ", ".join(names[i] for i in chosen)
+            raise UserError(f"--source {name} is the name of several sources", f"give one of {several}")
     if document is not None:
         if len(chosen) > 1:
             raise UserError("the run has several sources", f"give --source: {', '.join(names)}")
