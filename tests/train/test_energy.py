@@ -1,14 +1,30 @@
 """Energy of a run: the meters of the devices, added up over laps, ranks and restarts."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import arriero
 from arriero.train import energy
 from arriero.train.energy import Counter, EnergyCounter, rapl_counters
 from arriero.train.hooks import Hook
 from train.test_lora import SMALL
+
+PCI = {"pci_domain_id": 0, "pci_bus_id": 3, "pci_device_id": 0}
+AMDSMI = """
+import os
+def amdsmi_init():
+    pass
+def amdsmi_get_processor_handles():
+    return [{}["handles"]] if os.environ["FAILS"] == "handles" else [1]
+def amdsmi_get_gpu_device_bdf(handle):
+    return "0000:03:00.0"
+def amdsmi_get_energy_count(handle):
+    return {"energy_accumulator": 5}
+"""
 
 
 @pytest.fixture
@@ -40,6 +56,22 @@ def test_a_missing_meter_gives_no_number(package):
     assert EnergyCounter(None).since_last() is None
     assert EnergyCounter([Counter(lambda: None)]).since_last() is None
     assert EnergyCounter([]).since_last() == 0
+
+
+@pytest.mark.parametrize("fails", ["import", "properties", "handles", "count"])
+def test_a_meter_of_amd_that_fails_gives_no_number(fails, tmp_path, monkeypatch):
+    """The library may be missing, of another version, or without its driver."""
+    (tmp_path / "amdsmi.py").write_text("raise OSError('libamd_smi.so')" if fails == "import" else AMDSMI)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "amdsmi", raising=False)
+    monkeypatch.setenv("FAILS", fails)
+    about = SimpleNamespace() if fails == "properties" else SimpleNamespace(**PCI)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: about)
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    device = SimpleNamespace(is_gpu=True, torch_device=torch.device("cuda"))
+    meter = energy.energy_counter(device, SimpleNamespace(local_rank=0))
+    assert meter.since_last() is None
+    sys.modules.pop("amdsmi", None)
 
 
 class Load(Hook):

@@ -142,13 +142,12 @@ def _microjoules(file: Path) -> float | None:
 
 
 def _amd_counter(gpu: torch.device) -> Counter | None:
-    try:
+    # the library raises many kinds, and a meter must not end a run
+    with suppress(Exception):
         import amdsmi  # pyrefly: ignore[missing-import]
-    except ImportError:
-        return None
-    about: Any = torch.cuda.get_device_properties(gpu)
-    wanted = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}"
-    with suppress(amdsmi.AmdSmiException, AttributeError):
+
+        about: Any = torch.cuda.get_device_properties(gpu)
+        wanted = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}"
         amdsmi.amdsmi_init()
         for handle in amdsmi.amdsmi_get_processor_handles():
             if amdsmi.amdsmi_get_gpu_device_bdf(handle).lower().startswith(wanted):
@@ -159,7 +158,6 @@ def _amd_counter(gpu: torch.device) -> Counter | None:
 def _amd_joules(amdsmi: Any, handle: Any) -> float | None:
     try:
         found = amdsmi.amdsmi_get_energy_count(handle)
-    except amdsmi.AmdSmiException:
+        return found.get("energy_accumulator", found.get("power")) * found["counter_resolution"] / 1e6
+    except Exception:
         return None
-    count = found.get("energy_accumulator", found.get("power"))
-    return None if count is None else count * found["counter_resolution"] / 1e6
