@@ -59,6 +59,14 @@ def test_imported_datasets_hold_out_documents_from_everywhere(unshuffled):
         assert store.read(inside, 1)[0] in {document[0] for document in whole if document}
 
 
+def test_places_are_found_without_sorting_each_time(unshuffled, monkeypatch):
+    plain, _ = unshuffled
+    store, sorts, argsort = move_heldout_last(with_seed(plain, 1), 150), [], np.argsort
+    monkeypatch.setattr(np, "argsort", lambda *given: sorts.append(1) or argsort(*given))
+    assert [int(store.read(store.place_of(token), 1)[0]) for token in range(50)] == list(range(50))
+    assert len(sorts) == 1
+
+
 def test_rows_of_whole_documents_are_packed_from_the_moved_ones(unshuffled, tmp_path, monkeypatch):
     monkeypatch.setattr(bestfit, "UNITS_AT_ONCE", 1)
     plain, whole = unshuffled

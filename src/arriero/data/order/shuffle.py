@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd, isfinite, isqrt, lcm
 from typing import Any
 
@@ -280,9 +280,17 @@ class _HeldoutLast(TokenStore):
         self._stops = np.cumsum(np.concatenate((kept[kept > 0], lengths)))
         self.fingerprint = sha256_of(store.fingerprint.encode() + last.astype("<i8").tobytes())
 
-    def place_of(self, position: int) -> int:
+    @cached_property
+    def _by_begin(self) -> tuple[np.ndarray, np.ndarray]:
         order = np.argsort(self._begins)
-        part = int(order[self._begins[order].searchsorted(position, side="right") - 1])
+        return order, self._begins[order]
+
+    def _part_at(self, position: int) -> int:
+        order, begins = self._by_begin
+        return int(order[begins.searchsorted(position, side="right") - 1])
+
+    def place_of(self, position: int) -> int:
+        part = self._part_at(position)
         return int(self._stops[part - 1] if part else 0) + position - int(self._begins[part])
 
     def shard_ranges(self, start: int, n: int) -> list[tuple[int, int, int]]:
@@ -298,8 +306,7 @@ class _HeldoutLast(TokenStore):
     def document_edges(self, shard: int, first: int, end: int) -> np.ndarray:
         """Return the edges of documents that are neighbours in this view too."""
         edges = super().document_edges(shard, first, end)
-        order = np.argsort(self._begins)
-        part = order[self._begins[order].searchsorted(edges[0], side="right") - 1]
+        part = self._part_at(int(edges[0]))
         before = self._stops[part - 1] if part else 0
         return edges - self._begins[part] + before
 
