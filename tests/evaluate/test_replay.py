@@ -140,6 +140,16 @@ def test_a_run_with_its_last_checkpoint_only_is_repeated_from_the_beginning(comm
     assert "--steps 10 reaches that of step 10" in found["remarks"][0]
 
 
+def test_a_metric_that_was_not_recorded_is_shown_as_empty(command, run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("grad_norm")
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = command("replay", run, "--from", "9", "--steps", "1")
+    assert result.returncode == 0, result.stderr
+    assert "holds" in result.stdout and "not finite" not in result.stdout
+
+
 def test_what_cannot_be_repeated_is_explained(command, run):
     for options, text in (
         (("--from", "4"), "--from 0, 3, 6, 9 or 10"),

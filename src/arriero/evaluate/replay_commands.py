@@ -1,5 +1,6 @@
 """`arriero replay`: repeat steps of a run and compare them with what it recorded."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,9 +82,8 @@ def replay(
 def _print(console: Console, plan: "Plan", verdict: "Verdict") -> None:
     table = Table(">step", ">recorded loss", ">replayed", ">recorded norm", ">replayed", "")
     for row in verdict.rows:
-        pairs = [row.get(key, {}) for key in ("loss", "grad_norm")]
-        values = [pair.get(side) for pair in pairs for side in ("recorded", "replayed")]
-        shown = ["not finite" if value is None else f"{value:.7g}" for value in values]
+        pairs = [row.get(key) for key in ("loss", "grad_norm")]
+        shown = [_shown(pair, side) for pair in pairs for side in ("recorded", "replayed")]
         state = "equal" if row["bit_equal"] else "within bounds"
         table.row(row["step"], *shown, styled("differs", "bold red") if row["problem"] else state)
     console.print(table)
@@ -97,3 +97,10 @@ def _print(console: Console, plan: "Plan", verdict: "Verdict") -> None:
     equal = all(row["bit_equal"] for row in verdict.rows) and not verdict.has_unequal_tensors
     how = "bit by bit" if equal else "within the bounds"
     console.print(f"[green]holds:[/] steps {plan.start + 1} to {plan.end} were repeated {how}")
+
+
+def _shown(pair: Mapping[str, float | None] | None, side: str) -> str:
+    if pair is None:
+        return ""
+    value = pair[side]
+    return "not finite" if value is None else f"{value:.7g}"
