@@ -29,7 +29,8 @@ from arriero.model.spec import ModelSpec
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import process_group, world_from
 from arriero.train.build import arrange, build
-from arriero.train.finish import Gather, export_hf, export_model
+from arriero.train.finish import Gather, check_export, export_hf, export_model
+from arriero.train.model_state import adapter_settings, parameter_decisions
 from checkpoint.running import Runs
 
 TEXTS = [f"The {i}th llama carries {i * 7} kilograms of salt over the pass; the end." for i in range(60)]
@@ -182,6 +183,12 @@ def test_requirements_of_the_export_are_checked_before_the_first_step(kept, runs
     with pytest.raises(UserError, match="model is in the way"):
         build(arrange(config, world_from()), no_progress)
     (tmp_path / "run" / "model").unlink()
+    (tmp_path / "run" / "adapter").write_text("in the way")
+    adapted = runs.config("run", *SMALL, on(store.directory), "lora.rank=2")
+    with pytest.raises(UserError, match="adapter is in the way"):
+        check_export(adapted, session.spec, session.data.tokenizer, session.data.separators)
+    stored = parameter_decisions(adapted.optim, session.spec, adapter_settings(adapted), "compute")[0].reason
+    assert stored.endswith("are frozen and stored in the precision of the computation")
     free = 4 * session.spec.parameters - 1
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"total": 1 << 40, "free": free}))
     with pytest.raises(UserError, match=r"the model needs .*checkpoint\.export = false"):

@@ -630,8 +630,9 @@ class ObserveSection(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard files.")
     trackers: tuple[Literal["wandb", "mlflow", "aim"], ...] = Field(
         (),
-        description="Experiment trackers that receive the metrics: Weights & Biases, MLflow, Aim. Their own "
-        "environment variables say where to; without them MLflow and Aim write beside the run directory.",
+        description="Experiment trackers that receive the metrics: Weights & Biases, MLflow, Aim. Each "
+        "tracker's environment variables set the destination; without them MLflow and Aim write beside the "
+        "run directory.",
     )
     sample: str | Literal[False] = Field(
         False, description="Prompt that the finished model continues; shown at the end."

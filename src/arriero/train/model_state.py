@@ -196,7 +196,8 @@ def parameter_decisions(
         decisions.append(Decision("speculator", f"{speculator.n_predict} heads", why))
     if adapter is not None:
         count, whole = human_count(sum(sizes.values())), human_count(spec.parameters)
-        stored = "" if base == "master" else f" and stored as {base}"
+        form = "in the precision of the computation" if base == "compute" else f"as {base}"
+        stored = "" if base == "master" else f" and stored {form}"
         why = f"{count} parameters in {len(sizes) // 2} layers are trained, {whole} are frozen{stored}"
         decisions.append(Decision(adapter.label, adapter.summary, why))
     left = {name: size for name, size in sizes.items() if name not in frozen}
