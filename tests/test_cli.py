@@ -227,7 +227,7 @@ def test_models_are_listed_as_json(command):
     ("line", "offered"),
     [
         ("arriero ck", ["ckpt"]),
-        ("arriero data tr", ["train-tokenizer"]),
+        ("arriero data tr", ["train-tokenizer", "trace"]),
         ("arriero config explain optim.b", ["optim.betas"]),
         ("arriero train --set train.ba", ["train.batch="]),
         ("arriero ckpt list --js", ["--json"]),

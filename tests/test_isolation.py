@@ -31,7 +31,7 @@ def test_the_default_run_directory_of_a_test_is_empty(tmp_path):
 @pytest.mark.parametrize(("name", "code"), [("runs", 1), ("elsewhere", 0)])
 def test_a_test_that_writes_to_user_folders_fails_the_suite(python, tmp_path, name, code):
     (tmp_path / "tests").mkdir()
-    for name_of_file in ("conftest.py", "slurm.py"):
+    for name_of_file in ("conftest.py", "forked.py", "slurm.py"):
         shutil.copy(REPOSITORY / "tests" / name_of_file, tmp_path / "tests")
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['gpu']\n")
     made = tmp_path / name / "demo"

@@ -98,7 +98,8 @@ def hub(monkeypatch):
         monkeypatch.setenv("HF_ENDPOINT", found["url"])
         monkeypatch.setenv("HF_TOKEN", "secret")
         monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-        monkeypatch.delenv("HF_HUB_OFFLINE")
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            monkeypatch.setenv(name, "0")
         yield found
 
 
