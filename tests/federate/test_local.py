@@ -221,7 +221,7 @@ def test_a_killed_coordinator_continues_where_it_was(federate, tmp_path, command
 
 
 def test_addresses_and_keys_stay_in_the_users_file(federate):
-    secret = {"host": "'secret-host'", "user": "'secret-user'", "key": "'secret-key'"}
+    secret = {"host": "'secret-host'", "user": "'secret-user'", "key": "'secret-key'", "work": "'work'"}
     coordinator = Coordinator.of(federate("a", **secret))
     coordinator.prepare()
     for file in coordinator.folder.rglob("*"):
