@@ -1,11 +1,13 @@
 """Mamba-2 and Bamba as Hugging Face names them: one matrix projects z, x, B, C and dt, one conv has three."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
 
 from arriero.errors import UserError
+from arriero.model.llama.hf_names import NAMES as LLAMA_NAMES
 from arriero.model.llama.hf_names import fields_from_config, rope_config
 from arriero.model.mamba.family import ROTARY, Shape, attention_layers
 from arriero.model.name_maps import Fused, HuggingFaceNames
@@ -188,28 +190,14 @@ MAMBA2_NAMES = HuggingFaceNames(
     from_config=_mamba2_from_config,
     current_name=lambda name: name.replace("backbone.embedding.", "backbone.embeddings."),
 )
-BAMBA_NAMES = HuggingFaceNames(
+BAMBA_NAMES = replace(
+    LLAMA_NAMES,
     model_type="bamba",
     architecture="BambaForCausalLM",
-    fields={
-        "vocab_size": "vocab_size",
-        "dim": "hidden_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "ffn": "intermediate_size",
-        "max_seq_len": "max_position_embeddings",
-        "norm_eps": "rms_norm_eps",
-        "tied": "tie_word_embeddings",
-    },
-    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     tensors={"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.final_layernorm.weight"},
-    blocks="model.layers",
     block={},
     further=partial(_names, _bamba_block),
     fused=partial(_fused, _bamba_block),
     config=_bamba_config,
     from_config=_bamba_from_config,
-    not_weights=r"rotary_emb\.inv_freq$",
 )
