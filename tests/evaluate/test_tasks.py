@@ -5,8 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 
+import arriero as api
+from arriero.checkpoint.convert import find_model
 from arriero.checkpoint.scores import read_evaluations
+from arriero.evaluate.tasks import TasksRequest, harness_model
 
 TASKS = Path(__file__).parent / "tasks"
 
@@ -31,6 +37,71 @@ def test_a_local_task_is_evaluated_and_stored(arriero, trained, task_folder):
     assert {"acc", "acc_norm"} == set(row["metrics"])
     (stored,) = [each for each in read_evaluations(checkpoint) if each.kind == "tasks"]
     assert stored.scores == {"arriero_python acc": row["metrics"]["acc"]}
+
+
+def requests(kind, *arguments):
+    return [Instance(kind, {}, given, i) for i, given in enumerate(arguments)]
+
+
+TEXTS = [
+    ("def add(a, b):", " return a + b"),
+    ("", "import os"),
+    ("for each in", " range(10):\n    print(each)"),
+]
+
+
+def test_the_harness_gets_the_numbers_of_transformers(trained):
+    ours = harness_model(find_model(trained.run), TasksRequest("", [], batch=2, device="cpu"))
+    theirs = HFLM(str(trained.run / "model"), device="cpu", batch_size=2)
+    scored = requests("loglikelihood", *TEXTS)
+    for found, expected in zip(ours.loglikelihood(scored), theirs.loglikelihood(scored), strict=True):
+        assert found == (pytest.approx(expected[0], abs=1e-3), expected[1])
+    whole = requests("loglikelihood_rolling", *((a + b,) for a, b in TEXTS))
+    assert ours.loglikelihood_rolling(whole) == pytest.approx(theirs.loglikelihood_rolling(whole), abs=1e-3)
+    asked = requests("generate_until", *((a, {"until": ["\n"], "max_gen_toks": 12}) for a, _ in TEXTS if a))
+    assert ours.generate_until(asked) == theirs.generate_until(asked)
+
+
+ADAPTERS = {"prefix": {"prefix.tokens": 3}, "llama_adapter": {"llama_adapter.tokens": 2}}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_that_are_not_merged_have_the_loss_of_perplexity(
+    kind, trained, corpus_cache, tmp_path, command, task_folder
+):
+    own = {"run.dir": str(tmp_path / "runs"), "data.cache": str(corpus_cache), "train.horizon": "2 steps"}
+    own |= {
+        "checkpoint.start_from": str(trained.run),
+        "optim.lr": 0.1,
+        "data.seq_len": 60,
+        "train.batch": "960 tok",
+    }
+    api.run(api.load_config(None, trained.settings | own | ADAPTERS[kind]), nproc=1)
+    adapter = tmp_path / "runs" / "tiny" / "adapter"
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "def add(a, b): return a + b"}))
+    measured = command("eval", "perplexity", adapter, "--data", "text.jsonl", "--json")
+    assert measured.returncode == 0, measured.stderr
+    facts = json.loads(measured.stdout)
+
+    model = harness_model(find_model(adapter), TasksRequest("", [], device="cpu"))
+    eos = model.tokenizer.eos_token
+    ids = tokenizers.Tokenizer.from_file(str(trained.run / "model" / "tokenizer.json")).encode("def").ids
+    (found,) = model.loglikelihood(requests("loglikelihood", ("def", f" add(a, b): return a + b{eos}")))
+    assert len(ids) == 1 and -found[0] == pytest.approx(facts["loss"] * facts["tokens"], rel=1e-4)
+    arguments = [
+        "--tasks",
+        "arriero_python",
+        "--include",
+        task_folder,
+        "--limit",
+        2,
+        "--device",
+        "cpu",
+        "--json",
+    ]
+    result = command("eval", "tasks", tmp_path / "runs" / "tiny", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["tasks"][0]["examples"] == 2
 
 
 def test_the_watcher_evaluates_each_checkpoint_once(command, trained, tmp_path):

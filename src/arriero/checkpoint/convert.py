@@ -20,12 +20,12 @@ from arriero.checkpoint.formats.dcp_directory import (
 from arriero.checkpoint.formats.hf_directory import open_hf, write_hf
 from arriero.checkpoint.formats.meta_directory import open_meta, write_meta
 from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, ModelReader, WriteOptions
-from arriero.checkpoint.formats.peft_directory import CONFIG as ADAPTER
 from arriero.checkpoint.formats.peft_directory import open_peft, write_peft
 from arriero.checkpoint.formats.tensor_files import Advance, no_progress
 from arriero.data.text.hub import local_model
 from arriero.errors import UserError
 from arriero.files import check_free_space, staged_directory
+from arriero.model.description import ADAPTER, base_of_adapter
 from arriero.model.family import build_model
 from arriero.model.language_model import LanguageModel
 from arriero.model.name_maps import own_tensors
@@ -79,8 +79,7 @@ def open_model(path: Path) -> ModelReader:
 
 def _open_base(adapter: Path, name: str) -> ModelReader:
     """Open the base model that an adapter names: a path, also beside the adapter, or a model of the hub."""
-    places = [each for each in (Path(name), adapter / name) if each.exists()]
-    base = places[0] if places else local_model(f"hf://{name}")
+    base = base_of_adapter(adapter, name)
     if (base / ADAPTER).is_file():
         raise UserError(
             f"{adapter} names {base} as its base, which is an adapter too", "merge that one first"

@@ -248,26 +248,19 @@ def tasks(
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
     device: DeviceName = "auto",
     dtype: Precision = None,
-    workdir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the temporary Hugging Face copy of other formats; the system's if not given."
-        ),
-    ] = None,
     attach: Attach = True,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a model of any format on tasks of lm-evaluation-harness (pip install 'arriero\\[eval]').
 
-    Needs no network if the data of the tasks are on this machine. Models in other formats than Hugging Face's
-    are converted to a temporary directory.
+    Needs no network if the data of the tasks are on this machine. Adapters are evaluated with their model.
 
     Example: arriero eval tasks runs/demo --tasks hellaswag,arc_easy --limit 100
     """
     from arriero.evaluate.tasks import TasksRequest, evaluate_tasks
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    request = TasksRequest(model, names, include, fewshot, limit, batch, device, dtype, workdir)
+    request = TasksRequest(model, names, include, fewshot, limit, batch, device, dtype)
     found = evaluate_tasks(request)
     facts = found.to_dict()
     if attach:

@@ -1,18 +1,26 @@
-"""Evaluate a stored model on tasks of lm-evaluation-harness, through its Hugging Face form."""
+"""Evaluate a stored model on tasks of lm-evaluation-harness, in any format and with any adapter."""
 
 import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from arriero.checkpoint.convert import convert, find_model
-from arriero.checkpoint.formats.model_reader import DTYPES, ModelReader, WriteOptions
+import torch
+from torch import Tensor
+
+from arriero.checkpoint.convert import find_model, read_model
+from arriero.checkpoint.formats.hf_directory import check_tokenizer, write_tokenizer
+from arriero.checkpoint.formats.model_reader import DTYPES, ModelReader, copy_extra_files
 from arriero.data.tokens.prompts import find_tokenizer
 from arriero.errors import UserError, nearest
+from arriero.model.generation import Sampling, generate
+from arriero.model.language_model import LanguageModel
 from arriero.train.device import choose_device
+from arriero.ui import byte_progress, make_console
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,6 @@ class TasksRequest:
     batch: int = 8
     device: str = "auto"
     dtype: str | None = None
-    workdir: Path | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return what identifies the evaluation: all that can change its result."""
@@ -70,29 +77,28 @@ def _first(found: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def evaluate_tasks(request: TasksRequest) -> TaskScores:
     """Run the tasks; what the harness prints goes to standard error."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
             import lm_eval
             from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise UserError(f"tasks need lm-eval ({error})", "pip install 'arriero[eval]'") from None
-    source = find_model(request.model)
-    find_tokenizer(source.extra_files, None, source.where)
-    with contextlib.redirect_stdout(sys.stderr), _as_hf(source, request) as directory:
+        except ImportError as error:
+            raise UserError(f"tasks need lm-eval ({error})", "pip install 'arriero[eval]'") from None
+        source = find_model(request.model)
         manager = _manager(TaskManager, request)
-        device = choose_device(request.device).torch_device
+        model = harness_model(source, request)
         try:
             found = lm_eval.simple_evaluate(
-                model="hf",
-                model_args={"pretrained": str(directory), "dtype": "auto", "parallelize": False},
+                model=model,
                 tasks=list(request.tasks),
                 num_fewshot=request.fewshot,
-                batch_size=request.batch,
-                device=str(device),
                 limit=request.limit,
                 task_manager=manager,
                 log_samples=False,
             )
+        except AssertionError as error:
+            if "max tokens to generate" not in str(error):
+                raise
+            raise UserError(f"the context of the model is too short: {error}", "choose other tasks") from None
         except OSError as error:
             # the errors of data sets that are not there, on the disk or on the hub
             todo = "download the data of the task beforehand, or give task files with --include"
@@ -101,6 +107,78 @@ def evaluate_tasks(request: TasksRequest) -> TaskScores:
             ) from None
     assert found is not None
     return _scores(source.where, found)
+
+
+def harness_model(source: ModelReader, request: TasksRequest) -> Any:
+    """Load a stored model as a model of the harness, with the tokenizer that transformers makes of its files.
+
+    The harness encodes, sorts and batches as for a model of transformers; the logits are ours.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    tokenizer = _tokenizer(source)
+    device = choose_device(request.device).torch_device
+    with byte_progress(make_console(as_json=True), f"reading {source.where}", source.nbytes()) as advance:
+        model = read_model(source, device, DTYPES[request.dtype] if request.dtype else None, advance)
+
+    class Harness(HFLM):
+        def _model_call(self, inps: Tensor, attn_mask: Any = None, labels: Any = None) -> Tensor:
+            with torch.no_grad():
+                return model(inps)
+
+        def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **given: Any) -> Tensor:
+            return _generated(model, self.tokenizer, context, max_length, stop, given)
+
+    length = model.spec.max_seq_len - model.offset
+    described = SimpleNamespace(device=device, config=SimpleNamespace(model_type=model.spec.family))
+    return Harness(
+        described, backend="causal", tokenizer=tokenizer, max_length=length, batch_size=request.batch
+    )
+
+
+def _tokenizer(source: ModelReader) -> Any:
+    """Return the tokenizer as transformers reads it from the exported model."""
+    import transformers
+
+    find_tokenizer(source.extra_files, None, source.where)
+    if source.format == "hf" and "tokenizer_config.json" in source.extra_files:
+        return transformers.AutoTokenizer.from_pretrained(source.where)
+    check_tokenizer(source.extra_files, source.tokens)
+    with tempfile.TemporaryDirectory(prefix="arriero-tokenizer-") as folder:
+        copy_extra_files(source, Path(folder))
+        write_tokenizer(Path(folder), source.spec, source.tokens)
+        return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def _generated(
+    model: LanguageModel,
+    tokenizer: Any,
+    context: Tensor,
+    most: int,
+    stop: Sequence[str],
+    given: Mapping[str, Any],
+) -> Tensor:
+    """Return prompts and continuations in rows of one length; a row ends after one of the texts of `stop`."""
+    seen = given.get("attention_mask")
+    visible = context.new_ones(context.shape) if seen is None else seen
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(context, visible, strict=True)]
+    temperature = given.get("temperature") or (1.0 if given.get("do_sample") else 0.0)
+    is_greedy = given.get("do_sample") is False
+    chosen = Sampling(0.0 if is_greedy else temperature, given.get("top_k"), given.get("top_p"))
+    made: list[list[int]] = [[] for _ in prompts]
+    ended = [False] * len(prompts)
+    # a token has at least one byte
+    longest = max((len(text.encode()) for text in stop), default=1)
+    for step in generate(model, prompts, most - context.shape[1], chosen, {tokenizer.eos_token_id} - {None}):
+        for i, token in enumerate(step):
+            made[i] += [] if token is None else [token]
+            last = tokenizer.decode(made[i][-longest:])
+            ended[i] = ended[i] or token is None or any(text in last for text in stop)
+        if all(ended):
+            break
+    width = max(map(len, made))
+    padded = [row + [tokenizer.pad_token_id] * (width - len(row)) for row in made]
+    return torch.cat((context, context.new_tensor(padded)), dim=1)
 
 
 def _manager(task_manager: Any, request: TasksRequest) -> Any:
@@ -121,19 +199,6 @@ def _manager(task_manager: Any, request: TasksRequest) -> Any:
                 "see the tasks of lm-evaluation-harness, or give a folder of your own with --include",
             )
     return manager
-
-
-@contextlib.contextmanager
-def _as_hf(source: ModelReader, request: TasksRequest) -> Iterator[Path]:
-    """Yield the model as a Hugging Face directory, converted into a temporary folder if necessary."""
-    dtype = DTYPES[request.dtype] if request.dtype else None
-    if source.format == "hf" and dtype is None and "tokenizer_config.json" in source.extra_files:
-        yield Path(source.where)
-        return
-    with tempfile.TemporaryDirectory(prefix="arriero-eval-", dir=request.workdir) as folder:
-        target = Path(folder) / "model"
-        convert(source, target, "hf", WriteOptions(dtype))
-        yield target
 
 
 def _scores(where: str, found: Mapping[str, Any]) -> TaskScores:

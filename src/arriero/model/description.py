@@ -17,6 +17,7 @@ from arriero.model.presets import completed, resolve
 from arriero.model.spec import ModelSpec
 
 NAME = "model.toml"
+ADAPTER = "adapter_config.json"
 _STATE = "state.json"
 
 
@@ -99,6 +100,13 @@ def model_at(path: Path, own: Mapping[str, Any]) -> ModelSpec:
     saved = sorted(file for file in found if file.parent.name.removeprefix("step-").isdigit())
     if (about := read_description(saved[-1].parent if saved else directory)) is not None:
         return about.spec
+    if (directory / ADAPTER).is_file():
+        base = read_json(directory / ADAPTER).get("base_model_name_or_path")
+        if not isinstance(base, str):
+            raise UserError(
+                f"{directory / ADAPTER} lacks base_model_name_or_path", "copy or download it again"
+            )
+        return model_at(base_of_adapter(directory, base, weights=False), own)
     if (directory / "config.json").is_file():
         from arriero.model.name_maps import spec_from_hf
 
@@ -111,6 +119,12 @@ def model_at(path: Path, own: Mapping[str, Any]) -> ModelSpec:
             raise UserError(f"{directory / 'params.json'} has no vocab_size", "set model.vocab_size")
         return meta.spec_from_params(params, vocab_size, own.get("tied", False))
     raise UserError(f"{path} holds no model", "give a model directory, a checkpoint or a run")
+
+
+def base_of_adapter(adapter: Path, name: str, weights: bool = True) -> Path:
+    """Return the directory of the base model that a PEFT adapter names, also beside it, or from the hub."""
+    places = [each for each in (Path(name), adapter / name) if each.exists()]
+    return places[0] if places else local_model(f"hf://{name}", weights=weights)
 
 
 def expand_from(

@@ -25,13 +25,14 @@ from arriero.model.attention_prompts import (
     GatedPromptSettings,
     PrefixSettings,
 )
+from arriero.model.description import ADAPTER as CONFIG
 from arriero.model.description import read_json, write_json
 from arriero.model.family import family_of
 from arriero.model.lora import A, B, LoraSettings, merge
 from arriero.model.name_maps import check_tensors, own_from_hf, unchanged
 from arriero.model.spec import ModelSpec
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _EMBEDDINGS = "prompt_embeddings"
 _SUFFIXES = {A: ".lora_A.weight", B: ".lora_B.weight"}
