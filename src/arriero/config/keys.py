@@ -89,13 +89,13 @@ def facts_of(key: str) -> KeyFacts | None:
     field = field_at(RunConfig, key)
     if field is None:
         return None
-    kind = default = ""
+    kind, default, node = "", "", _schema_node(key)
     if field.annotation is not section_of(field.annotation):
         unset = unset_value(field)
-        kind = _type_words(_schema_node(key), toml_value(unset))
+        kind = _type_words(node, toml_value(unset))
         value = unset if unset is not None else field.get_default()
         default = "required" if field.is_required() else toml_value(_plain(value))
-    return KeyFacts(key, kind, default, field.description or "", _aliases().get(key, {}))
+    return KeyFacts(key, kind, default, node["description"], _aliases().get(key, {}))
 
 
 def keys_of(section: str) -> list[str]:

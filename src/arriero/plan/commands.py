@@ -10,7 +10,7 @@ from arriero.config.fields import to_toml
 from arriero.config.keys import ConfigError, advice_for, facts_of, key_for, keys_of, suggestion
 from arriero.config.load import load_run, read_run
 from arriero.config.options import AsJson, Key, RunFile, Sets
-from arriero.config.schema import RunConfig
+from arriero.config.schema import RunConfig, meaning_of
 from arriero.errors import UserError
 from arriero.model.presets import about, expand, load_preset, preset_names
 from arriero.model.spec import flops_per_token
@@ -148,8 +148,7 @@ def page() -> str:
     """Return the Markdown reference of all keys."""
     lines = [_HEAD]
     for section in RunConfig.model_fields:
-        field = RunConfig.model_fields[section]
-        lines += [f"\n## [{section}]", f"{field.description}\n", *_table(section)]
+        lines += [f"\n## [{section}]", f"{meaning_of(RunConfig, section)}\n", *_table(section)]
     return "\n".join(lines) + "\n"
 
 
