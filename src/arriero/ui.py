@@ -54,12 +54,13 @@ class Console(rich.console.Console):
         self.print(Text(str(text), style or ""))
 
 
-def make_console(as_json: bool = False, wide: bool = False) -> Console:
+def make_console(as_json: bool = False) -> Console:
     """Return the console of a verb. With --json it prints to standard error, because stdout is the object.
 
-    `wide` is for tables: 160 columns where the output is not a terminal.
+    Tables have 160 columns where the output is not a terminal.
     """
-    width = 160 if wide and not sys.stdout.isatty() and "COLUMNS" not in os.environ else None
+    stream = sys.stderr if as_json else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else 160
     return Console(highlight=False, stderr=as_json, quiet=_quiet, width=width)
 
 

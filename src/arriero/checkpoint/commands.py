@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
-from arriero.config.options import AsJson, read_progress, read_size
+from arriero.config.options import AsJson, Verb, read_progress, read_size
 from arriero.errors import UserError
 from arriero.ui import Console, Table, byte_progress, escape, facts, make_console, print_json, styled
 from arriero.units import counted, human_bytes, human_count, human_time
@@ -281,7 +280,7 @@ MetaRule = Annotated[
 ]
 
 
-class SpreadWeights(TyperCommand):
+class SpreadWeights(Verb):
     """A command that accepts `--weights 0.3 0.7` for `--weights 0.3 --weights 0.7`."""
 
     def parse_args(self, ctx, args):

@@ -1,10 +1,11 @@
 """Command-line arguments and options that several verbs share."""
 
+import inspect
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from arriero.errors import UserError
 from arriero.units import Span, parse_bytes, parse_span
@@ -49,7 +50,52 @@ SbatchOptions = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-class WithRunFile(TyperCommand):
+_VALUES = {"bool": "", "int": "N", "float": "N", "str": "TEXT", "path": "PATH", "Path": "PATH"}
+
+
+def _named(parameter: Any, ctx: Any) -> Any:
+    """Return a parameter whose help shows a short name of its value instead of a Python type."""
+    kind = parameter.display_type(ctx).strip("<>").removeprefix("list[").rstrip("]").removesuffix(" range")
+    if kind in _VALUES and parameter.param_type_name == "argument":
+        parameter.metavar = parameter.metavar or parameter.name.upper()
+        parameter.display_type_rich = lambda ctx: None  # noqa: ARG005
+    elif kind in _VALUES and parameter.metavar is None:
+        parameter.metavar = _VALUES[kind]
+    return parameter
+
+
+class Verb(TyperCommand):
+    """A command whose help fills the terminal: paragraphs are reflowed, and flags have no type."""
+
+    def get_params(self, ctx) -> list[Any]:
+        return [_named(each, ctx) for each in super().get_params(ctx)]
+
+    def format_help(self, ctx, formatter) -> None:
+        paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
+        self.help = "\n\n".join(" ".join(each.split("\n")) for each in paragraphs)
+        super().format_help(ctx, formatter)
+
+
+class VerbGroup(TyperGroup):
+    """A group of verbs with the same kind of help."""
+
+    def get_params(self, ctx) -> list[Any]:
+        return [_named(each, ctx) for each in super().get_params(ctx)]
+
+
+class Verbs(typer.Typer):
+    """A table of verbs: its commands are `Verb` unless a line says otherwise."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(cls=VerbGroup, **settings)
+
+    def command(
+        self, name: str | None = None, *, cls: type[TyperCommand] | None = None, **settings: Any
+    ) -> Any:
+        return super().command(name, cls=cls or Verb, **settings)
+
+
+class WithRunFile(Verb):
     """A command with --set: an option that is a key of the run file is answered with the --set to write."""
 
     def parse_args(self, ctx, args):

@@ -68,7 +68,7 @@ def generate(
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PROMPT]...", help="Texts to continue; without any, standard input is the prompt."
+            metavar="PROMPT", help="Texts to continue; without any, standard input is the prompt."
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 128,

@@ -80,7 +80,7 @@ def run(
 def _run(path: Path | None, local: bool) -> None:
     from arriero.federate.coordinator import Coordinator
 
-    console = make_console(wide=True)
+    console = make_console()
     if path is None:
         _run_demo(console)
         return
@@ -272,7 +272,7 @@ def _mean_cosine(made: "GlobalManifest", site: str, base: int) -> float | None:
 def _print_status(
     coordinator: "Coordinator", rows: list[dict[str, Any]], replayed: list[tuple[int, bool]]
 ) -> None:
-    console = make_console(wide=True)
+    console = make_console()
     headings = (">round", "site", "state", ">tokens", ">train loss", ">held-out, global", ">held-out, site")
     table = Table(*headings, ">shipped", ">time", ">weight", ">norm", ">cosine")
     colours = {"accepted": "green", "refused": "red", "absent": "yellow", "discarded": "yellow"}
@@ -348,7 +348,7 @@ def plan(
         }
         print_json({**vars(round_), "bits_per_s": rate, "codec": round_.codec, "costs": rows})
         return
-    console = make_console(wide=True)
+    console = make_console()
     console.print(
         f"{counted(round_.sites, 'site')}, {human_count(round_.parameters)} parameters, H = "
         f"{round_.steps} steps of {round_.step_s:.3g} s ({round_.source})"

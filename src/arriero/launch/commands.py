@@ -145,7 +145,7 @@ def sites(
 
     Example: arriero launch sites frontier
     """
-    console = make_console(as_json, wide=True)
+    console = make_console(as_json)
     if name is not None:
         site = load_site(name)
         print_json(site.model_dump()) if as_json else _show_site(console, site)

@@ -91,7 +91,7 @@ def check(
         raise ConfigError(problems)
     else:
         rows = [(each.name, each.value, each.reason) for each in decisions]
-        make_console(wide=True).print(facts([("ranks", str(nproc), "--nproc"), *rows]))
+        make_console().print(facts([("ranks", str(nproc), "--nproc"), *rows]))
     if problems:
         raise typer.Exit(2)
 
@@ -103,7 +103,7 @@ def explain(key: Key) -> None:
 
     Example: arriero config explain train.batch
     """
-    console = make_console(wide=True)
+    console = make_console()
     if key == "extends":
         console.print(f"[bold]extends[/]  {_EXTENDS['description']}")
         return
@@ -227,7 +227,7 @@ def models(as_json: AsJson = False) -> None:
             f"{model['bf16_bytes'] / 1e9:.3f} GB",
             model["about"],
         )
-    make_console(wide=True).print(table)
+    make_console().print(table)
 
 
 def _model_facts(name: str) -> dict[str, Any]:

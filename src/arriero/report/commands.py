@@ -110,7 +110,7 @@ def plan(
         memory_limit=read_size("--memory-limit", memory_limit) if memory_limit else None,
         measured=_measurements(measured, where),
     )
-    console = make_console(as_json, wide=True)
+    console = make_console(as_json)
     if what_if is not None:
         _what_if(console, question, what_if, as_json)
         return

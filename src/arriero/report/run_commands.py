@@ -46,7 +46,7 @@ def list_runs(context: typer.Context, folder: Folder = Path("runs"), as_json: As
     if as_json:
         print_json({"runs": rows})
         return
-    console = make_console(wide=True)
+    console = make_console()
     if not rows:
         console.print(f"{folder} has no runs")
         return
@@ -106,7 +106,7 @@ def compare(
     if as_json:
         print_json({"runs": names, "settings": changed, "curves": curves, "totals": totals})
         return
-    console = make_console(wide=True)
+    console = make_console()
     settings = Table("key", *names, title="settings that differ")
     for key, values in changed.items():
         settings.row(key, *("" if value is None else toml_value(value) for value in values))

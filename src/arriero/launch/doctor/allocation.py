@@ -372,7 +372,7 @@ def _some(names: list[str]) -> str:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    console = make_console(wide=True)
+    console = make_console()
     failing, network = report["failing"], report["network"]
     table = Table("node", "", "reason", no_wrap=("node", ""))
     for name, reason in failing.items():

@@ -114,7 +114,7 @@ def _print_results(results: list[Result]) -> None:
     table = Table("check", "", "found", "what to do", no_wrap=("check", ""))
     for each in results:
         table.row(each.name, styled(each.status, _COLOURS[each.status]), each.found, each.todo)
-    console = make_console(wide=True)
+    console = make_console()
     console.print(table)
     counts = {status: sum(each.status == status for each in results) for status in _COLOURS}
     console.print(", ".join(f"{count} {status}" for status, count in counts.items() if count))
@@ -127,7 +127,7 @@ def _detect(as_json: bool) -> None:
         rows = [asdict(each) | {"leaves_node": each.leaves_node} for each in found]
         print_json({"interfaces": rows, "fabric": devices, "env": {p.variable: p.value for p in proposals}})
         return
-    console = make_console(wide=True)
+    console = make_console()
     table = Table("interface", "kind", "state", "address", ">Gbit/s")
     for each in found:
         speed = f"{each.speed / 1000:g}" if each.speed else "?"
