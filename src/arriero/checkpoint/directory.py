@@ -282,7 +282,8 @@ def resolve_checkpoint(path: Path) -> Path:
             raise UserError(f"{path} has no checkpoint that can be used", "see `arriero ckpt list`")
         return usable[-1].directory
     if not path.is_dir():
-        raise UserError(f"{path} does not exist", "give a checkpoint, or the directory of a run")
+        what = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}", "give a checkpoint, or the directory of a run")
     return path
 
 

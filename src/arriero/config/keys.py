@@ -235,7 +235,8 @@ class Problem:
     origin: str = ""
 
     def __str__(self) -> str:
-        return f"{self.origin}: {self.key}: {self.what}; {self.todo}".removeprefix(": ")
+        origin = "" if self.origin == "default" else self.origin
+        return f"{origin}: {self.key}: {self.what}; {self.todo}".removeprefix(": ")
 
 
 class ConfigError(UserError):

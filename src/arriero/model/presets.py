@@ -91,7 +91,7 @@ def _entry(name: str) -> dict[str, Any]:
         return _table()[name]
     raise UserError(
         f"there is no model preset '{name}'",
-        f"{_suggestion(name)}; `arriero config models` lists all presets",
+        f"{_suggestion(name)}; `arriero config models` lists all presets".replace("?;", "?"),
     )
 
 

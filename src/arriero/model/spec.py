@@ -165,7 +165,10 @@ class ModelSpec:
 
 
 def _cannot_build(problems: Sequence[str]) -> UserError:
-    return UserError(f"this model cannot be built: {'; '.join(problems)}", "correct these under [model]")
+    todo = "correct these under [model]"
+    if any(each.endswith(" is missing") for each in problems):
+        todo += ", or set model.preset (`arriero config models` lists them)"
+    return UserError(f"this model cannot be built: {'; '.join(problems)}", todo)
 
 
 def _typed(values: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -259,7 +259,7 @@ def _allowed_sizes(draft: Draft, given: int | None, sequences: int, tokens: int)
         sizes = sorted({*divisors(sequences), *_uneven(sequences)})
     if given is not None:
         return [size for size in sizes if size == given]
-    most = max(1, _MOST_TOKENS // tokens) if draft.machine.is_gpu else sequences
+    most = max(1, _MOST_TOKENS // max(1, tokens)) if draft.machine.is_gpu else sequences
     return [size for size in sizes if size <= most] or sizes[-1:]
 
 

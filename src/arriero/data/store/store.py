@@ -169,7 +169,8 @@ class TokenStore:
             manifest, columns = parse_manifest(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             check_finished(Path(directory))
-            raise UserError(f"{path} does not exist", "give the directory of a prepared dataset") from None
+            todo = "give a directory that `arriero data prepare` wrote"
+            raise UserError(f"{directory} is not a prepared dataset: {path} does not exist", todo) from None
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror})", "make it readable") from None
         except json.JSONDecodeError as error:
