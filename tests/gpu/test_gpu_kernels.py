@@ -10,6 +10,7 @@ from torch import nn
 from arriero.kernels import float8
 from arriero.kernels.float8 import swiglu
 from arriero.model.layers import converted
+from arriero.model.quantized import pack, packed_linear, unpack
 from arriero.train.optim.number_formats import Noise, PlainFormat, merge_fp32
 from arriero.train.optim.rules import adamw_reference_
 from gpu.alone import DEVICE, alone, relative_error
@@ -208,3 +209,17 @@ def test_slices_of_the_vocabulary_have_the_gradient_of_the_whole():
 
     value, slope = alone(work)
     assert value < 1e-6 and slope < 2**-8
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("shape", [(7, 100), (130, 257), (3, 1), (2048, 4096)])
+def test_restored_weights_equal_the_reference(kind, shape):
+    def work():
+        packed = pack(fresh(*shape, dtype=FP32, std=0.02), kind)
+        x = torch.eye(shape[1], device=DEVICE)
+        for dtype in (BF16, FP32):
+            found = packed_linear(x.to(dtype), packed)
+            assert torch.equal(found, unpack(packed, shape[1], dtype).T)
+        assert torch.equal(unpack(packed.cpu(), shape[1]), unpack(packed, shape[1]).cpu())
+
+    alone(work)

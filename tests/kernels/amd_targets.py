@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-MODULES = ("cross_entropy", "elementwise", "float8_triton", "multi_tensor")
+MODULES = ("cross_entropy", "elementwise", "float8_triton", "multi_tensor", "packed_weights")
 TYPES = {"bf16": tl.bfloat16, "fp32": tl.float32}
 # a wave has 64 threads; the local memory of a workgroup has 64 KiB
 WAVE, LOCAL_MEMORY = 64, 65536
@@ -70,6 +70,10 @@ def launches():
                 "COLUMNS": 128,
             }
             yield "_cast_both", cast
+        for size in (64, 32):
+            stored = {"packed": "*u8", "scales": "*fp32", "levels": "*fp32", "weight": f"*{x}"}
+            stored |= {"count": "i32", "blocks": "i32", "columns": "i32", "BYTES": size, "BLOCKS": 32}
+            yield "_unpack", stored
         for aligned in (True, False):
             tables = {"owners": "*i32", "sizes": "*i64", "first_blocks": "*i32", "ALIGNED": aligned}
             squares = {"sums": "*fp32", "table": "*i64", "TYPE": TYPES[x], "BLOCK": 8192, "num_warps": 4}

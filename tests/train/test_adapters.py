@@ -14,7 +14,17 @@ from arriero.errors import UserError
 from arriero.federate.aggregation import aggregate_models
 from arriero.model.generation import Sampling, generate
 from arriero.model.quantized import pack, unpack
-from train.test_lora import LORA, base, checkpoint, logits, run  # noqa: F401
+from train.test_lora import LORA, SMALL, base, checkpoint, logits, run  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def wide(corpus_cache, tmp_path_factory):
+    """Train a model for a step whose rows have several blocks on each of two ranks."""
+    own = {"run.dir": str(tmp_path_factory.mktemp("wide")), "run.name": "wide", "train.horizon": "1 step"}
+    sizes = {"model.dim": 128, "model.head_dim": 64, "model.heads": 2, "model.kv_heads": 2, "model.ffn": 256}
+    own |= {"data.cache": str(corpus_cache)} | sizes
+    return arriero.run(arriero.load_config(None, SMALL | own), nproc=1).model
+
 
 NO_LORA = {"lora__rank": False}
 KINDS = {
@@ -132,18 +142,39 @@ def test_quantised_weights_are_near_the_weights_and_quantise_to_themselves(kind,
     assert torch.equal(pack(weight[1:], kind), packed[1:])
 
 
-def test_an_adapter_beside_quantised_weights_trains_on_every_layout(run, base, tmp_path):  # noqa: F811
+QUANTISED = {
+    "int8": [(2, {"parallel__tp": 2}), (2, {"parallel__cp": 2})],
+    "nf4": [(4, {"parallel__dp_shard": 2, "parallel__tp": 2}), (2, {"parallel__pp": 2})],
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_quantised_weights_have_the_losses_of_one_process_on_every_layout(kind, run, wide, tmp_path):  # noqa: F811
+    options = {"precision__base_weights": kind, "checkpoint__start_from": str(wide)}
+    options |= {"memory__activation_checkpointing": "full" if kind == "nf4" else "none"}
+    expected = run("one", **options)
+    for i, (ranks, layout) in enumerate(QUANTISED[kind]):
+        found = run(f"layout-{i}", ranks, **options, **layout)
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-5), layout
+        assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=1e-4), layout
+    one, split = (open_model(checkpoint(tmp_path, name, 4)) for name in ("one", "layout-0"))
+    # layers without an adapter
+    for name in ("blocks.0.ffn.up.weight", "blocks.3.ffn.down.weight"):
+        frozen = open_model(wide).load(name)
+        assert torch.equal(one.load(name), unpack(pack(frozen, kind), frozen.shape[1]))
+        assert torch.equal(split.load(name), one.load(name))
+    # the other half of the steps in one process
+    run("moved", *QUANTISED[kind][0][:1], train__horizon="2 steps", **options, **QUANTISED[kind][0][1])
+    moved = run("moved", **options)
+    assert [loss for loss, _ in moved] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+
+
+def test_an_adapter_beside_quantised_weights_is_merged_into_the_restored_ones(run, base, tmp_path):  # noqa: F811
     plain = run("plain")
     options = {"precision__base_weights": "nf4", "memory__activation_checkpointing": "full"}
     expected = run("one", **options)
     assert [loss for loss, _ in expected] != [loss for loss, _ in plain]
     assert [loss for loss, _ in expected] == pytest.approx([loss for loss, _ in plain], rel=0.03)
-    for ranks, layout in ((2, {"parallel__dp_shard": 2}), (2, {"parallel__pp": 2})):
-        name = "-".join(layout)
-        run(name, ranks, train__horizon="2 steps", **options, **layout)
-        # the rest in one process
-        found = run(name, **options)
-        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-5), layout
     stored = read_manifest(checkpoint(tmp_path, "one", 4)).tensors
     assert "model.blocks.0.ffn.up.packed" in stored and "model.blocks.0.ffn.up.weight" not in stored
     saved, before = open_model(checkpoint(tmp_path, "one", 4)), open_model(base)
@@ -165,7 +196,10 @@ def test_an_adapter_beside_quantised_weights_trains_on_every_layout(run, base, t
         (NO_LORA | {"prefix__tokens": 10**6}, "exceed the model's context"),
         (NO_LORA | {"llama_adapter__tokens": 5, "llama_adapter__layers": 5}, "the model has 4 blocks"),
         (NO_LORA | {"precision__base_weights": "nf4"}, "the run has no adapter"),
-        ({"precision__base_weights": "int8", "parallel__tp": 2}, "not split by tensor parallelism"),
+        (
+            {"precision__base_weights": "int8", "parallel__tp": 2},
+            "tp 2 divides the 64 columns of attention.o into parts of 32",
+        ),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(run, changes, words):  # noqa: F811

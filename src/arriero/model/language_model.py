@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from arriero.model.adapters import initial_std, is_adapter
 from arriero.model.attention import SequenceMixer
 from arriero.model.layers import Block, Head, Rope, Rotation
-from arriero.model.quantized import PACKED, QuantizedLinear, kind_of, pack
+from arriero.model.quantized import PACKED, QuantizedLinear, columns_of, kind_of, pack
 from arriero.model.spec import ModelSpec
 from arriero.model.speculator.settings import is_speculator
 
@@ -169,9 +169,8 @@ class LanguageModel(nn.Module):
                 layer = self.get_submodule(wrapped.removesuffix(PACKED))
                 assert isinstance(layer, QuantizedLinear)
                 name = name.removesuffix(PACKED) + ".weight"
-                fill_packed(
-                    parameter, layer.columns, name, self._rule(name, layer.columns), seed, local_shard
-                )
+                width = layer.in_features
+                fill_packed(parameter, width, name, self._rule(name, width), seed, local_shard)
                 continue
             fill(parameter, name, self._rule(name, parameter.shape[-1]), seed, local_shard)
         for module in self.modules():
@@ -204,11 +203,12 @@ def fill(parameter: Tensor, name: str, rule: InitRule, seed: int, local_shard: L
 def fill_packed(
     parameter: Tensor, columns: int, name: str, rule: InitRule, seed: int, local_shard: LocalShard = whole
 ) -> None:
-    """Initialise the local rows of a quantised weight: quantise what `fill` would write."""
+    """Initialise the local blocks of a quantised weight: quantise what `fill` would write."""
     local, start = local_shard(parameter)
-    weight = torch.full((local.shape[0], columns), rule.constant, device=local.device)
+    part = columns_of(slice(start[1], start[1] + local.shape[1]), columns)
+    weight = torch.full((local.shape[0], part.stop - part.start), rule.constant, device=local.device)
     if rule.std:
-        _fill_rows(weight, start[0], 0, columns, _key(seed, name), rule)
+        _fill_rows(weight, start[0], part.start, columns, _key(seed, name), rule)
     local.copy_(pack(weight, kind_of(local)))
 
 

@@ -1,11 +1,13 @@
 """Frozen linear layers whose weight is stored in 8 or 4 bits: int8 and nf4, with one scale per 64 elements.
 
 A weight of (out, in) is a tensor of bytes (out, blocks, bytes of a block): the codes of 64 elements of a row,
-then their scale in fp32. Rows and blocks are independent, so that a shard of the tensor is the stored form of
-a shard of the weight. Bytes are not cast by FSDP. The weight is restored in each forward and backward pass.
-nf4 has 16 levels, quantiles of the normal distribution (QLoRA, arXiv:2305.14314); int8 has equal distances.
+then their scale in fp32. Rows and blocks are independent, so that a shard of the tensor along either is the
+stored form of a shard of the weight. Bytes are not cast by FSDP. The weight is restored in each forward and
+backward pass. nf4 has 16 levels, quantiles of the normal distribution (QLoRA, arXiv:2305.14314); int8 has
+equal distances.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from arriero.kernels import kernels, usable
 from arriero.model.layers import converted, replace_module
 from arriero.model.lora import LoraLinear
 
@@ -48,6 +51,11 @@ def packed_shape(shape: tuple[int, ...], kind: Kind) -> tuple[int, int, int]:
     return rows, -(-columns // BLOCK), (BLOCK if kind == "int8" else BLOCK // 2) + _SCALE
 
 
+def columns_of(piece: slice, columns: int) -> slice:
+    """Return the columns of a weight that some of its blocks hold."""
+    return slice(piece.start * BLOCK, min(piece.stop * BLOCK, columns))
+
+
 def kind_of(packed: Tensor) -> Kind:
     return "int8" if packed.shape[-1] == BLOCK + _SCALE else "nf4"
 
@@ -68,7 +76,7 @@ def _pack(weight: Tensor, kind: Kind) -> Tensor:
     if kind == "int8":
         codes = (unit * 127).round().to(torch.int8).view(torch.uint8)
     else:
-        levels = torch.tensor(_NF4, device=weight.device)
+        levels = _levels(weight.device)
         # the number of midpoints below an element is the number of its nearest level
         nearest = torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
         high, low = nearest.unflatten(-1, (-1, 2)).unbind(-1)
@@ -81,32 +89,34 @@ def unpack(packed: Tensor, columns: int, dtype: torch.dtype = torch.float32) -> 
     scale = packed.view(torch.float32)[..., -1:]
     codes = packed[..., :-_SCALE]
     if codes.shape[-1] == BLOCK:
-        unit = codes.view(torch.int8).float() / 127
+        # a product, because devices round quotients differently
+        unit = codes.view(torch.int8).float() * (1 / 127)
     else:
         pairs = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(-2)
-        unit = torch.tensor(_NF4, device=packed.device)[pairs.int()]
+        unit = _levels(packed.device)[pairs.int()]
     return (unit * scale).to(dtype).flatten(1)[:, :columns]
 
 
 @cache
-def _compiled_unpack():
-    return torch.compile(unpack, dynamic=True)
+def _levels(device: torch.device) -> Tensor:
+    return torch.tensor(_NF4, device=device)
 
 
 def _restored(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight; on a GPU by one fused kernel instead of seven."""
-    function = _compiled_unpack() if packed.is_cuda else unpack
-    return function(packed, columns, dtype)
+    """Return the weight; on a GPU by one kernel."""
+    if usable(packed):
+        return kernels("packed_weights").unpack(packed, columns, dtype, _levels(packed.device))
+    return unpack(packed, columns, dtype)
 
 
 # Opaque to the compiler, which would else keep restored weights from the forward to the backward pass.
 @torch.library.custom_op("arriero::packed_linear", mutates_args=())
-def packed_linear(x: Tensor, packed: Tensor, columns: int) -> Tensor:
-    return x @ _restored(packed, columns, x.dtype).T
+def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
+    return x @ _restored(packed, x.shape[-1], x.dtype).T
 
 
 @packed_linear.register_fake
-def _(x: Tensor, packed: Tensor, _columns: int) -> Tensor:
+def _(x: Tensor, packed: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 
@@ -121,26 +131,27 @@ def _(gradient: Tensor, _packed: Tensor, columns: int) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    _, packed, ctx.columns = inputs
+    x, packed = inputs
+    ctx.columns = x.shape[-1]
     ctx.save_for_backward(packed)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     (packed,) = ctx.saved_tensors
-    return packed_linear_grad(gradient, packed, ctx.columns), None, None
+    return packed_linear_grad(gradient, packed, ctx.columns), None
 
 
 packed_linear.register_autograd(_backward, setup_context=_keep)
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is frozen and stored as bytes."""
+    """A linear layer whose weight is frozen and stored as bytes. Tensor parallelism sets `multiply`."""
 
     packed: nn.Parameter
-    columns: int
+    multiply: Callable[[Tensor, Tensor], Tensor] = staticmethod(packed_linear)
 
     def forward(self, input: Tensor) -> Tensor:
-        product = packed_linear(input, self.packed, self.columns)
+        product = self.multiply(input, self.packed)
         return product if self.bias is None else product + self.bias
 
 
@@ -162,5 +173,5 @@ def quantize_layers(model: nn.Module, kind: Kind) -> None:
         assert weight is not None
         shape = packed_shape(tuple(weight.shape), kind)
         empty = torch.empty(shape, dtype=torch.uint8, device=weight.device)
-        made.packed, made.columns = nn.Parameter(empty, requires_grad=False), weight.shape[1]
+        made.packed = nn.Parameter(empty, requires_grad=False)
         replace_module(model, name, made)

@@ -27,6 +27,7 @@ from arriero.model.family import Placement, family_of
 from arriero.model.language_model import LanguageModel
 from arriero.model.layers import Head
 from arriero.model.lora import LoraLinear
+from arriero.model.quantized import QuantizedLinear, packed_linear
 
 
 class _VocabularyHead(ParallelStyle):
@@ -67,6 +68,18 @@ class _Copied(ParallelStyle):
         return module
 
 
+class _Rowwise(RowwiseParallel):
+    """Split a linear layer along its input, a quantised one by blocks."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        if not isinstance(module, QuantizedLinear):
+            super()._partition_linear_fn(name, module, device_mesh)
+            return
+        for own, place in (("packed", Shard(1)), ("bias", Replicate())):
+            if (parameter := getattr(module, own)) is not None:
+                setattr(module, own, _placed(parameter, device_mesh, place))
+
+
 class _OwnParameters(ParallelStyle):
     """Split or copy the parameters of a module that reads them by `local`, and sums over the ranks what it
     averages over its whole width."""
@@ -86,7 +99,11 @@ class _OwnParameters(ParallelStyle):
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, place: Any) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
-        setattr(module, name, nn.Parameter(distribute_tensor(parameter, mesh, [place])))
+        setattr(module, name, _placed(parameter, mesh, place))
+
+
+def _placed(parameter: Tensor, mesh: DeviceMesh, place: Any) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(parameter, mesh, [place]), requires_grad=parameter.requires_grad)
 
 
 def _mean_square(mesh: DeviceMesh, x: Tensor) -> Tensor:
@@ -117,7 +134,7 @@ _STYLES: dict[Placement, Any] = {
     "sequence parallel": partial(SequenceParallel, use_local_output=True),
     "gather sequence": _GatherSequence,
     "column-wise": ColwiseParallel,
-    "row-wise": partial(RowwiseParallel, output_layouts=Shard(1)),
+    "row-wise": partial(_Rowwise, output_layouts=Shard(1)),
     # norms of single heads, whose inputs are this rank's heads: (B, T, H, E)
     "per head": partial(SequenceParallel, sequence_dim=2, use_local_output=True),
     "own rows": partial(_OwnParameters, split=True),
@@ -137,12 +154,24 @@ def split_layers(model: LanguageModel, mesh: DeviceMesh) -> None:
                 parent = model.get_submodule(name.rpartition(".")[0])
                 kind = _style(style, parent, mesh.size())
                 parallelize_module(module, mesh, kind())
+                if isinstance(module, QuantizedLinear):
+                    # placements of the gradient of the input, and of the result
+                    row_wise = (None, Partial()) if style == "row-wise" else (Partial(), Shard(-1))
+                    places = (Replicate(), Replicate()) if kind is _Copied else row_wise
+                    module.multiply = partial(_multiply_locally, mesh, *places)
                 if isinstance(module, LoraLinear) and kind is not _Copied:
                     _split_adapter(module, style, mesh)
         if isinstance(module, Prefix | Prompt):
             _split_prompts(module, mesh)
     model.tie()
     _keep_embedding_gradient(model)
+
+
+def _multiply_locally(mesh: DeviceMesh, x_grad: Any, y_place: Any, x: DTensor, packed: DTensor) -> Tensor:
+    """Multiply the local parts of an input and a quantised weight."""
+    local = x.to_local(grad_placements=None if x_grad is None else [x_grad])
+    y = packed_linear(local, packed.to_local())
+    return DTensor.from_local(y, mesh, [y_place], run_check=False)
 
 
 def _style(style: Placement, parent: nn.Module, ranks: int) -> Any:

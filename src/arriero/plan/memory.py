@@ -22,7 +22,9 @@ from arriero.plan.layout import SCHEDULES, Layout, cut_stages, in_flight, stages
 FP32 = 4
 _ADAPTER = ".adapter"
 # bytes per element of quantised weights, with a scale of four bytes per 64 elements
-_QUANTIZED = {"int8": 68 / 64, "nf4": 36 / 64}
+# elements of a quantised weight that share a scale
+QUANTIZED_BLOCK = 64
+_QUANTIZED = {"int8": 68 / QUANTIZED_BLOCK, "nf4": 36 / QUANTIZED_BLOCK}
 _STATE = {"fp32": 4, "bf16": 2}
 # elements of 8-bit optimizer state that share a scale
 _STATE_BLOCK = 256
@@ -328,7 +330,7 @@ class MemoryEstimate:
 
     @cached_property
     def _largest_matrix(self) -> int:
-        tensors = [each for kind in set(self.spec.kinds) for each in _block_tensors(kind)]
+        tensors = [each for kind in set(self.spec.kinds) for each in block_tensors(kind)]
         return max(_local(shape, split, self.layout.tp, 1) for _, shape, split in tensors)
 
     @cached_property
@@ -338,7 +340,7 @@ class MemoryEstimate:
         return max((self._sizes_of(kinds.index(kind)) for kind in set(kinds)), key=lambda each: each.elements)
 
     def _sizes_of(self, block: int) -> Sizes:
-        names = _block_tensors(self.spec.kinds[block])
+        names = block_tensors(self.spec.kinds[block])
         named = [(f"blocks.{block}.{name}", shape, split) for name, shape, split in names]
         named += _adapters(named, self.config)
         return _sizes(named, self.layout, self._frozen, _moments_each(self.config, inside=True))
@@ -481,7 +483,7 @@ Tensor = tuple[str, tuple[int, ...], str]
 
 
 @cache
-def _block_tensors(spec: ModelSpec) -> tuple[Tensor, ...]:
+def block_tensors(spec: ModelSpec) -> tuple[Tensor, ...]:
     """Return name, shape and tensor-parallel placement of each parameter of a block."""
     placements = family_of(spec.family).placements
     return tuple(

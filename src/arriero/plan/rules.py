@@ -18,7 +18,7 @@ from arriero.model.spec import ModelSpec
 from arriero.plan.blocks import Work, shared_work
 from arriero.plan.hardware import Machine
 from arriero.plan.layout import SCHEDULES, Layout, cut_stages, divide_context, tokens_divisor
-from arriero.plan.memory import Choices, MemoryEstimate, estimate_memory
+from arriero.plan.memory import QUANTIZED_BLOCK, Choices, MemoryEstimate, block_tensors, estimate_memory
 from arriero.units import human_count
 
 Compute = Literal["fp32", "bf16", "fp16"]
@@ -227,10 +227,8 @@ def _model_problems(draft: Draft) -> Iterator[Problem]:
 
 def _adapter_problems(draft: Draft) -> Iterator[Problem]:
     config, layout, base = draft.config, draft.layout, draft.config.precision.base_weights
-    if layout.tp > 1 and base in ("int8", "nf4"):
-        what = f"'{base}' weights are not split by tensor parallelism"
-        todo = "set parallel.tp = 1: dp_shard shards them, pp divides the blocks"
-        yield Problem("precision.base_weights", what, todo)
+    if base in ("int8", "nf4"):
+        yield from _quantized_problems(draft.spec, layout.tp, base)
     prefix = config.prefix.tokens
     if prefix and layout.cp > 1:
         what = "does not work with context parallelism, which has no place for it in its exchange of keys"
@@ -240,6 +238,17 @@ def _adapter_problems(draft: Draft) -> Iterator[Problem]:
         what = f"{prefix} and sequences of {longest} tokens exceed the model's context of "
         what += f"{draft.spec.max_seq_len} (model.max_seq_len)"
         yield Problem("prefix.tokens", what, f"set data.seq_len to {draft.spec.max_seq_len - prefix} or less")
+
+
+def _quantized_problems(spec: ModelSpec, tp: int, base: str) -> Iterator[Problem]:
+    """Tensor parallelism cuts rows of quantised weights between blocks that share a scale."""
+    tensors = (each for kind in set(spec.kinds) for each in block_tensors(kind))
+    widths = {shape[1]: name for name, shape, split in tensors if split == "row-wise" and len(shape) == 2}
+    if odd := [width for width in widths if width % (QUANTIZED_BLOCK * tp) and tp > 1]:
+        what = f"'{base}' stores {QUANTIZED_BLOCK} elements of a row together, and tp {tp} divides the "
+        what += f"{odd[0]} columns of {widths[odd[0]].removesuffix('.weight')} into parts of {odd[0] / tp:g}"
+        todo = "use a smaller parallel.tp (dp_shard and pp have no such limit), or 'compute'"
+        yield Problem("precision.base_weights", what, todo)
 
 
 def _context_problems(draft: Draft) -> Iterator[Problem]:

@@ -40,7 +40,7 @@ from arriero.errors import UserError
 from arriero.events import EVENTS, EventLog
 from arriero.model.adapters import is_adapter
 from arriero.model.description import check_model_unchanged, require_description
-from arriero.model.quantized import PACKED, kind_of, pack
+from arriero.model.quantized import PACKED, columns_of, kind_of, pack
 from arriero.model.spec import ModelSpec
 from arriero.model.speculator.settings import is_speculator
 from arriero.parallel.mesh import Mesh
@@ -130,8 +130,10 @@ class CheckpointLoader:
             piece = local_parts({name: weight})[name]
             cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True))
             if name.endswith(PACKED):
-                rows = source.read_slice(name.removesuffix(PACKED) + ".weight", (cut[0], slice(None)))
-                piece.local.copy_(pack(rows.to(piece.local.device), kind_of(piece.local)))
+                name_of_weight = name.removesuffix(PACKED) + ".weight"
+                columns = columns_of(cut[1], source.tensors[name_of_weight].shape[1])
+                part = source.read_slice(name_of_weight, (cut[0], columns))
+                piece.local.copy_(pack(part.to(piece.local.device), kind_of(piece.local)))
             elif is_adapter(name):
                 if unmerged is None:
                     continue
