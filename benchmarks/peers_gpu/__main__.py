@@ -174,15 +174,16 @@ def _table(found: dict[str, Any]) -> Iterator[str]:
         systems = {
             s: [run for run in runs if (run.work, run.system) == (name, s)] for s in ("torchtitan", "arriero")
         }
-        for system, turns in systems.items():
-            if turns:
+        # a call that ran out of time may have measured one system only
+        if all(systems.values()):
+            for system, turns in systems.items():
                 yield _row(name, system, turns, systems)
 
 
 def _row(name: str, system: str, turns: Sequence[Measurement], systems: dict[str, list[Measurement]]) -> str:
     joules = [run.joules_per_step / TOKENS * 1e3 for run in turns if run.joules_per_step]
-    both = [statistics.mean(run.tokens_per_s for run in each) for each in systems.values() if each]
-    ratio = f"{both[1] / both[0]:.3f} x" if system == "arriero" and len(both) == 2 else ""
+    titan, ours = (statistics.mean(run.tokens_per_s for run in each) for each in systems.values())
+    ratio = f"{ours / titan:.3f} x" if system == "arriero" else ""
     cells = (
         name,
         system,

@@ -323,7 +323,8 @@ def _speed_table(members: Sequence[Kept], relative_to: Path) -> Iterator[str]:
         t, work = result.timing, result.work
         link = os.path.relpath(path, relative_to)
         cells = (
-            f"{result.name}, {work.tokens_per_step // work.seq_len} x {work.seq_len}",
+            f"{result.name}, {work.tokens_per_step // work.seq_len} x {work.seq_len}"
+            + (f", documents ({work.documents})" if work.documents else ""),
             result.mode,
             result.layout,
             f"{t.tokens_per_s:,.0f}",

@@ -82,7 +82,7 @@ def both_layouts(parts: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, Te
         return kernels("float8_triton").both_layouts([part.contiguous() for part in parts], kind)
     whole = torch.cat(list(parts)).float()
     most = torch.finfo(kind).max
-    scale = whole.abs().amax().clamp(min=1e-12) / most
+    scale = whole.abs().amax().clamp(min=1e-12).view(1) / most
     # rounding may exceed the largest float8 number
     cast = (whole / scale).clamp(-most, most).to(kind)
     return cast, cast.T.contiguous(), scale

@@ -17,7 +17,8 @@ def both_layouts(parts: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, Te
     rows, width, device = sum(part.shape[0] for part in parts), parts[0].shape[1], parts[0].device
     cast = torch.empty(rows, width, dtype=kind, device=device)
     transposed = torch.empty(width, rows, dtype=kind, device=device)
-    scale = torch.empty((), dtype=torch.float32, device=device)
+    # one element, not a scalar: the compiler would launch a kernel to fill a scalar
+    scale = torch.empty(1, dtype=torch.float32, device=device)
     programs = 1 << max(0, min(1024, triton.cdiv(parts[0].numel(), _BLOCK)).bit_length() - 1)
     largest = torch.empty(len(parts), programs, dtype=torch.float32, device=device)
     for i, part in enumerate(parts):
