@@ -1,5 +1,6 @@
 """The command line in a forked process."""
 
+import gc
 import os
 import sys
 
@@ -8,6 +9,7 @@ def run_command_line(arguments, cwd, environment, files):
     """Become `python -m arriero ARGUMENTS` in another folder and environment."""
     from arriero.__main__ import main
 
+    gc.freeze()  # a collection would copy the memory that this process shares with its parent
     for number, path in enumerate(files, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.clear()

@@ -1,6 +1,7 @@
 """Start the ranks of a run on this machine by forking, and end them together."""
 
 import ctypes
+import gc
 import os
 import pickle
 import signal
@@ -73,6 +74,8 @@ def run_ranks(
 
 def _be_rank(work: Callable[[], Any], rank: int, ranks: int, folder: Path, leader_prints: bool) -> None:
     code = _FAILED
+    # a collection would look at every object of the parent and so copy its memory
+    gc.freeze()
     try:
         for number, action in _IN_A_NEW_RANK.items():
             signal.signal(number, action)
