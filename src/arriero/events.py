@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 _KEPT_RECORDS = 20_000
+_TAIL = 1 << 18
 
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
@@ -69,6 +70,18 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(record, dict):
                 yield record
+
+
+def last_value(path: Path, name: str) -> Any:
+    """Return the newest value of a field near the end of a file with one JSON object per line, or None."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+        for line in reversed(file.read().splitlines()):
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and record.get(name) is not None:
+                    return record[name]
+    return None
 
 
 def warn(text: str) -> None:

@@ -1,6 +1,7 @@
 """Energy of a run: the meters of the devices, added up over laps, ranks and restarts."""
 
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import arriero
 from arriero.train import energy
 from arriero.train.energy import Counter, EnergyCounter, rapl_counters
 from arriero.train.hooks import Hook
+from launch.spoiled import BAD, SpoilBatch
 from train.test_lora import SMALL
 
 PCI = {"pci_domain_id": 0, "pci_bus_id": 3, "pci_device_id": 0}
@@ -101,3 +103,25 @@ def test_a_run_reports_its_energy_and_a_resumed_one_adds_up(package, corpus_cach
     assert [line["energy_kwh"] for line in lines] == pytest.approx([0.0005, 0.001])
     assert [line["joules_per_token"] for line in lines] == pytest.approx([1800 / 512] * 2)
     assert [line["energy_kwh"] for line in train("4 steps")[2:]] == pytest.approx([0.0015, 0.002])
+
+
+def test_energy_of_steps_that_are_rolled_back_or_lost_stays_counted(package, corpus_cache, tmp_path):
+    own = {"run.dir": str(tmp_path), "run.name": "metered", "data.cache": str(corpus_cache)}
+    own |= {"checkpoint.export": False, "checkpoint.every": "4 steps", "guard.nonfinite": "rollback"}
+    config = arriero.load_config(None, SMALL | own | {"train.horizon": f"{BAD + 1} steps"})
+    package.write_text("5000000")
+    arriero.run(config, hooks=[Load(package), SpoilBatch()])
+    # the bad step and those after the checkpoint before it were taken twice
+    taken = BAD + 1 + BAD % 4
+
+    def energy_of_last():
+        lines = (tmp_path / "metered" / "metrics.jsonl").read_text().splitlines()
+        return json.loads(lines[-1])["energy_kwh"]
+
+    assert energy_of_last() == pytest.approx(taken * 0.0005)
+    # lost with the newest checkpoint
+    shutil.rmtree(max((tmp_path / "metered" / "checkpoints").iterdir()))
+    package.write_text("5000000")
+    arriero.run(config, hooks=[Load(package)])
+    repeated = (BAD + 1) % 4 or 4
+    assert energy_of_last() == pytest.approx((taken + repeated) * 0.0005)

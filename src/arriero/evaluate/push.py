@@ -18,7 +18,7 @@ import typer
 from arriero.config.options import AsJson
 from arriero.errors import UserError
 from arriero.ui import Table, byte_progress, make_console, print_json
-from arriero.units import human_bytes, human_count, human_time
+from arriero.units import JOULES_PER_KWH, human_bytes, human_count, human_time
 
 if TYPE_CHECKING:
     from arriero.checkpoint.formats.model_reader import ModelReader
@@ -223,7 +223,7 @@ def _training_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     if record.get("seconds"):
         rows.append(("training time", human_time(record["seconds"])))
     if record.get("joules"):
-        rows.append(("energy", f"{record['joules'] / 3.6e6:,.3g} kWh"))
+        rows.append(("energy", f"{record['joules'] / JOULES_PER_KWH:,.3g} kWh"))
     made_by = ", ".join(f"{key} {value}" for key, value in record.get("versions", {}).items())
     return [*rows, ("made with", made_by)] if made_by else rows
 

@@ -22,7 +22,7 @@ from arriero.report.goodput import CAUSES
 from arriero.report.history import RunHistory, differing_settings, run_names
 from arriero.report.page import Bar, Cell, Column, Section, page, stacked_bars, table, tiles
 from arriero.train.plan_file import predicted_and_measured
-from arriero.units import human_bytes, human_count, human_time
+from arriero.units import JOULES_PER_KWH, human_bytes, human_count, human_time
 
 _HERE = Path(__file__).parent
 # points of a curve in the page; of more, the extremes of each interval are kept
@@ -97,7 +97,7 @@ def _tiles(run: RunHistory) -> str:
         facts.append(("memory", f"{last['peak_mem_gib']:.1f} GiB", "peak of a device"))
     joules = next((each["joules"] for each in reversed(run.events) if each.get("joules")), None)
     if joules:
-        facts.append(("energy", f"{joules / 3.6e6:,.3g} kWh", "of the devices"))
+        facts.append(("energy", f"{joules / JOULES_PER_KWH:,.3g} kWh", "of the devices"))
     if (report := run.goodput) is not None:
         facts.append(("goodput", f"{report.share:.1%}", f"{human_time(report.allocated_s)} of device time"))
     return tiles(facts)

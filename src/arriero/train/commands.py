@@ -16,7 +16,7 @@ from arriero.model.presets import expand
 from arriero.train.hooks import Hook
 from arriero.train.plan_file import predicted_and_measured
 from arriero.ui import Console, LiveBar, StageProgress, Table, Text, escape, facts, make_console, panel
-from arriero.units import human_count, human_time
+from arriero.units import JOULES_PER_KWH, human_count, human_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -257,7 +257,7 @@ def show_outcome(console: Console, session: "Session", outcome: "Outcome", conti
         rows.append(("validation loss", change, f"{outcome.last_eval_loss / uniform:.0%} of ln(vocabulary)"))
     rows.append(("speed", f"{human_count(outcome.tokens_per_s)} tok/s", f"median; {whole}"))
     if outcome.joules is not None:
-        each, kwh = outcome.joules / max(1, outcome.tokens), outcome.joules / 3.6e6
+        each, kwh = outcome.joules / max(1, outcome.tokens), outcome.joules / JOULES_PER_KWH
         rows.append(("energy", f"{kwh:.3g} kWh", f"{each:.3g} J per token, by the meters of the devices"))
     rows += predicted_and_measured(session.run_dir)
     rows.append(("run directory", str(session.run_dir), "metrics, events, ledger, plan, run.toml"))

@@ -40,14 +40,12 @@ from arriero.train.device import Device
 from arriero.train.energy import energy_counter
 from arriero.train.hooks import Hook
 from arriero.train.stragglers import SlowRank, SpeedProbe, Stragglers
+from arriero.units import JOULES_PER_KWH
 
 if TYPE_CHECKING:
     from arriero.train.guard import BadStep
     from arriero.train.saving import Outcome
     from arriero.train.session import Session
-
-
-JOULES_PER_KWH = 3.6e6
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from arriero.data.order.order import Stream
 from arriero.data.text.hub import local_model
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition, same_ids
 from arriero.errors import UserError
-from arriero.events import EVENTS, EventLog
+from arriero.events import EVENTS, METRICS, EventLog, last_value
 from arriero.model.adapters import is_adapter
 from arriero.model.description import check_model_unchanged, require_description
 from arriero.model.quantized import PACKED, columns_of, kind_of, pack
@@ -48,6 +48,7 @@ from arriero.plan.resolve import Decision
 from arriero.train.model_state import ModelState
 from arriero.train.optim.optimizer import Optimizer
 from arriero.train.saving import Outcome, merge_over_stages, read_state
+from arriero.units import JOULES_PER_KWH
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,13 @@ def start_run(
     remarks = moved + remarks
     if newest is not None:
         new_weights = _replaces_weights(section, newest.directory)
-        return _resume(section, loader, newest, "the run's newest", new_weights, stream, tokenizer, remarks)
+        start = _resume(section, loader, newest, "the run's newest", new_weights, stream, tokenizer, remarks)
+        metrics = checkpoints.folder.parent / METRICS
+        spent = loader.ranks.on_leader(lambda: last_value(metrics, "energy_kwh"))
+        if spent is not None:
+            # steps that were lost or rolled back have used energy too
+            start.outcome.joules = max(start.outcome.joules or 0.0, spent * JOULES_PER_KWH)
+        return start
     if section.resume_from is not None:
         key = "checkpoint.resume_from"
         saved = loader.open(section.resume_from, key)

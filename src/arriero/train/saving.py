@@ -46,8 +46,8 @@ _SAVED_FIELDS = (
 
 @dataclass
 class Outcome:
-    """What a run has reached. `seconds` and `joules` include earlier processes whose training was
-    saved. `joules` is None if a device has no meter."""
+    """What a run has reached. `seconds` include earlier processes whose training was saved; `joules` also
+    steps that were lost or rolled back. `joules` is None if a device has no meter."""
 
     steps: int = 0
     tokens: int = 0
