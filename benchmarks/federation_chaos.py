@@ -35,6 +35,7 @@ RUN = """
 [run]
 seed = {seed}
 device = "cpu"
+deterministic = true
 [model]
 preset = "llama-test"
 vocab_size = 4096
@@ -43,22 +44,31 @@ seq_len = 32
 cache = "{cache}"
 sources = [{{ path = "builtin:stdlib" }}]
 [train]
-batch = "128 tok"
+batch = "{batch} tok"
 [schedule]
-kind = "constant"
-warmup = "20 steps"
+kind = "{schedule}"
+warmup = "{warmup} steps"
 [eval]
 heldout = "2k tok"
 [optim]
-lr = 2e-3
+lr = {lr}
+[precision]
+compute = "fp32"
 [checkpoint]
-every = "6 steps"
+every = "{every} steps"
 keep = 2
 background = false
 export = false
 [observe]
 tensorboard = false
+log_every = 1
 """
+
+
+def run_file(seed: int, cache: Path, **changes: Any) -> str:
+    """Return the run file of a site with a tiny model."""
+    given = {"batch": BATCH, "schedule": "constant", "warmup": 20, "lr": 2e-3, "every": 6}
+    return RUN.format(seed=seed, cache=cache, **given | changes)
 
 
 @dataclass
@@ -121,11 +131,11 @@ class Chaos:
 
     def _write(self) -> None:
         lines = [f"[federation]\nname = 'fed'\nrounds = 1000\ntokens = '{self.steps} steps'"]
-        lines += ["balance = false\nretries = 8\nquorum = 0.5\ngrace = 0.25"]
+        lines += ["retries = 8\nquorum = 0.5\n[outer]\nmomentum = 0.5"]
         for number, name in enumerate(self._names):
             run = self.folder / f"{name}.toml"
             if not run.exists():
-                run.write_text(RUN.format(seed=self.seed + number, cache=self.cache))
+                run.write_text(run_file(self.seed + number, self.cache))
             lines += [f"[[sites]]\nname = '{name}'\nrun_file = '{name}.toml'"]
         path = self.folder / "fed.toml"
         path.with_suffix(".tmp").write_text("\n".join(lines))

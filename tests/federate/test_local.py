@@ -19,38 +19,10 @@ from arriero.federate.members import MemberManifest, open_global, read_manifest
 from arriero.federate.site import run_round
 from arriero.model.presets import expand
 from arriero.train.run import run
+from benchmarks.federation_chaos import run_file
 
 REPOSITORY = Path(__file__).parents[2]
-RUN = """
-[run]
-seed = {seed}
-device = "cpu"
-deterministic = true
-[model]
-preset = "llama-test"
-vocab_size = 4096
-[data]
-seq_len = 32
-cache = "{cache}"
-sources = [{{ path = "builtin:stdlib" }}]
-[train]
-batch = "256 tok"
-[schedule]
-kind = "cosine"
-warmup = "2 steps"
-[eval]
-heldout = "2k tok"
-[optim]
-lr = 1e-3
-[precision]
-compute = "fp32"
-[checkpoint]
-every = "2 steps"
-background = false
-[observe]
-tensorboard = false
-log_every = 1
-"""
+TINY = {"batch": 256, "schedule": "cosine", "warmup": 2, "lr": 1e-3, "every": 2}
 
 
 @pytest.fixture
@@ -61,7 +33,7 @@ def federate(tmp_path, corpus_cache):
         lines = [f"[federation]\nname = 'fed'\nrounds = {rounds}\ntokens = '4 steps'\n{federation}"]
         lines += [f"[outer]\n{outer}"]
         for number, name in enumerate(sites):
-            (tmp_path / f"{name}.toml").write_text(RUN.format(seed=number + 1, cache=corpus_cache))
+            (tmp_path / f"{name}.toml").write_text(run_file(number + 1, corpus_cache, **TINY))
             lines += [f"[[sites]]\nname = '{name}'\nrun_file = '{name}.toml'"]
             lines += [f"{key} = {value}" for key, value in site_keys.items()]
         path = tmp_path / "fed.toml"

@@ -13,7 +13,7 @@ from arriero.federate.members import (
     read_manifest,
     write_manifest,
 )
-from arriero.federate.rounds import Discarded, Rounds, balanced_tokens
+from arriero.federate.rounds import Discarded, Rounds, balanced_tokens, remaining_tokens
 from arriero.federate.schema import FederationSection
 from arriero.files import sha256_of_json
 from federate.models import DILOCO, first_model, member, moved, weights
@@ -97,6 +97,47 @@ def test_a_quorum_closes_after_a_grace_window_that_follows_the_length_of_the_rou
     fed.clock.now += 101
     assert fed.try_to_close().round == 1
     assert fed.rounds.closed(0).absent == ("c",)
+
+
+def test_sites_wait_for_a_straggler_only_as_long_as_the_others_were_apart(federation):
+    fed = federation("abcdef", quorum=3)
+    fed.assign()
+    fed.clock.now += 100
+    for site in "abcde":
+        fed.answer(site)
+        fed.rounds.receive()
+        fed.clock.now += 2
+    # the quorum was reached at 104 s, and the five came within 8 s
+    assert fed.rounds.seconds_to_close(fed.sites) == pytest.approx(2)
+    fed.clock.now += 3
+    assert fed.try_to_close().round == 1
+    assert fed.rounds.closed(0).absent == ("f",)
+
+
+def test_late_members_do_not_close_a_round_before_the_first_that_was_trained_in_it(federation):
+    fed = federation("abc", quorum=1, grace=0)
+    fed.assign()
+    fed.answer("a")
+    fed.try_to_close()
+    fed.assign("a")
+    fed.clock.now += 50
+    fed.answer("b", number=0), fed.answer("c", number=0)
+    assert fed.try_to_close() is None, "a has just begun"
+    fed.answer("a")
+    assert fed.try_to_close().round == 2
+    assert accepted(fed, 1) == [("a", 1), ("b", 0), ("c", 0)]
+
+
+def test_a_site_that_was_late_trains_less_and_ends_with_the_others(federation):
+    fed = federation("abc")
+    fed.assign("a", "b")
+    fed.clock.now += 60
+    left = fed.rounds.seconds_left({"a": 10.0, "b": 10.0}, {"a": 0.0, "b": 0.0})
+    assert left == pytest.approx(40)
+    assert remaining_tokens(1000, 1000, 10.0, left) == 400
+    assert remaining_tokens(1000, 1000, 10.0, -5.0) == 125, "an eighth at least"
+    assert remaining_tokens(1000, 1000, 10.0, 500.0) == 1000
+    assert fed.rounds.seconds_left({}, {}) is None
 
 
 def test_a_quorum_round_closes_at_once_when_all_sites_have_answered(federation):

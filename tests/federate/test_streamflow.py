@@ -22,7 +22,8 @@ from arriero.federate.streamflow import (
     take_turn,
     write_turn,
 )
-from federate.test_local import RUN
+from benchmarks.federation_chaos import run_file
+from federate.test_local import TINY
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = REPOSITORY / ".venv-federation" / "bin" / "streamflow"
@@ -33,7 +34,7 @@ def federation_file(folder, cache, sites="ab", **keys):
         "[federation]\nname = 'fed'\nrounds = 2\ntokens = '2 steps'\nmode = 'synchronous'\nbalance = false"
     ]
     for number, name in enumerate(sites):
-        (folder / f"{name}.toml").write_text(RUN.format(seed=number + 1, cache=cache))
+        (folder / f"{name}.toml").write_text(run_file(number + 1, cache, **TINY))
         lines += [f"[[sites]]\nname = '{name}'\nrun_file = '{name}.toml'"]
         lines += [f"{key} = {value.format(name=name)}" for key, value in keys.items()]
     (folder / "fed.toml").write_text("\n".join(lines))

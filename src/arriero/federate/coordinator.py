@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 import tomlkit
@@ -20,9 +21,9 @@ from arriero.config.load import config_from_toml, load_run
 from arriero.config.schema import RunConfig
 from arriero.data.text.hub import local_model
 from arriero.errors import UserError
-from arriero.federate.members import open_global, publish_first_model
+from arriero.federate.members import MemberManifest, open_global, publish_first_model
 from arriero.federate.outer import OuterOptimizer
-from arriero.federate.rounds import Assignment, Rounds, balanced_tokens
+from arriero.federate.rounds import Assignment, Rounds, balanced_tokens, remaining_tokens
 from arriero.federate.schema import FederationConfig, SiteSection, load_federation, optimizer_values
 from arriero.federate.site import SitePaths
 from arriero.files import locked, publish_file
@@ -33,6 +34,7 @@ from arriero.model.presets import expand
 from arriero.model.spec import ModelSpec
 
 _STORED = "federation.toml"
+_RECENT = 3
 # addresses and keys stay in the user's file
 _PRIVATE = {"host", "port", "user", "key", "known_hosts"}
 
@@ -232,7 +234,11 @@ class Coordinator:
         nominal = {name: self._nominal(name) for name in self.names}
         tokens = nominal[site]
         if self.config.federation.balance:
-            tokens = balanced_tokens(nominal, *self._measured())[site]
+            speeds, waits = self._measured()
+            tokens = balanced_tokens(nominal, speeds, waits)[site]
+            left = self.rounds.seconds_left(speeds, waits)
+            if left is not None and site in speeds:
+                tokens = remaining_tokens(nominal[site], tokens, speeds[site], left - waits[site])
         batch = config_from_toml(self.run_file(site)).train.batch.amount
         steps, rounds = max(1, round(tokens / batch)), self.config.federation.rounds
         horizon = rounds * max(1, math.ceil(nominal[site] / batch))
@@ -253,15 +259,16 @@ class Coordinator:
         return span.in_tokens(batch)
 
     def _measured(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return tokens per second and seconds in the queue of each site, from its last member."""
-        speeds, waits = {}, {}
-        newest = self.rounds.number
-        for number in range(max(0, newest - 10), newest + 1):
+        """Return tokens per second and seconds in the queue of each site: medians of its last members."""
+        found: dict[str, list[MemberManifest]] = {}
+        for number in range(max(0, self.rounds.number - 10), self.rounds.number + 1):
             for site, member in self.rounds.members(number).items():
                 if member.manifest.seconds > 0:
-                    speeds[site] = member.manifest.tokens / member.manifest.seconds
-                    waits[site] = member.manifest.waited
-        return speeds, waits
+                    found.setdefault(site, []).append(member.manifest)
+        # one round with a fault must not shorten the next
+        last = {site: members[-_RECENT:] for site, members in found.items()}
+        speeds = {site: median(m.tokens / m.seconds for m in members) for site, members in last.items()}
+        return speeds, {site: median(m.waited for m in members) for site, members in last.items()}
 
     def measured_speeds(self) -> dict[str, float]:
         """Return tokens per second of each site in its last round."""

@@ -45,6 +45,7 @@ from arriero.units import counted, human_time
 
 _CLOSED = "closed.json"
 _LEAST_SHARE, _LARGEST_SHARE = 1 / 8, 8
+_ENOUGH_TO_JUDGE = 4  # members on time, whose arrivals tell when the others will come
 
 
 class Assignment(Record):
@@ -371,9 +372,9 @@ class Rounds:
         if len(present) >= needed:
             if self.section.mode != "quorum" or not self._outstanding(sites):
                 return 0.0
-            reached = sorted(present.values())[needed - 1]
-            window = self.section.grace * max(0.0, reached - self._opened(number))
-            return max(0.0, reached + window - now)
+            if arrived := sorted(member.at for member in on_time if member.manifest.site in sites):
+                reached = max(sorted(present.values())[needed - 1], arrived[0])
+                return max(0.0, reached + self._grace(reached - self._opened(number), arrived) - now)
         missing = sorted(set(sites) - present.keys())
         reasons = [each.reason for each in self.refusals(number) if each.final]
         if not any(self.pending(site) for site in sites) and self.assignments(number):
@@ -390,8 +391,24 @@ class Rounds:
             )
         return None
 
+    def _grace(self, took: float, arrived: Sequence[float]) -> float:
+        """Return the grace window after a quorum that took some seconds.
+
+        Once some members have come on time, the others are not awaited longer than those were apart.
+        """
+        window = self.section.grace * max(0.0, took)
+        return min(window, arrived[-1] - arrived[0]) if len(arrived) >= _ENOUGH_TO_JUDGE else window
+
     def _opened(self, number: int) -> float:
         return min((each.at for each in self.assignments(number).values()), default=self.clock())
+
+    def seconds_left(self, speeds: Mapping[str, float], waits: Mapping[str, float]) -> float | None:
+        """Return when the sites of the open round will probably end, in seconds from now; None if unknown."""
+        if self.section.mode == "asynchronous":
+            return None
+        orders = [each for each in self.assignments(self.number).values() if each.site in speeds]
+        ends = [each.at + waits[each.site] + each.tokens / speeds[each.site] for each in orders]
+        return statistics.median_low(ends) - self.clock() if ends else None
 
     def _outstanding(self, sites: Collection[str]) -> bool:
         """Return whether a site works on this round; one that works on an older round is not waited for."""
@@ -546,3 +563,11 @@ def balanced_tokens(
         site: round(tokens * min(_LARGEST_SHARE, max(_LEAST_SHARE, shares.get(site, 1.0))))
         for site, tokens in nominal.items()
     }
+
+
+def remaining_tokens(nominal: int, tokens: int, speed: float, seconds: float) -> int:
+    """Return what a site that was late trains in the seconds that are left, so that it ends with the others.
+
+    At least an eighth of its nominal tokens; a site that has time for more than `tokens` trains these.
+    """
+    return min(tokens, max(round(_LEAST_SHARE * nominal), round(speed * seconds)))
