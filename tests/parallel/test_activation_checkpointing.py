@@ -26,7 +26,7 @@ from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import process_group, world_from
 
 FAMILIES = ["llama-test", "gpt2-test"]
-KINDS = ["none", "full", "selective", "attention", "every:2", "fraction:1/3"]
+KINDS = ["none", "full", "selective", "attention", "every:2", "fraction:1/3", "full:1/4+selective"]
 LAYERS = 4
 
 
@@ -96,7 +96,17 @@ def test_which_blocks_are_checkpointed():
 
 
 @pytest.mark.parametrize(
-    "text", ["none", "full", "selective", "every:2", "fraction:1/3", "fraction:2/5", "budget:0.1"]
+    "text",
+    [
+        "none",
+        "full",
+        "selective",
+        "every:2",
+        "fraction:1/3",
+        "selective:2/5",
+        "full:1/2+attention",
+        "budget:0.1",
+    ],
 )
 def test_a_setting_is_written_and_read_back(text):
     assert str(ActivationCheckpointing.parse(text)) == text
@@ -115,7 +125,11 @@ def test_the_run_file_holds_the_setting(tmp_path):
     ("text", "says"),
     [
         ("half", "is not a kind of activation checkpointing"),
-        ("full:2", "is not a kind of activation checkpointing"),
+        ("none:1/2", "is not a kind of activation checkpointing"),
+        ("full:2", "no share of the blocks"),
+        ("selective:", "no share of the blocks"),
+        ("attention:1/4+every:2", "another mode"),
+        ("attention:1/4+attention", "another mode"),
         ("every", "every how many blocks"),
         ("every:0", "every how many blocks"),
         ("every:1.5", "every how many blocks"),
@@ -184,6 +198,14 @@ def test_a_recomputed_block_keeps_only_its_input(offloads, monkeypatch):
     assert kept("full") <= LAYERS * state + 4096 < kept("fraction:1/2") / 3 < kept("none") / 5
 
 
+def test_compiled_blocks_of_one_model_have_different_modes(monkeypatch):
+    kept = kept_bytes(monkeypatch, False, "aot_eager")
+    modes = {mode: kept(mode) for mode in ("none", "selective", "attention")}
+    assert modes["none"] > modes["selective"] > modes["attention"]
+    for mode, rest in (("attention", "selective"), ("selective", "none")):
+        assert kept(f"{mode}:1/4+{rest}") == (modes[mode] + 3 * modes[rest]) / 4
+
+
 def kept_bytes(monkeypatch, offloads, backend=None):
     """Return a function that measures the bytes blocks save for backward, or offload."""
     sizes = []
@@ -230,15 +252,9 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize(("name", "linear", "linears"), [("llama-test", "mm", 7), ("gpt2-test", "addmm", 6)])
 def test_selective_recomputes_every_second_matmul_and_no_attention(name, linear, linears):
-    def in_backward(kind):
-        model = model_of(name)
-        apply_activation_checkpointing(model, ActivationCheckpointing.parse(kind), LAYERS)
-        loss = model(**batch(model)).square().mean()
-        with Operations() as seen:
-            loss.backward()
-        return seen.counts
-
-    plain, selective, full = in_backward("none"), in_backward("selective"), in_backward("full")
+    plain, selective, full, mixed = (
+        operations_in_backward(name, kind) for kind in ("none", "selective", "full", "full:1/4+selective")
+    )
     again = selective[linear] - plain[linear]
     # the last matmul's result is added and forgotten: recomputation stops before it
     assert again == LAYERS * ((linears - 1) // 2)
@@ -246,6 +262,17 @@ def test_selective_recomputes_every_second_matmul_and_no_attention(name, linear,
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     assert selective[attention] == plain[attention] == 0
     assert full[attention] == LAYERS
+    assert mixed[linear] == (full[linear] + 3 * selective[linear]) / 4
+    assert mixed[attention] == 1
+
+
+def operations_in_backward(name, kind):
+    model = model_of(name)
+    apply_activation_checkpointing(model, ActivationCheckpointing.parse(kind), LAYERS)
+    loss = model(**batch(model)).square().mean()
+    with Operations() as seen:
+        loss.backward()
+    return seen.counts
 
 
 def test_each_activation_is_offloaded_once_and_no_weight(monkeypatch):

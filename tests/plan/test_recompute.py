@@ -67,12 +67,16 @@ def share_that_runs(name, checkpointing, joined="", tile=0):
 
 
 @pytest.mark.parametrize("name", ["llama-test", "gpt2-test"])
-@pytest.mark.parametrize("checkpointing", ["none", "full", "every:2", "selective", "attention"])
+@pytest.mark.parametrize(
+    "checkpointing", ["none", "full", "every:2", "selective", "attention", "full:1/4+selective"]
+)
 def test_uncompiled_blocks_recompute_the_counted_share(name, checkpointing):
     given = ActivationCheckpointing.parse(checkpointing)
     found = recomputed(resolve(name, {"layers": 4}), given, compiled=False)
     assert found.matmul == pytest.approx(share_that_runs(name, checkpointing))
-    assert found.attention == {"full": 1.0, "every:2": 0.5}.get(checkpointing, 0.0)
+    assert found.attention == {"full": 1.0, "every:2": 0.5, "full:1/4+selective": 0.25}.get(
+        checkpointing, 0.0
+    )
 
 
 @pytest.mark.parametrize("joined", ["qkv", "float8"])

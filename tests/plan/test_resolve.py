@@ -8,8 +8,10 @@ import pytest
 from arriero.config.keys import ConfigError
 from arriero.config.load import load_run
 from arriero.model.presets import expand
+from arriero.plan.auto import prediction
 from arriero.plan.hardware import Machine, machine_named
 from arriero.plan.layout import AXES, Layout
+from arriero.plan.memory import usable_bytes
 from arriero.plan.resolve import Share, resolve
 
 CPU = Machine("CPU", "cpu", 2**36, 2**36, torch=(2, 13))
@@ -364,7 +366,21 @@ def test_least_memory_of_all_ranks_decides():
 AUTO = [*LARGE, "memory.activation_checkpointing=auto", "optim.state=bf16", "precision.master=bf16"]
 
 
-@pytest.mark.parametrize(("seq_len", "chosen"), [(8192, "none"), (32768, "selective"), (131072, "full")])
+def test_the_default_is_nearly_as_fast_as_settings_just_above_the_memory_limit():
+    base = ["model.preset=llama3.1-8b", "data.seq_len=8192", "train.batch=65536 tok"]
+    default = resolved(machine=H200, base=base)
+    tuned = resolved(
+        "train.micro_batch=1", "memory.activation_checkpointing=selective", machine=H200, base=base
+    )
+    assert str(default.activation_checkpointing) == "attention:7/32+selective"
+    assert default.predicted_bytes <= usable_bytes(H200.memory_free, True) < tuned.predicted_bytes
+    fast, fastest = (prediction(each)["tokens_per_s_per_device"] for each in (default, tuned))
+    assert fast > 0.97 * fastest
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "chosen"), [(8192, "none"), (32768, "selective"), (131072, "full:3/8+attention")]
+)
 def test_auto_takes_the_least_activation_checkpointing_that_fits(seq_len, chosen):
     run = resolved(f"data.seq_len={seq_len}", machine=H200, base=AUTO)
     assert decisions(run)["activation checkpointing"] == chosen

@@ -1,6 +1,7 @@
 """Value types of the run file, such as quantities of training, and how values are written as TOML."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,66 +14,92 @@ from tomlkit.items import Item
 
 from arriero.units import Span, parse_span
 
-Kind = Literal["auto", "none", "full", "selective", "attention", "every", "fraction", "budget"]
+BlockMode = Literal["none", "full", "selective", "attention"]
+Kind = Literal[BlockMode, "auto", "every", "fraction", "budget"]
 
 _AMOUNT = re.compile(r"-?\d{1,9}/\d{1,9}|-?\d{0,9}\.?\d{1,9}")
-_WORDS = ("auto", "none", "full", "selective", "attention")
-_EXAMPLES = ("auto", "none", "full", "selective", "attention", "every:2", "fraction:1/3", "budget:0.5")
+_MODES: tuple[BlockMode, ...] = ("none", "full", "selective", "attention")
+_EXAMPLES = ("auto", *_MODES, "every:2", "fraction:1/3", "attention:1/4+selective", "budget:0.5")
 
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
     """Which activations are recomputed in the backward pass instead of kept.
 
-    `amount` is the K of every:K, the P of fraction:P and the B of budget:B, and 1 for the other kinds.
+    `amount` is the K of every:K, the P of fraction:P and the B of budget:B, and 1 for the other kinds. A
+    fraction of the blocks has the mode `mode`, the others have the mode `rest`.
     """
 
     kind: Kind = "none"
     amount: Fraction = Fraction(1)
+    mode: BlockMode = "full"
+    rest: BlockMode = "none"
 
     def __str__(self) -> str:
-        if self.kind in _WORDS:
-            return self.kind
-        return f"{self.kind}:{float(self.amount) if self.kind == 'budget' else self.amount}"
+        if self.kind == "budget":
+            return f"budget:{float(self.amount)}"
+        if self.kind == "fraction" and (self.mode, self.rest) != ("full", "none"):
+            return f"{self.mode}:{self.amount}" + (f"+{self.rest}" if self.rest != "none" else "")
+        return f"{self.kind}:{self.amount}" if self.kind in ("every", "fraction") else self.kind
 
     @classmethod
     def parse(cls, text: str) -> "ActivationCheckpointing":
         """Read a value of memory.activation_checkpointing."""
         kind, colon, written = text.strip().partition(":")
-        if kind in _WORDS and not colon:
+        if kind in ("auto", *_MODES) and not colon:
             return cls(cast(Kind, kind))
-        if kind not in ("every", "fraction", "budget"):
+        if kind not in ("every", "fraction", "budget", *_MODES[1:]):
             examples = ", ".join(f"'{word}'" for word in _EXAMPLES)
             raise ValueError(f"'{text}' is not a kind of activation checkpointing; write it like {examples}")
-        amount = _amount(written.strip())
-        if kind == "every" and (amount is None or amount < 1 or amount.denominator != 1):
+        written, plus, rest = written.partition("+")
+        amount, rest = _amount(written.strip()), rest.strip()
+        if kind == "every" and (plus or amount is None or amount < 1 or amount.denominator != 1):
             raise ValueError(f"'{text}' does not say every how many blocks; write it like 'every:2'")
-        if kind == "budget" and (amount is None or not 0 <= amount <= 1):
+        if kind == "budget" and (plus or amount is None or not 0 <= amount <= 1):
             raise ValueError(f"'{text}' is no share of memory between 0 and 1; write it like 'budget:0.5'")
-        if amount is None:
-            raise ValueError(
-                f"'{text}' is no share of the blocks; write it like 'fraction:1/3' or 'fraction:0.4'"
-            )
-        return cls(cast(Kind, kind), amount)
+        if kind in ("every", "budget"):
+            return cls(cast(Kind, kind), amount or Fraction(0))
+        mode, example = "full" if kind == "fraction" else kind, "write it like 'attention:1/4+selective'"
+        if amount is None or ((kind in _MODES or plus) and not 0 <= amount <= 1):
+            raise ValueError(f"'{text}' is no share of the blocks; {example} or 'fraction:1/3'")
+        if plus and (rest not in _MODES or rest == mode):
+            raise ValueError(f"'{text}' does not name another mode for the other blocks; {example}")
+        return cls("fraction", amount, cast(BlockMode, mode), cast(BlockMode, rest or "none"))
 
     @property
     def is_selective(self) -> bool:
-        """Whether a part of a block's activations is kept, instead of all or none."""
-        return self.kind in ("selective", "attention")
+        """Whether some blocks keep a part of their activations, instead of all or none."""
+        modes = (self.mode, self.rest) if self.kind == "fraction" else (self.kind,)
+        return "selective" in modes or "attention" in modes
+
+    def modes(self, layers: int) -> tuple[BlockMode, ...]:
+        """Return what each block of the whole model recomputes."""
+        return _modes(self, layers)
+
+    def shares(self, layers: int) -> dict[BlockMode, float]:
+        """Return the share of the blocks that has each mode."""
+        return {mode: count / layers for mode, count in Counter(self.modes(layers)).items()}
 
     def blocks(self, layers: int) -> frozenset[int]:
         """Return the blocks that are recomputed, wholly or in part, numbered over the whole model."""
-        match self.kind:
-            case "full" | "selective" | "attention":
-                return frozenset(range(layers))
-            case "every":
-                return frozenset(range(int(self.amount) - 1, layers, int(self.amount)))
-            case "fraction":
-                return evenly(self.amount, layers)
-            case "none" | "budget":
-                return frozenset()
-            case "auto":
-                raise ValueError("'auto' must be resolved first")
+        return frozenset(i for i, mode in enumerate(self.modes(layers)) if mode != "none")
+
+
+@cache
+def _modes(checkpointing: ActivationCheckpointing, layers: int) -> tuple[BlockMode, ...]:
+    match checkpointing.kind:
+        case "none" | "full" | "selective" | "attention" as mode:
+            return (mode,) * layers
+        case "every":
+            step = int(checkpointing.amount)
+            return tuple("full" if (i + 1) % step == 0 else "none" for i in range(layers))
+        case "fraction":
+            chosen = evenly(checkpointing.amount, layers)
+            return tuple(checkpointing.mode if i in chosen else checkpointing.rest for i in range(layers))
+        case "budget":
+            return ("none",) * layers
+        case _:
+            raise ValueError("'auto' must be resolved first")
 
 
 @cache

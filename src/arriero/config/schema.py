@@ -390,8 +390,9 @@ class MemorySection(Section):
     activation_checkpointing: CheckpointingField = Field("auto", validate_default=True)
     """Activation checkpointing (recompute in the backward pass): 'none', 'full' (all blocks), 'every:K' (each
     K-th), 'fraction:P' (that share of blocks, evenly spread), 'attention' (keeps the output of attention),
-    'selective' (keeps attention and every second matmul), 'budget:B' (memory budget of compiled blocks, 0 to
-    1). 'auto' is what fits by the memory estimate with the least recomputation."""
+    'selective' (keeps attention and every second matmul), 'MODE:P' or 'MODE:P+MODE' (a share of the blocks
+    in one mode, the others in another: 'attention:1/4+selective'), 'budget:B' (memory budget of compiled
+    blocks, 0 to 1). 'auto' is what fits by the memory estimate with the least recomputation."""
     ffn_tile: Positive | Literal[False] = False
     """Tokens per tile of the feed-forward layer, recomputed in the backward pass: for very long sequences."""
     offload_activations: bool | Annotated[float, Field(gt=0, lt=1)] = False

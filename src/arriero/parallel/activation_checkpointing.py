@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from arriero.config.fields import ActivationCheckpointing, evenly
+from arriero.config.fields import ActivationCheckpointing, BlockMode, evenly
 from arriero.kernels import float8 as _float8  # noqa: F401 - registers the operators named below
 from arriero.model.language_model import LanguageModel
 
@@ -56,18 +56,18 @@ def apply_activation_checkpointing(
     # set for every run, because it belongs to the process
     budget = float(checkpointing.amount) if checkpointing.kind == "budget" else 1.0
     torch._functorch.config.activation_memory_budget = budget
-    recomputed, offloaded = checkpointing.blocks(layers), evenly(Fraction(offload), layers)
+    modes, offloaded = checkpointing.modes(layers), evenly(Fraction(offload), layers)
     for name, block in model.blocks.items():
-        if int(name) in recomputed:
-            model.blocks[name] = _checkpointed(block, checkpointing, keeps_rng)
+        if modes[int(name)] != "none":
+            model.blocks[name] = _checkpointed(block, modes[int(name)], keeps_rng)
         if int(name) in offloaded:
             model.blocks[name] = OffloadedActivations(model.blocks[name])
 
 
-def _checkpointed(block: nn.Module, checkpointing: ActivationCheckpointing, keeps_rng: bool) -> nn.Module:
+def _checkpointed(block: nn.Module, mode: BlockMode, keeps_rng: bool) -> nn.Module:
     options: dict[str, Any] = {"preserve_rng_state": keeps_rng}
-    if checkpointing.is_selective:
-        options["context_fn"] = partial(_selective_contexts, checkpointing.kind == "selective")
+    if mode != "full":
+        options["context_fn"] = partial(_selective_contexts, mode == "selective")
     return checkpoint_wrapper(block, **options)
 
 

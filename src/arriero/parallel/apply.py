@@ -54,14 +54,6 @@ class ModelOptions:
         evaluation with smaller batches, torch would else recompile the training step for any shape."""
         return None if self.widths_vary else False
 
-    @property
-    def compiler_recomputes(self) -> bool:
-        """Whether the compiler must see activation checkpointing, because it keeps some results of a block.
-
-        Recomputation of whole blocks is hidden from it: torch 2.13 cannot compile it with tensor parallelism.
-        """
-        return self.memory.activation_checkpointing.is_selective
-
 
 def parallelize(
     spec: ModelSpec, stages: Sequence[range], mesh: Mesh, options: ModelOptions, device: torch.device
@@ -115,8 +107,7 @@ def transform_stage(
     # tiles before compilation: a tiled block is compiled in two parts
     _use_tiles(model, options)
     # compilation inside activation checkpointing, except where the compiler must see it
-    if options.compiled and not options.compiler_recomputes:
-        _compile(model, options)
+    _compile(model, spec, options, selective=False)
     apply_activation_checkpointing(
         model,
         memory.activation_checkpointing,
@@ -124,8 +115,7 @@ def transform_stage(
         memory.offload_activations,
         keeps_rng=options.adapter is not None and options.adapter.dropout > 0,
     )
-    if options.compiled and options.compiler_recomputes:
-        _compile(model, options)
+    _compile(model, spec, options, selective=True)
     # FSDP (HSDP with dp_replicate) last: it gathers the weights that all of the above computes with
     if mesh.shards:
         shard_weights(model, mesh, options.sharding, device.type == "cuda")
@@ -223,10 +213,17 @@ def _use_tiles(model: LanguageModel, options: ModelOptions) -> None:
             model.blocks[name] = tiled
 
 
-def _compile(model: LanguageModel, options: ModelOptions) -> None:
-    """Compile block by block: equal blocks share one compilation."""
-    for block in model.blocks.values():
-        block.compile(dynamic=options.dynamic)
+def _compile(model: LanguageModel, spec: ModelSpec, options: ModelOptions, selective: bool) -> None:
+    """Compile those blocks that keep a part of their activations, or the others; equal blocks share one
+    compilation.
+
+    The compiler must see what a selective block recomputes. Recomputation of whole blocks is hidden from it:
+    torch 2.13 cannot compile it with tensor parallelism.
+    """
+    modes = options.memory.activation_checkpointing.modes(spec.layers)
+    for name, block in model.blocks.items() if options.compiled else ():
+        if (modes[int(name)] in ("selective", "attention")) == selective:
+            block.compile(dynamic=options.dynamic)
 
 
 def _allocate(model: LanguageModel, device: torch.device, offloaded: bool) -> None:

@@ -179,7 +179,7 @@ def refusal(draft: Draft, smallest: Setting, estimates: Sequence[MemoryEstimate]
         other, problems = Draft.of(config, machine, draft.spec, draft.layout), []
         problems += other.problems()
         sizes = micro_batch_sizes(other, {}, problems)
-        found, fits = Chooser(other, sizes).best(rates) if not problems else (smallest, False)
+        found, fits = Chooser(other, sizes, rates).best() if not problems else (smallest, False)
         return found.bytes if fits else None
 
     todo = []
@@ -198,7 +198,7 @@ def next_setting(resolved: Resolved) -> str:
     machine = replace(resolved.machine, memory_free=less)
     draft = Draft.of(resolved.config.with_values(_OPEN), machine, resolved.spec, resolved.layout)
     sizes = micro_batch_sizes(draft, {}, [])
-    found, _ = Chooser(draft, sizes).best(ranking_rates(draft.config, machine, draft.layout.ranks))
+    found, _ = Chooser(draft, sizes, ranking_rates(draft.config, machine, draft.layout.ranks)).best()
     now, choices = resolved.open_settings, found.choices
     settings = {
         "train.micro_batch": (now["train.micro_batch"][0], found.micro_batches[0]),

@@ -95,6 +95,11 @@ class Work:
         return self.micro_batch * self.seq_len * self.micro_batches * self.layout.batch
 
     @property
+    def checkpointed(self) -> float:
+        """The share of the blocks that recompute something."""
+        return 1 - self.checkpointing.shares(self.spec.layers).get("none", 0.0)
+
+    @property
     def recompute(self) -> Recompute:
         """The shares of the blocks' forward pass that backward repeats."""
         return recomputed(
@@ -239,9 +244,9 @@ def _elementwise(work: Work, rates: Rates) -> Passes:
 
 def _recomputed(work: Work, matmul: Passes, attention: Passes, elementwise: Passes) -> float:
     """Return the seconds per block, on average over blocks, of the forward that backward repeats."""
-    shares, layers = work.recompute, work.spec.layers
+    shares = work.recompute
     # the compiler recomputes elementwise kernels first
-    light = 0.5 if work.checkpointing.kind == "budget" else len(work.checkpointing.blocks(layers)) / layers
+    light = 0.5 if work.checkpointing.kind == "budget" else work.checkpointed
     return shares.matmul * matmul.forward + shares.attention * attention.forward + light * elementwise.forward
 
 
@@ -253,8 +258,9 @@ def _tensor_parallel(work: Work, rates: Rates) -> Passes:
     size, group = work.tokens * work.spec.dim * work.compute_bytes, Group(tp)
     one = rates.collective("all_gather", size, group) + rates.collective("reduce_scatter", size, group)
     shown = 2 * one * ((1 - _ASYNC_TP) if work.async_tp else 1.0)
-    repeats = len(work.checkpointing.blocks(work.spec.layers)) / work.spec.layers
-    repeats *= 0.5 if work.checkpointing.is_selective else 1.0
+    # selective checkpointing keeps the results of reduce-scatters
+    whole = work.checkpointing.shares(work.spec.layers).get("full", 0.0)
+    repeats = whole + 0.5 * (work.checkpointed - whole)
     return Passes(shown, shown * (1 + repeats))
 
 
@@ -323,5 +329,4 @@ def host_time(work: Work) -> Passes:
         host += _HOST_FSDP
     if work.layout.tp > 1:
         host += _HOST_TP
-    again = len(work.checkpointing.blocks(work.spec.layers)) / work.spec.layers
-    return Passes(host.forward, host.backward + again * host.forward)
+    return Passes(host.forward, host.backward + work.checkpointed * host.forward)

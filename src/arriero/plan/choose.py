@@ -20,7 +20,7 @@ from arriero.plan.layout import divisors, micro_batch_counts
 from arriero.plan.memory import Choices, MemoryEstimate, usable_bytes
 from arriero.plan.rates import Rates
 from arriero.plan.rules import Draft, checkpointing_problems, phase_key
-from arriero.plan.timing import step_time
+from arriero.plan.timing import block_seconds, step_time
 from arriero.units import counted
 
 _CPU_CHUNK = 2048
@@ -51,6 +51,7 @@ class Chooser:
 
     draft: Draft
     sizes: Sequence[Sequence[int]]
+    rates: Rates
     kept: Mapping[str, Any] = field(default_factory=dict)
     exclude: Collection[str] = ()
 
@@ -58,7 +59,7 @@ class Chooser:
     def usable(self) -> float:
         return usable_bytes(self.draft.machine.memory_free, self.draft.machine.is_gpu)
 
-    def best(self, rates: Rates) -> tuple[Setting, bool]:
+    def best(self) -> tuple[Setting, bool]:
         """Return the fastest setting that fits and True, or the smallest one and False."""
         every = list(self.settings())
         fitting = [each for each in every if each.bytes <= self.usable]
@@ -67,7 +68,7 @@ class Chooser:
         if len(fitting) == 1:
             return fitting[0], True
         work = [self.draft.work(each.choices, each.micro_batches[0]) for each in fitting]
-        seconds = [step_time(each, rates).seconds for each in work]
+        seconds = [step_time(each, self.rates).seconds for each in work]
         limit = min(seconds) * (_INDIFFERENT if self.draft.machine.is_gpu else 1.0)
         # a last micro-batch of another size is compiled too
         near = [
@@ -163,34 +164,42 @@ class Chooser:
             yield setting
             if kind == _NONE and setting.bytes <= self.usable:
                 return
-        ends = found.get(_NONE), found.get(_FULL)
-        if "fraction" not in self.exclude and ends[0] and ends[1] and ends[1].bytes <= self.usable:
-            yield from self._fraction(base, size, ends[0].bytes, ends[1].bytes)
+        if "fraction" not in self.exclude and len(found) > 1:
+            yield from self._mixed(base, found, size)
 
-    def _fraction(self, base: Choices, size: int, without: int, full: int) -> Iterator[Setting]:
-        """Yield the setting with the smallest share of checkpointed blocks that fits."""
-        layers = self.draft.spec.layers
+    def _mixed(
+        self, base: Choices, found: Mapping[ActivationCheckpointing, Setting], size: int
+    ) -> Iterator[Setting]:
+        """Yield the setting whose blocks have two modes and that fits with the least recomputation.
 
-        def at(count: int) -> Setting:
-            kind = ActivationCheckpointing("fraction", Fraction(count, layers))
-            return self._setting(replace(base, checkpointing=kind), size)
-
-        # memory is almost linear in the number of blocks
-        saved = max(1.0, (without - full) / layers)
-        count = max(1, ceil((without - self.usable) / saved))
-        found = None
+        Memory is almost linear in the number of blocks with the mode that keeps less.
+        """
+        layers, usable, work = self.draft.spec.layers, self.usable, self.draft.work(base, size)
+        seconds = {each: block_seconds(replace(work, checkpointing=each), self.rates) for each in found}
+        mixes = []
+        for less, more in product(found, found):
+            small, large = found[less].bytes, found[more].bytes
+            if small <= usable < large:
+                share = (large - usable) / (large - small)
+                mean = share * seconds[less] + (1 - share) * seconds[more]
+                mixes.append((mean, share, (large - small) / layers, less.modes(1)[0], more.modes(1)[0]))
+        if not mixes:
+            return
+        _, share, saved, mode, rest = min(mixes)
+        count, best = ceil(share * layers), None
         while 1 <= count < layers:
-            tried = at(count)
-            if tried.bytes <= self.usable:
-                found, count = tried, count - max(1, int((self.usable - tried.bytes) / saved))
-                if self.usable - tried.bytes < saved:
+            mix = ActivationCheckpointing("fraction", Fraction(count, layers), mode, rest)
+            tried = self._setting(replace(base, checkpointing=mix), size)
+            if tried.bytes <= usable:
+                best, count = tried, count - 1
+                if usable - tried.bytes < saved:
                     break
-            elif found is None:
-                count += 1
-            else:
+            elif best:
                 break
-        if found is not None:
-            yield found
+            else:
+                count += 1
+        if best:
+            yield best
 
     def _setting(self, choices: Choices, size: int) -> Setting:
         """Return the setting with this micro-batch in the first phase, and as many tokens in the others."""

@@ -4,6 +4,7 @@ The prediction is the peak of allocated memory. It follows the code of `parallel
 moment; `tests/plan/test_measured_memory.py` compares it with measurements. See docs/planner.md, "Memory".
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -11,7 +12,7 @@ from functools import cache, cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
-from arriero.config.fields import ActivationCheckpointing
+from arriero.config.fields import ActivationCheckpointing, BlockMode
 from arriero.config.schema import RunConfig
 from arriero.model.costs import Affine, BlockMemory, Mode, block_memory, block_shapes
 from arriero.model.family import family_of
@@ -96,13 +97,15 @@ class Choices:
 
 
 class _Stage(NamedTuple):
-    """What one pipeline rank holds: its blocks by kind, the embedding, the head, and their sizes."""
+    """What one pipeline rank holds: its blocks by mode of checkpointing, the embedding, the head, and sizes.
+
+    `ends` are the modes of the first and of the last block.
+    """
 
     rank: int
     sizes: Sizes
-    plain: int
-    recomputed: int
-    last_is_recomputed: bool
+    blocks: Mapping[BlockMode, int]
+    ends: tuple[BlockMode, BlockMode]
     has_embedding: bool
     has_head: bool
 
@@ -171,7 +174,7 @@ class MemoryEstimate:
         activations = self._activations(stage, tokens)
         # a pipeline keeps what it received and sent for each micro-batch in flight
         kept = held * (activations + (2 * states if self.layout.pp > 1 else 0))
-        working = self._working(stage, tokens)
+        first, last = (self._working(mode, tokens) for mode in stage.ends)
         start, end = self._gradients(sizes, count)
         gathered, reduced = self._gathered(stage, sizes), self._reduced(self._block_sizes.trainable)
         head, table = self._head_gradient(stage), self._table(stage)
@@ -180,13 +183,13 @@ class MemoryEstimate:
                 "gradients": start + (head if count == 1 or self._uses_fsdp else 0),
                 "activations": kept,
                 "gathered weights": gathered,
-                "working memory": working + reduced + (self._reduced(self._vocabulary) if head else 0),
+                "working memory": last + reduced + (self._reduced(self._vocabulary) if head else 0),
             },
             {
                 "gradients": max(end - (0 if start else table), 0.0),
                 "activations": kept - activations,
                 "gathered weights": gathered,
-                "working memory": working + reduced + states,
+                "working memory": first + reduced + states,
             },
             {
                 "gradients": end + table + self._reduced(self._vocabulary if table else 0),
@@ -233,7 +236,7 @@ class MemoryEstimate:
         if self._frozen_bytes is None:
             return (self._master + copy) * held
         block, block_trained = self._held(self._block_sizes)
-        inside = (stage.plain + stage.recomputed) * (block - block_trained)
+        inside = sum(stage.blocks.values()) * (block - block_trained)
         outside = held - trained - inside
         return (self._master + copy) * trained + self._frozen_bytes * inside + self.mode.element * outside
 
@@ -368,12 +371,12 @@ class MemoryEstimate:
 
     @cached_property
     def _stages(self) -> list[_Stage]:
-        recomputed = self.choices.checkpointing.blocks(self.spec.layers)
+        modes = self.choices.checkpointing.modes(self.spec.layers)
         found = []
         for rank, blocks, sizes, has_embedding, has_head in self._held_blocks:
-            again = sum(i in recomputed for i in blocks)
-            last = blocks[-1] in recomputed
-            found.append(_Stage(rank, sizes, len(blocks) - again, again, last, has_embedding, has_head))
+            ends = modes[blocks[0]], modes[blocks[-1]]
+            counts = Counter(modes[i] for i in blocks)
+            found.append(_Stage(rank, sizes, counts, ends, has_embedding, has_head))
         return found
 
     def _stage_sizes(self, blocks: Sequence[int], has_embedding: bool, has_head: bool) -> Sizes:
@@ -407,35 +410,32 @@ class MemoryEstimate:
         per_token = amount.per_token if tp == 1 else (amount.per_token - gathered) / tp + gathered
         return per_token * tokens + amount.fixed / tp
 
-    def _kept(self, tokens: int) -> float:
-        return self._on_rank(self._block.kept, tokens, self._block.gathered)
-
-    def _checkpointed(self, tokens: int) -> float:
-        """Return what a block with activation checkpointing keeps."""
-        kind = self.choices.checkpointing.kind
-        if kind == "selective":
-            return self._on_rank(self._block.selective, tokens)
-        if kind == "attention":
-            return self._on_rank(self._block.attention, tokens)
-        return self.mode.element * self.spec.dim * tokens / self.layout.tp
+    def _kept(self, mode: BlockMode, tokens: int) -> float:
+        """Return what a block keeps for the backward pass."""
+        block = self._block
+        if mode == "none":
+            return self._on_rank(block.kept, tokens, block.gathered)
+        if mode == "full":
+            return self.mode.element * self.spec.dim * tokens / self.layout.tp
+        return self._on_rank(block.selective if mode == "selective" else block.attention, tokens)
 
     def _activations(self, stage: _Stage, tokens: int) -> float:
         """Return what the blocks of a rank keep for one micro-batch."""
-        kept, checkpointed = self._kept(tokens), self._checkpointed(tokens)
-        checkpointing = self.choices.checkpointing
+        checkpointing, count = self.choices.checkpointing, sum(stage.blocks.values())
         if checkpointing.kind == "budget":
-            kept = checkpointed + float(checkpointing.amount) * (kept - checkpointed)
-        total = stage.plain * kept + stage.recomputed * checkpointed
+            full = self._kept("full", tokens)
+            total = count * (full + float(checkpointing.amount) * (self._kept("none", tokens) - full))
+        else:
+            total = sum(number * self._kept(mode, tokens) for mode, number in stage.blocks.items())
         if offloaded := float(self.config.memory.offload_activations):
-            each = total / (stage.plain + stage.recomputed)
-            return (1 - offloaded) * total + 2 * each
+            return (1 - offloaded) * total + 2 * total / count
         return total
 
-    def _working(self, stage: _Stage, tokens: int) -> float:
+    def _working(self, mode: BlockMode, tokens: int) -> float:
         """Return what the backward pass of a block needs beyond what was kept for it."""
         working = self._on_rank(self._block.working, tokens)
-        if stage.last_is_recomputed or self.choices.checkpointing.kind == "budget":
-            working += self._kept(tokens) - self._checkpointed(tokens)
+        mode = "full" if self.choices.checkpointing.kind == "budget" else mode
+        working += self._kept("none", tokens) - self._kept(mode, tokens)
         if self.config.precision.base_weights in _QUANTIZED:
             # the weight that is restored for a matmul, on a CPU from copies in fp32
             working += (self.mode.element if self.mode.on_gpu else 4 * FP32) * self._largest_matrix

@@ -39,24 +39,24 @@ def recomputed(
     `fused_qkv` says that q, k and v are one matmul, `float8` that Arriero's float8 kernels compute all
     layers, gate and up as one, and `tiled` that each tile of the feed-forward layer is recomputed.
     """
-    kind, share = checkpointing.kind, len(checkpointing.blocks(spec.layers)) / spec.layers
-    if kind == "none" and not tiled:
-        return Recompute()
-    if kind == "budget":
+    if checkpointing.kind == "budget":
         return _within_budget(spec, float(checkpointing.amount), fused_qkv)
-    if compiled and not checkpointing.is_selective and not tiled:
-        return Recompute(share, share)
+    shares = checkpointing.shares(spec.layers)
+    whole, attention, selective = (shares.get(mode, 0.0) for mode in ("full", "attention", "selective"))
+    if not tiled and (whole + attention + selective == 0 or (compiled and not checkpointing.is_selective)):
+        return Recompute(whole, whole)
     matmuls = _matmuls(spec)
     total = sum(each.flops for each in matmuls)
     if tiled:
         feed_forward = sum(each.flops for each in matmuls if each.module.startswith("ffn."))
-        return Recompute(share + feed_forward / total, share)
+        return Recompute(whole + feed_forward / total, whole)
     flops = _flops_of_calls(matmuls, fused_qkv or float8, float8)
     if compiled or not float8:
         # the last result is only added to the residual; a float8 operator runs before it is known to be last
         flops[-1] = 0.0
-    again = flops[1::2] if kind == "selective" else flops
-    return Recompute(share * sum(again) / total, 0.0 if checkpointing.is_selective else share)
+    again, alternate = sum(flops) / total, sum(flops[1::2]) / total
+    # a compiled block that is recomputed whole is recomputed to its end
+    return Recompute(whole * (1.0 if compiled else again) + attention * again + selective * alternate, whole)
 
 
 def _matmuls(spec: ModelSpec) -> list[_Matmul]:

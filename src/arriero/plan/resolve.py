@@ -153,7 +153,7 @@ def resolve(
     sizes = micro_batch_sizes(draft, kept, problems) if layout.ranks == ranks else []
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    plan, fits = Chooser(draft, sizes, kept).best(ranking_rates(config, machine, ranks))
+    plan, fits = Chooser(draft, sizes, ranking_rates(config, machine, ranks), kept).best()
     if not fits and kept:
         return resolve(config, machine, ranks)
     estimates = draft.estimates(plan.choices)

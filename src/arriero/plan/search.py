@@ -229,7 +229,7 @@ def _candidates_in(search: _Search, layout: Layout, schedule: str, per_rank: int
         search.reject(f"{problems[0].key} {problems[0].what}", layout)
         return
     default = loss_chunk(draft)
-    for choices, (size, *_), needed in Chooser(draft, sizes, exclude=search.exclude).settings():
+    for choices, (size, *_), needed in Chooser(draft, sizes, search.rates, exclude=search.exclude).settings():
         chunk = choices.chunk if choices.chunk != default else None
         choice = Choice(layout, schedule, per_rank, choices, size, chunk or None)
         if needed > search.usable:

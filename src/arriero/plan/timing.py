@@ -59,14 +59,23 @@ class StepTime:
 
 def step_time(work: Work, rates: Rates) -> StepTime:
     """Return the predicted time of one step and its parts."""
-    memo = rates.memo
+    return _compose(work, rates, *_parts(work, rates))
+
+
+def block_seconds(work: Work, rates: Rates) -> float:
+    """Return the mean time of a block for one micro-batch, without what FSDP adds."""
+    block, _, _ = _parts(work, rates)
+    return sum(block.compute + block.tensor + block.context)
+
+
+def _parts(work: Work, rates: Rates) -> tuple[BlockTime, EndTime, Passes]:
+    """Return the times of a block, of the ends and of the host, which many layouts share."""
     key = (work.spec, work.layout.tp, work.layout.cp, work.ulysses, work.ring, work.seq_len, work.micro_batch)
-    key += (str(work.checkpointing), work.compiled, work.precision, work.attended, work.ffn_tile)
+    key += (work.checkpointing, work.compiled, work.precision, work.attended, work.ffn_tile)
     key += (work.fused_kernels, work.float8_head, work.async_tp, work.layout.uses_fsdp)
-    if key not in memo:
-        memo[key] = block_time(work, rates), end_time(work, rates), host_time(work)
-    block, ends, host = memo[key]
-    return _compose(work, rates, block, ends, host)
+    if key not in rates.memo:
+        rates.memo[key] = block_time(work, rates), end_time(work, rates), host_time(work)
+    return rates.memo[key]
 
 
 class _Traffic(NamedTuple):
@@ -259,7 +268,6 @@ def _offloaded(work: Work, seconds: float) -> float:
         return 0.0
     spec = work.spec
     kept = work.compute_bytes * spec.dim * work.tokens / work.layout.tp * spec.layers / work.layout.pp
-    if work.checkpointing.kind == "none":
-        kept *= 12
+    kept *= 12 - 11 * work.checkpointed
     moved = 2 * kept * work.offload_activations * work.micro_batches / _HOST_BANDWIDTH
     return max(0.0, moved - 0.8 * seconds)
