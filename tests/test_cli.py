@@ -215,6 +215,23 @@ def test_tables_in_a_file_are_wide(command, monkeypatch):
     assert heading.split()[-3:] == ["what", "it", "is"]
 
 
+def test_tables_on_a_narrow_terminal_keep_their_words(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line.rstrip() for line in command("launch", "sites").stdout.splitlines()[:-1]]
+    assert max(map(len, lines)) <= 80
+    assert "marenostrum5" in lines
+    assert any("partition: boost_usr_prod" in line for line in lines)
+
+
+def test_help_fills_the_terminal_and_flags_have_no_type(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = command("plan", "--help").stdout
+    assert "activation checkpointing" in " ".join(shown.split())
+    assert "bool" not in shown
+    paragraph = shown[shown.index("Keys that") : shown.index("Example")].strip().splitlines()
+    assert all(len(line.rstrip()) > 60 for line in paragraph[:-1])
+
+
 def test_models_are_listed_as_json(command):
     listed = json.loads(command("config", "models", "--json").stdout)["models"]
     assert [each["preset"] for each in listed] == list(preset_names())

@@ -13,6 +13,7 @@ from typing import Any
 import rich.console
 from rich.bar import Bar
 from rich.markup import escape
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -88,13 +89,17 @@ def print_toml(text: str) -> None:
 class Table(RichTable):
     """A table without lines. A heading that begins with ">" makes its column right-aligned.
 
-    Columns in `no_wrap` keep their cells on one line.
+    On a narrow terminal the one or two longest columns are wrapped if the others leave them enough room.
+    Otherwise each row becomes a block: a title, then short cells with their headings, then long ones.
     """
+
+    _ENOUGH, _LONG = 26, 30  # columns of a wrapped cell; a cell that gets lines of its own in a block
 
     def __init__(self, *headings: str, title: str | None = None, no_wrap: Collection[str] = ()) -> None:
         super().__init__(
             box=None, header_style="bold", padding=(0, 2, 0, 0), title=title, title_justify="left"
         )
+        self._cells: list[list[Text | Bar]] = []
         for heading in headings:
             name = heading.removeprefix(">")
             side = "right" if heading.startswith(">") else "left"
@@ -102,7 +107,43 @@ class Table(RichTable):
 
     def row(self, *cells: object) -> None:
         """Add a row of plain values; use `styled` for a colour and `bar` for a bar."""
-        self.add_row(*(each if isinstance(each, Text | Bar) else Text(str(each)) for each in cells))
+        self._cells.append([each if isinstance(each, Text | Bar) else Text(str(each)) for each in cells])
+        self.add_row(*self._cells[-1])
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        widths = [self._width(i) for i in range(len(self.columns))]
+        longest = sorted(range(len(widths)), key=lambda i: -widths[i])
+        rest = [options.max_width - 2 * len(widths) - sum(widths[i] for i in longest[k:]) for k in range(3)]
+        wrapped = next((k for k in range(3) if rest[k] >= k * self._ENOUGH), None)
+        if wrapped is None and all(isinstance(cell, Text) for row in self._cells for cell in row):
+            yield from self._blocks()
+            return
+        for i in longest[wrapped or 0 :] if wrapped else ():
+            self.columns[i].no_wrap = True
+        yield from super().__rich_console__(console, options)
+
+    def _width(self, column: int) -> int:
+        cells = [row[column] for row in self._cells if column < len(row)]
+        header = Text(str(self.columns[column].header)).cell_len
+        return max(
+            [header, *(each.cell_len if isinstance(each, Text) else each.width or 0 for each in cells)]
+        )
+
+    def _blocks(self) -> Iterator[Any]:
+        yield from [Text(str(self.title), "italic")] if self.title else []
+        titles = 1 + next((i for i, column in enumerate(self.columns) if column.justify == "left"), 0)
+        for row in self._cells:
+            cells = [cell if isinstance(cell, Text) else Text() for cell in row]
+            yield Text("  ", "bold").join(cells[:titles])
+            short, long = [], []
+            for column, cell in zip(self.columns[titles:], cells[titles:], strict=True):
+                heading = f"{column.header}: " if column.header else ""
+                if cell:
+                    (long if cell.cell_len > self._LONG else short).append(
+                        Text.assemble((heading, "dim"), cell)
+                    )
+            for text in [Text("  ").join(short)] * bool(short) + long:
+                yield Padding(text, (0, 0, 0, 3))
 
 
 def styled(text: object, style: str) -> Text:
