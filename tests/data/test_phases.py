@@ -95,7 +95,7 @@ def test_phases_out_of_order_or_with_a_source_twice_are_rejected(three_stores):
     for changes in ([Change(0, first)], [Change(5, first), Change(5, first)]):
         with pytest.raises(UserError, match="out of order"):
             Stream(first, 16, 1, changes=changes)
-    with pytest.raises(UserError, match="same tokens"):
+    with pytest.raises(UserError, match=rf"same tokens, of {first[0].name};"):
         Stream(first, 16, 1, changes=[Change(5, [*first, *first])])
     part = TokenSource(three_stores[0], range(100))
     with pytest.raises(UserError, match="same tokens"):

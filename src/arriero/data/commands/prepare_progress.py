@@ -4,7 +4,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from arriero.data.prepare.planning import Preparation, sample_texts
@@ -57,9 +56,7 @@ class PrepareBar(PrepareWatcher):
         self._status.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._status.stop()
         self._progress.stop()
 

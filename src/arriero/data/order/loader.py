@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -289,9 +288,7 @@ class Loader:
     def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _produce(self, sample: int) -> None:

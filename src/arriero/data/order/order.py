@@ -207,7 +207,7 @@ class Stream(_SampleSource):
         for source in sources:
             number = number_of[key_of(source.identity)]
             if weights[number]:
-                raise _same_tokens(source.name, source.name)
+                raise _named_twice(source.name)
             if not source.weight > 0:
                 raise bad_weight(source.name, source.weight)
             weights[number] = source.weight
@@ -317,14 +317,13 @@ def _check_overlap(sources: Sequence[TokenSource]) -> None:
     spans = sorted((s.store.fingerprint, s.tokens.start, s.tokens.stop, s.name) for s in sources)
     for a, b in pairwise(spans):
         if a[0] == b[0] and b[1] < a[2]:
-            raise _same_tokens(a[3], b[3])
+            raise _named_twice(a[3], b[3])
 
 
-def _same_tokens(one: str, other: str) -> UserError:
-    return UserError(
-        f"{one} and {other} hold the same tokens, and both are data sources",
-        "name each dataset once, with the sum of the weights",
-    )
+def _named_twice(*names: str) -> UserError:
+    which = " and ".join(dict.fromkeys(names))
+    todo = "name each dataset once, with the sum of the weights"
+    return UserError(f"two data sources are the same tokens, of {which}", todo)
 
 
 def _check(source: TokenSource, first: TokenSource) -> None:

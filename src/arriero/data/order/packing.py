@@ -9,10 +9,10 @@ predicted exactly once, except its first and the `unused` ones at its end that d
 its batch. In both a document longer than a row is split, truncated or dropped, and the loss is counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import floor
+from math import floor, inf
 from pathlib import Path
 from typing import Any
 
@@ -278,14 +278,17 @@ class SourceOrder:
         leg = self.legs[lengths]
         return leg.rest if leg.rest is not None and epoch == leg.epoch else leg.whole
 
+    def _legs(self) -> Iterator[tuple[_Leg, Any, Fraction]]:
+        """Yield each leg, the draw at which it ends (infinity for the last) and the mean tokens of a draw."""
+        ends = [*(leg.first for leg in self.legs[1:]), inf]
+        for leg, end in zip(self.legs, ends, strict=True):
+            yield leg, end, Fraction(leg.whole.tokens, leg.whole.count)
+
     def tokens(self, draws: int) -> Fraction:
         """Return the tokens of the first `draws` draws; the mean where samples differ in length."""
-        ends = [*(leg.first for leg in self.legs[1:]), draws]
-        total = Fraction(0)
-        for leg, end in zip(self.legs, ends, strict=True):
-            count = max(0, min(end, draws) - leg.first)
-            total += count * Fraction(leg.whole.tokens, leg.whole.count)
-        return total
+        return sum(
+            (max(0, min(end, draws) - leg.first) * mean for leg, end, mean in self._legs()), Fraction(0)
+        )
 
     def epochs(self, draws: int) -> float:
         return float(self.tokens(draws) / self.whole.tokens)
@@ -293,34 +296,29 @@ class SourceOrder:
     def tokens_of_epoch(self, epoch: int) -> int:
         """Return the tokens that a finished epoch has read, in windows of one or several lengths."""
         total = 0
-        for leg, after in zip(self.legs, [*self.legs[1:], None], strict=True):
+        for leg, end, _ in self._legs():
             whole_epochs = epoch - leg.epoch - (leg.rest is not None)
             if whole_epochs < 0:
                 first, count = leg.first, leg.rest_count if epoch == leg.epoch else 0
             else:
                 first, count = leg.first + leg.rest_count + whole_epochs * leg.whole.count, leg.whole.count
-            end = first + count if after is None else min(first + count, after.first)
-            total += max(0, end - first) * leg.seq_len
+            total += max(0, min(first + count, end) - first) * leg.seq_len
         return total
 
     def epochs_before(self, draw: int) -> tuple[int, bool]:
         """Return the whole epochs read before a draw, and whether another has begun."""
-        leg = self._leg(draw)
+        leg = [leg for leg in self.legs if leg.first <= draw][-1]
         epoch, place, rest = self._state(leg, draw)
         return epoch, bool(place) or rest
-
-    def _leg(self, draw: int) -> _Leg:
-        return [leg for leg in self.legs if leg.first <= draw][-1]
 
     def draws_within(self, epochs: float) -> int:
         """Return the largest number of draws that read at most `epochs` epochs."""
         left = floor(Fraction(epochs) * self.whole.count) * Fraction(self.whole.tokens, self.whole.count)
-        for leg, after in zip(self.legs, [*self.legs[1:], None], strict=True):
-            mean = Fraction(leg.whole.tokens, leg.whole.count)
-            count = floor(left / mean)
-            if after is None or count < after.first - leg.first:
-                return leg.first + count
-            left -= (after.first - leg.first) * mean
+        for leg, end, mean in self._legs():
+            draws = leg.first + floor(left / mean)
+            if draws < end:
+                return draws
+            left -= (end - leg.first) * mean
         raise AssertionError
 
     @property

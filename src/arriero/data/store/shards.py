@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -103,18 +102,13 @@ class ShardWriter:
             idx_sha256=sha256_of(index),
         )
 
-    def discard(self) -> None:
-        self._file.close()
-        self._tmp.unlink(missing_ok=True)
-
     def __enter__(self) -> "ShardWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._file.closed:
-            self.discard()
+            self._file.close()
+            self._tmp.unlink(missing_ok=True)
 
 
 def index_bytes(lengths: np.ndarray, layout: Layout) -> bytes:

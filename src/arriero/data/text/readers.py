@@ -10,6 +10,8 @@ from math import inf
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import orjson
+
 from arriero.data.text.builtin import markov_text
 from arriero.data.text.formats import BadRecord, RecordFormat
 from arriero.data.text.sources import DANGLING, Input, names_of
@@ -73,11 +75,6 @@ class _Gunzip(io.RawIOBase):
         self._file.close()
         super().close()
 
-
-try:
-    from orjson import loads as fast_loads
-except ImportError:  # orjson only saves time: whatever it rejects is parsed again by json
-    from json import loads as fast_loads
 
 BATCH_BYTES = 2**21
 EXAMPLES = 5
@@ -238,20 +235,23 @@ def _texts_of(
     texts, text_bytes = [], 0
     for number, line in enumerate(lines):
         try:
-            text = _of_record(fast_loads(line), column)
+            text = _of_record(orjson.loads(line), column)
             size = len(text) if text.isascii() else len(text.encode())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except _UNUSABLE:
             if not line.strip():
                 continue
-            try:
+            try:  # json accepts more: NaN, and half of a surrogate pair outside of the text
                 text = _of_record(json.loads(line), column)
                 size = len(text.encode())
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            except _UNUSABLE as error:
                 bad.add(partial(_line_problem, source, at, lines, number, column, error, bad.skip))
                 continue
         texts.append(text)
         text_bytes += size
     return texts, text_bytes
+
+
+_UNUSABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def _of_record(record: Any, column: Column) -> str:
@@ -262,8 +262,10 @@ def _line_problem(
     source: Input, at: int, lines: list[bytes], number: int, column: Column, error: Exception, skip: bool
 ) -> str:
     """Describe what is wrong with line `number` of `lines`, the first of which begins at byte `at`."""
-    if _is_json_array(source):
-        return f"{source.path}: a JSON array, not one object per line"
+    if ".json" in Path(source.path).suffixes[-2:]:
+        with open_unbuffered(source) as file:
+            if file.read(1) == b"[":
+                return f"{source.path}: a JSON array, not one object per line"
     line = lines[number]
     at += sum(map(len, lines[:number]))
     place = f"byte {at}" if skip and at > COUNTED_BYTES else f"line {_line_number(source, at)}"
@@ -285,13 +287,6 @@ def _line_problem(
         there = ", ".join(map(repr, record)) or "none"
         return f"{where}: no column '{column}'; there are {there} (choose with --column)"
     return f"{where}: '{column}' is {_json_type(record[column])}, not a string"
-
-
-def _is_json_array(source: Input) -> bool:
-    if ".json" not in Path(source.path).suffixes[-2:]:
-        return False
-    with open_unbuffered(source) as file:
-        return file.read(1) == b"["
 
 
 def _line_number(source: Input, at: int) -> int:
