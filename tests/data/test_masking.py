@@ -133,9 +133,9 @@ def test_label_files_belong_to_the_fingerprint_and_are_checked(make_store):
     with_prompts = attach_prompt_lengths(store.directory, [[1, 0]])
     again = attach_prompt_lengths(store.directory, [[2, 0]])
     assert len({before, with_prompts.fingerprint, again.fingerprint}) == 3
-    with pytest.raises(UserError, match="has 2 documents, and 3 prompt lengths"):
+    with pytest.raises(UserError, match="has 2 documents, and 3 values"):
         attach_prompt_lengths(store.directory, [[1, 0, 0]])
-    with pytest.raises(UserError, match="has 5 tokens, and a mask of 4"):
+    with pytest.raises(UserError, match="has 5 tokens, and 4 values"):
         attach_loss_masks(store.directory, [[True] * 4])
     (store.directory / "00000.plen").unlink()
     with (

@@ -129,7 +129,7 @@ class Import:
 
     def _rewrite_all(self, making: Path, made: Imported, advance: Advance) -> None:
         for number, path in enumerate(self.files):
-            source = formats.READERS[self.format](path, self._column)
+            source = ColumnFile(self.format, path, self._column)
             with ShardWriter(making, f"{number:05d}", self._tokenizer.vocab_size) as writer:
                 tokens, size = 0, path.stat().st_size
                 for document, ids in enumerate(source):

@@ -12,7 +12,6 @@ The first three are raw tokens, which Arriero reads as they are; the other two a
 import csv
 import gzip
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -220,15 +219,21 @@ _ROWS_PER_READ = 1024
 _TOKENS_PER_ROW_GROUP = 2**20
 
 
-class ColumnFile(ABC):
-    """The documents of one file, in order. `eos` is the note of an Arriero export about separators."""
+class ColumnFile:
+    """The documents of an Arrow file (one per record batch) or Parquet file (one per row), in order.
 
-    kind: str
+    `eos` is the note of an Arriero export about separators.
+    """
 
-    def __init__(self, path: Path, column: str | None) -> None:
-        self.path = path
+    def __init__(self, format: str, path: Path, column: str | None) -> None:
+        self.path, self._is_arrow = path, format == "fms-arrow"
         try:
-            schema = self._open(path)
+            if self._is_arrow:
+                self._file: Any = pa.ipc.open_file(pa.memory_map(str(path)))
+                schema, self.documents = self._file.schema, self._file.num_record_batches
+            else:
+                self._file = pq.ParquetFile(path)
+                schema, self.documents = self._file.schema_arrow, self._file.metadata.num_rows
         except (OSError, pa.ArrowInvalid) as error:
             raise self._damaged(error) from None
         self.eos: bytes | None = (schema.metadata or {}).get(EOS_KEY)
@@ -236,22 +241,9 @@ class ColumnFile(ABC):
 
     def __iter__(self) -> Iterator[np.ndarray]:
         try:
-            yield from self._read()
+            yield from self._record_batches() if self._is_arrow else self._rows()
         except (OSError, pa.ArrowInvalid) as error:
             raise self._damaged(error) from None
-
-    @property
-    @abstractmethod
-    def documents(self) -> int: ...
-
-    @abstractmethod
-    def _open(self, path: Path) -> pa.Schema: ...
-
-    @abstractmethod
-    def _read(self) -> Iterator[np.ndarray]: ...
-
-    @abstractmethod
-    def _holds_ids(self, kind: pa.DataType) -> bool: ...
 
     def _choose(self, schema: pa.Schema, column: str | None) -> str:
         fit = [field.name for field in schema if self._holds_ids(field.type)]
@@ -261,54 +253,33 @@ class ColumnFile(ABC):
                 return name
         if not column and len(fit) == 1:
             return fit[0]
+        kind = "integers" if self._is_arrow else "lists of integers"
         raise UserError(
-            f"{self.path} has no column {' or '.join(wanted)} of {self.kind}; it has "
+            f"{self.path} has no column {' or '.join(wanted)} of {kind}; it has "
             + ", ".join(f"{field.name} ({field.type})" for field in schema),
             "name the column of token ids with --column",
         )
+
+    def _holds_ids(self, kind: pa.DataType) -> bool:
+        if self._is_arrow:
+            return pa.types.is_integer(kind)
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        return is_list and pa.types.is_integer(kind.value_type)
 
     def _null(self, number: int) -> UserError:
         return UserError(f"{self.path}: document {number} has a null in '{self._column}'", "remove it there")
 
     def _damaged(self, error: Exception) -> UserError:
-        reason = str(error).splitlines()[0]
-        return UserError(f"{self.path} cannot be read ({reason})", "copy it again from where it was made")
+        return UserError(f"{self.path} cannot be read ({str(error).splitlines()[0]})", _COPY_AGAIN)
 
-
-class ArrowBatches(ColumnFile):
-    kind = "integers"
-
-    def _open(self, path: Path) -> pa.Schema:
-        self._file = pa.ipc.open_file(pa.memory_map(str(path)))
-        return self._file.schema
-
-    @property
-    def documents(self) -> int:
-        return self._file.num_record_batches
-
-    def _read(self) -> Iterator[np.ndarray]:
+    def _record_batches(self) -> Iterator[np.ndarray]:
         for number in range(self.documents):
             ids = self._file.get_batch(number).column(self._column)
             if ids.null_count:
                 raise self._null(number)
             yield ids.to_numpy(zero_copy_only=False)
 
-    def _holds_ids(self, kind: pa.DataType) -> bool:
-        return pa.types.is_integer(kind)
-
-
-class ParquetRows(ColumnFile):
-    kind = "lists of integers"
-
-    def _open(self, path: Path) -> pa.Schema:
-        self._file = pq.ParquetFile(path)
-        return self._file.schema_arrow
-
-    @property
-    def documents(self) -> int:
-        return self._file.metadata.num_rows
-
-    def _read(self) -> Iterator[np.ndarray]:
+    def _rows(self) -> Iterator[np.ndarray]:
         number = 0
         for batch in self._file.iter_batches(batch_size=_ROWS_PER_READ, columns=[self._column]):
             rows = batch.column(0)
@@ -320,13 +291,6 @@ class ParquetRows(ColumnFile):
             for start, end in pairwise([0, *ends.tolist()]):
                 yield values[start:end]
             number += len(rows)
-
-    def _holds_ids(self, kind: pa.DataType) -> bool:
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        return is_list and pa.types.is_integer(kind.value_type)
-
-
-READERS: dict[str, type[ColumnFile]] = {"fms-arrow": ArrowBatches, "hf-parquet": ParquetRows}
 
 
 def _first_null(rows: Any) -> int:

@@ -22,7 +22,7 @@ from arriero.checkpoint.formats.tensor_files import (
     no_progress,
     write_safetensors,
 )
-from arriero.data.tokens.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS, parsed, read_definition
+from arriero.data.tokens.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS, first_token, parsed, read_definition
 from arriero.errors import UserError
 from arriero.model.description import checked_token_ids, read_json, write_json
 from arriero.model.name_maps import (
@@ -253,6 +253,5 @@ def _name(special: Mapping[int, str], number: int | list[int]) -> str | None:
 def _from_model_file(path: Path) -> str:
     """Convert Meta's tokenizer.model; it adds the BOS, as in the training of Meta's models."""
     definition = read_definition(path)
-    inner = parsed(definition)
-    found = (inner.token_to_id(name) for name in KNOWN_BEGINNINGS)
-    return set_bos_template(definition, next((number for number in found if number is not None), None))
+    bos = first_token(parsed(definition), KNOWN_BEGINNINGS)
+    return set_bos_template(definition, bos.id if bos else None)

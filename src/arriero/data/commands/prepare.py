@@ -258,12 +258,13 @@ def _prepare_here(request: "PrepareRequest", workers: int) -> None:
 def _prepare_part(request: "PrepareRequest", part: str, workers: int) -> None:
     from arriero.data.commands.prepare_progress import PrepareBar
     from arriero.data.prepare.planning import load_preparation
-    from arriero.data.prepare.prepare import make_shards, part_of, prepare_lock, read_part
+    from arriero.data.prepare.prepare import make_shards, prepare_lock, read_part
 
-    which = read_part(part)
+    first, step = read_part(part)
     preparation = load_preparation(request)
     with PrepareBar() as bar, prepare_lock(request.directory, shared=True):
-        make_shards(preparation, part_of(preparation, which), workers, bar)
+        todo = [number for number in preparation.unfinished() if number % step == first]
+        make_shards(preparation, todo, workers, bar)
 
 
 def _prepare_on_slurm(request: "PrepareRequest", site: Site, tasks: int, workers: int, dry_run: bool) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
@@ -53,13 +53,6 @@ POLL_S = 0.2
 
 Report = Callable[[int, int], None]
 """Called with the bytes read and the tokens made since the last call."""
-
-
-class Part(NamedTuple):
-    """Every `of`-th shard, from `number` on."""
-
-    number: int
-    of: int
 
 
 class PrepareWatcher:
@@ -145,15 +138,12 @@ def make_shards(
             make_shard(preparation, number, watcher.advanced)
 
 
-def part_of(preparation: Preparation, part: Part) -> list[int]:
-    return [number for number in preparation.unfinished() if number % part.of == part.number]
-
-
-def read_part(text: str) -> Part:
-    number, slash, of = text.partition("/")
-    if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of)):
+def read_part(text: str) -> tuple[int, int]:
+    """Read a part like 3/8: every eighth shard, from shard 3 on."""
+    first, slash, step = text.partition("/")
+    if not (slash and first.isdecimal() and step.isdecimal() and int(first) < int(step)):
         raise UserError(f"--part {text} is not a part", "write it like 0/8, the first of eight")
-    return Part(int(number), int(of))
+    return int(first), int(step)
 
 
 def _make_in_processes(

@@ -23,42 +23,28 @@ PROMPT_LENGTHS, MASK = "plen", "mask"
 
 def attach_prompt_lengths(directory: Path, lengths: Sequence[Sequence[int]]) -> TokenStore:
     """Add the prompt length of each document, shard by shard, to a dataset."""
-    store = TokenStore.open(directory)
-    _check_shards(store, lengths)
-    for shard, column in enumerate(lengths):
-        values = np.asarray(column, dtype="<i4")
-        if len(values) != store.shard_documents(shard) or values.min(initial=0) < 0:
-            raise UserError(
-                f"{store.shard_path(shard)} has {store.shard_documents(shard)} documents, "
-                f"and {len(values)} prompt lengths were given",
-                "give one length of 0 or more per document",
-            )
-        publish_file(store.shard_path(shard, f".{PROMPT_LENGTHS}"), values.tobytes())
-    return _register(store, PROMPT_LENGTHS)
+    return _attach(directory, PROMPT_LENGTHS, [np.asarray(column, dtype="<i4") for column in lengths])
 
 
 def attach_loss_masks(directory: Path, included: Sequence[Sequence[bool]]) -> TokenStore:
     """Add a loss mask, one truth value per token, shard by shard, to a dataset."""
+    return _attach(directory, MASK, [np.asarray(column, dtype=bool) for column in included])
+
+
+def _attach(directory: Path, kind: str, columns: Sequence[np.ndarray]) -> TokenStore:
     store = TokenStore.open(directory)
-    _check_shards(store, included)
-    for shard, column in enumerate(included):
-        values = np.asarray(column, dtype=bool)
-        if len(values) != store.shard_tokens(shard):
-            raise UserError(
-                f"{store.shard_path(shard)} has {store.shard_tokens(shard)} tokens, "
-                f"and a mask of {len(values)} was given",
-                "give one truth value per token",
-            )
-        packed = np.packbits(values, bitorder="little").tobytes()
-        publish_file(store.shard_path(shard, f".{MASK}"), packed)
-    return _register(store, MASK)
-
-
-def _check_shards(store: TokenStore, columns: Sequence[object]) -> None:
+    per, count = ("token", store.shard_tokens) if kind == MASK else ("document", store.shard_documents)
     if len(columns) != store.shards:
-        raise UserError(
-            f"{store.directory} has {store.shards} shards, {len(columns)} were given", "give one per shard"
-        )
+        what = f"{directory} has {store.shards} shards, {len(columns)} were given"
+        raise UserError(what, "give one per shard")
+    for shard, values in enumerate(columns):
+        if len(values) != count(shard) or values.min(initial=0) < 0:
+            what = f"{store.shard_path(shard)} has {count(shard)} {per}s, and {len(values)} values were given"
+            raise UserError(what, f"give one value of 0 or more per {per}")
+    for shard, values in enumerate(columns):
+        packed = np.packbits(values, bitorder="little") if kind == MASK else values
+        publish_file(store.shard_path(shard, f".{kind}"), packed.tobytes())
+    return _register(store, kind)
 
 
 def _register(store: TokenStore, kind: str) -> TokenStore:

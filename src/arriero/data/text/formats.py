@@ -3,7 +3,6 @@
 import json
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -203,26 +202,38 @@ def read_chat_template(
 ) -> ChatTemplate:
     """Return the chat template beside a tokenizer, or the one in a file, with the tokenizer's BOS and EOS."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    config: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        config = json.loads((folder / "tokenizer_config.json").read_bytes())
-    template = _text_of(given) if given is not None else _own_template(folder, config)
+    template = _text_of(given) if given is not None else _own_template(folder)
     if template is None:
         raise UserError(
             f"{folder} has no chat template: neither chat_template.jinja nor one in tokenizer_config.json",
             "give one with --chat-template FILE",
         )
-    names = (config.get(name) for name in ("bos_token", "eos_token"))
-    bos, eos = (name.get("content", "") if isinstance(name, dict) else name or "" for name in names)
-    made = ChatTemplate(template, bos, eos, tuple(special))
     _compiled(template)
-    return made
+    bos, eos = (declared_token(tokenizer, name) or "" for name in ("bos_token", "eos_token"))
+    return ChatTemplate(template, bos, eos, tuple(special))
 
 
-def _own_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def json_beside(tokenizer: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file beside a tokenizer; an empty one if there is none or it is damaged."""
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    try:
+        content = json.loads((folder / name).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def declared_token(tokenizer: Path, name: str) -> str | None:
+    """Return the `eos_token` or `bos_token` that `tokenizer_config.json` beside the tokenizer declares."""
+    token = json_beside(tokenizer, "tokenizer_config.json").get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _own_template(folder: Path) -> str | None:
     if (folder / "chat_template.jinja").is_file():
         return _text_of(folder / "chat_template.jinja")
-    found = config.get("chat_template")
+    found = json_beside(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = named.get("default")

@@ -1,6 +1,5 @@
 """Prompts to token ids and generated ids back to text, with the tokenizer of a stored model."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +7,13 @@ from typing import Any
 
 import tokenizers
 
-from arriero.data.text.formats import BadRecord, read_chat_template
+from arriero.data.text.formats import BadRecord, declared_token, json_beside, read_chat_template
 from arriero.data.tokens.marked import chat_tokenizer, special_tokens
 from arriero.data.tokens.tokenizer import (
     ENDS_OF_TURNS,
     KNOWN_BEGINNINGS,
     added_by_template,
-    declared_token,
+    first_token,
     parsed,
     read_definition,
     usual_end,
@@ -103,13 +102,12 @@ def prompt_tokenizer(path: Path, tokens: Mapping[str, Any]) -> PromptTokenizer:
         bos_id = _id(tokens.get("bos_token_id"))
     elif "add_bos_token" not in tokens:
         adds = bool(added_by_template(definition))
-        if not adds and _wants_bos(path):
-            names = (declared_token(path, "bos_token"), *KNOWN_BEGINNINGS)
-            found = (inner.token_to_id(name) for name in names if name)
-            bos_id = next((each for each in found if each is not None), None)
-    eos = tokens.get("eos_token_id")
-    eos_ids = {each for each in (eos if isinstance(eos, list) else [eos]) if _id(each) is not None}
-    eos_ids |= _generation_ends(path)
+        # Meta's code adds the BOS to every text
+        is_meta = path.suffix == ".model"
+        if not adds and (is_meta or json_beside(path, "tokenizer_config.json").get("add_bos_token")):
+            bos = first_token(inner, (declared_token(path, "bos_token") or "", *KNOWN_BEGINNINGS))
+            bos_id = bos.id if bos else None
+    eos_ids = _ids(tokens) | _ids(json_beside(path, "generation_config.json"))
     if not eos_ids and (end := usual_end(definition, path)) is not None:
         eos_ids = {end.id}
     return PromptTokenizer(inner, path, bos_id, adds, frozenset(eos_ids))
@@ -129,22 +127,7 @@ def _id(value: Any) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
 
 
-def _wants_bos(path: Path) -> bool:
-    """Return whether a tokenizer without a template of its own begins texts with the BOS."""
-    if path.suffix == ".model":
-        return True
-    return bool(_json_beside(path, "tokenizer_config.json").get("add_bos_token"))
-
-
-def _generation_ends(path: Path) -> set[int]:
-    found = _json_beside(path, "generation_config.json").get("eos_token_id")
+def _ids(config: Mapping[str, Any]) -> set[int]:
+    """Return the EOS ids of a config, which has one or a list of them."""
+    found = config.get("eos_token_id")
     return {each for each in (found if isinstance(found, list) else [found]) if _id(each) is not None}
-
-
-def _json_beside(path: Path, name: str) -> dict[str, Any]:
-    folder = path if path.is_dir() else path.parent
-    try:
-        content = json.loads((folder / name).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -3,8 +3,9 @@
 import errno
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from arriero.data.store.store import TokenStore
+from arriero.data.text.formats import declared_token
 from arriero.data.tokens.llama_tokenizers import from_model_file
 from arriero.errors import UserError
 from arriero.files import publish_file, sha256_of, space_for
@@ -56,11 +58,11 @@ def load_tokenizer(path: Path, eos: str | None = None) -> Tokenizer:
     """Load a tokenizer. `eos` names the token that ends a document; by default common names are tried."""
     definition = read_definition(path)
     inner = parsed(definition)
-    for name in (eos,) if eos else KNOWN_ENDS:
-        if (found := inner.token_to_id(name)) is not None:
-            return Tokenizer(inner, Path(path), name, found, sha256_of(definition.encode()))
-    tried = ", ".join((eos,) if eos else KNOWN_ENDS)
-    raise UserError(f"{path} has no end-of-document token {tried}", "name the token that ends a document")
+    names = (eos,) if eos else KNOWN_ENDS
+    if (end := first_token(inner, names)) is None:
+        what = f"{path} has no end-of-document token {', '.join(names)}"
+        raise UserError(what, "name the token that ends a document")
+    return Tokenizer(inner, Path(path), *end, sha256_of(definition.encode()))
 
 
 def read_definition(path: Path) -> str:
@@ -111,17 +113,6 @@ def chat_template_beside(path: Path) -> list[Path]:
     """Return the chat template beside a tokenizer file, if there is one."""
     chat = path.with_name("chat_template.jinja")
     return [chat] if chat.is_file() else []
-
-
-def declared_token(path: Path, name: str) -> str | None:
-    """Return the `eos_token` or `bos_token` that `tokenizer_config.json` beside the tokenizer declares."""
-    config = _file_of(Path(path)).parent / "tokenizer_config.json"
-    try:
-        token = json.loads(config.read_bytes()).get(name)
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
 
 
 # words, numbers, code, white space and several scripts, where pre-tokenizers and merges differ
@@ -271,12 +262,14 @@ def _common_beginning(store: TokenStore, inner: tokenizers.Tokenizer) -> Special
     return SpecialToken(token.content, number) if token is not None and token.special else None
 
 
+def first_token(inner: tokenizers.Tokenizer, names: Iterable[str]) -> SpecialToken | None:
+    """Return the first of these tokens that the tokenizer has."""
+    found = ((name, inner.token_to_id(name)) for name in names)
+    return next((SpecialToken(name, number) for name, number in found if number is not None), None)
+
+
 def usual_end(definition: str, path: Path | None = None) -> SpecialToken | None:
-    inner = parsed(definition)
-    return next(
-        (SpecialToken(name, found) for name in _ends(path) if (found := inner.token_to_id(name)) is not None),
-        None,
-    )
+    return first_token(parsed(definition), _ends(path))
 
 
 def _beginnings(path: Path | None) -> tuple[str, ...]:
@@ -298,9 +291,8 @@ def _mark(
     if wanted == "none":
         return None
     names = known if wanted == "auto" else (wanted,)
-    for name in names:
-        if (found := inner.token_to_id(name)) is not None:
-            return SpecialToken(name, found)
+    if (found := first_token(inner, names)) is not None:
+        return found
     raise UserError(
         f"the tokenizer has no token {' or '.join(names)}",
         f"name the token that {does} a document with {option} TOKEN, or pass {option} none",
@@ -331,16 +323,10 @@ def train_tokenizer(
 
     `split` is the pattern that splits text into words before merging; by default GPT-2's.
     """
-    if vocab_size < SMALLEST_VOCAB:
-        raise UserError(
-            f"a vocabulary of {vocab_size} is too small",
-            f"{SMALLEST_VOCAB} holds every byte and the end token",
-        )
-    if vocab_size > LARGEST_VOCAB:
-        raise UserError(
-            f"a vocabulary of {vocab_size:,} is too large",
-            f"the largest is {LARGEST_VOCAB:,}; 128,000 is common",
-        )
+    if not SMALLEST_VOCAB <= vocab_size <= LARGEST_VOCAB:
+        is_small = vocab_size < SMALLEST_VOCAB
+        todo = f"{SMALLEST_VOCAB} holds every byte and the end token; the largest is {LARGEST_VOCAB:,}"
+        raise UserError(f"a vocabulary of {vocab_size:,} is too {'small' if is_small else 'large'}", todo)
     _check_writable(path, 40 * vocab_size)
     inner = tokenizers.Tokenizer(models.BPE(ignore_merges=split is not None))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -356,17 +342,10 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    some = False
-
-    def seen() -> Iterator[str]:
-        nonlocal some
-        for text in texts:
-            some = some or bool(text)
-            yield text
-
-    inner.train_from_iterator(seen(), trainer)
-    if not some:
+    texts = filter(None, texts)
+    if (first := next(texts, None)) is None:
         raise UserError("there is no text to train a tokenizer on", "check the sources and --column")
+    inner.train_from_iterator(chain([first], texts), trainer)
     with space_for(path):
         publish_file(path, inner.to_str(pretty=True).encode())
     return load_tokenizer(path, end)
