@@ -3,12 +3,13 @@
 import hashlib
 import json
 import shutil
+import sys
 
 import pytest
 
 import arriero
 from arriero.checkpoint.directory import MANIFEST, read_manifest
-from arriero.evaluate.replay import Record
+from arriero.evaluate.replay_plan import Record
 from arriero.files import sha256_of_json
 
 SETTINGS = {
@@ -109,6 +110,36 @@ def test_another_layout_agrees_within_the_bounds_of_parity(command, run, options
     assert {row["expected"] for row in found["steps"]} == {"within bounds"}
     assert not all(row["bit_equal"] for row in found["steps"])
     assert found["layout"] != "1 process"
+
+
+@pytest.mark.slow
+def test_ranks_of_srun_repeat_steps_together(slurm, run, tmp_path):
+    def replay(*options):
+        before = content(run)
+        words = [
+            "--overcommit",
+            "-N",
+            "2",
+            "-n",
+            "2",
+            sys.executable,
+            "-m",
+            "arriero",
+            "replay",
+            run,
+            "--json",
+        ]
+        result = slurm.run("srun", *words, *options, check=False, cwd=tmp_path)
+        assert content(run) == before, "the run was changed"
+        assert result.returncode in (0, 1), result.stderr
+        return json.loads(result.stdout)
+
+    found = replay("--from", "6", "--steps", "4")
+    assert found["holds"] and found["layout"] == "dp_shard 2" and len(found["steps"]) == 4, found
+    assert [each["step"] for each in found["checkpoints"]] == [9, 10]
+    flip_bit(run / "checkpoints" / "step-00000009", with_checksum=False)
+    assert "is damaged" in replay("--from", "9", "--workdir", str(tmp_path))["first_difference"]
+    assert not [*tmp_path.glob("arriero-replay-*")]
 
 
 def test_the_first_step_whose_record_was_changed_is_named(command, run):

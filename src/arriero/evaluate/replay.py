@@ -1,18 +1,13 @@
 """Repeat recorded steps of a run from one of its checkpoints, and compare what they compute with the record.
 
-The steps run in a temporary run directory, whose checkpoint is a link to that of the run: nothing is written
-into the run. Steps that must be bit-equal: those of a run with run.deterministic, with the same layout,
-settings, device and torch. All others must agree within the bounds of `bench parity`.
+Steps of a run with run.deterministic must be bit-equal with the same layout, settings, device and torch. All
+others must agree within the bounds of `bench parity`.
 """
 
 import json
 import math
-import shutil
-import tempfile
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,241 +15,35 @@ import torch
 
 from arriero.bench.cases import BF16, BF16_WEIGHTS, FLOAT8, FP32, STATES, Tolerance
 from arriero.bench.parity import IGNORED_BIAS
-from arriero.checkpoint.directory import (
-    CHECKPOINTS,
-    SavedCheckpoint,
-    directory_name,
-    find_checkpoints,
-    find_damage,
-)
+from arriero.checkpoint.directory import SavedCheckpoint, find_damage
 from arriero.checkpoint.formats.dcp_directory import SafeDcpReader
 from arriero.checkpoint.manager import verify_by_ranks
 from arriero.checkpoint.state import MODEL, LocalPart, local_parts, named_tensors, read_parts
-from arriero.config.fields import to_toml, toml_value
 from arriero.config.load import load_run
 from arriero.config.schema import RunConfig
-from arriero.config.timeline import Timeline
-from arriero.data.order.ledger import LEDGER, Ledger, difference, read_ledger
+from arriero.data.order.ledger import difference, read_ledger
 from arriero.errors import UserError
-from arriero.events import EVENTS, START_OVER, read_records
+from arriero.evaluate.replay_plan import FREE, RUN, SETTINGS, Plan, prepare, prepare_together
+from arriero.events import METRICS, read_records
 from arriero.model.presets import expand
 from arriero.parallel.world import world_from
 from arriero.plan.layout import AXES
 from arriero.train.hooks import Hook
 from arriero.train.resume import checkpoint_ranks
 from arriero.train.run import run
-from arriero.train.schedule import make_shape
 
 if TYPE_CHECKING:
     from arriero.train.metrics import StepMetrics
     from arriero.train.saving import Outcome
     from arriero.train.session import Session
 
-STEPS = 5
-METRICS, RUN_FILE, SETTINGS = "metrics.jsonl", "run.toml", "settings.json"
 _FOUND = "replay.json"
-# ranks that a replay starts by itself if the run had as many
-_MOST_RANKS = 8
 _COMPARED = {
     "loss": "loss",
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "eval_loss": "validation loss",
 }
-# sections that a resumed run may change
-_FREE = ("parallel", "memory", "precision", "guard")
-
-
-@dataclass
-class Record:
-    """What a run directory says about the steps that count: not those that a restart or rollback repeated."""
-
-    run: Path
-    lines: dict[int, dict[str, Any]] = field(default_factory=dict)
-    starts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    origin: int = 0
-    rejected: set[int] = field(default_factory=set)
-
-    @staticmethod
-    def read(run_dir: Path) -> "Record":
-        record, start = Record(run_dir), {}
-        for each in _by_time(run_dir):
-            kind = each.get("event")
-            if kind == START_OVER:
-                record, start = Record(run_dir), {}
-            elif kind == "start":
-                record.origin = each.get("step", 0) if not start else record.origin
-                record._drop_after(each.get("step", 0))
-                start = each
-            elif kind == "rollback":
-                record._drop_after(each["to_step"])
-            elif kind == "bad step":
-                record.rejected.add(each["step"])
-            elif kind is None:
-                record._drop_lines(each["step"] - 1)
-                record.lines[each["step"]], record.starts[each["step"]] = each, start
-        return record
-
-    def _drop_lines(self, step: int) -> None:
-        while self.lines and (last := next(reversed(self.lines))) > step:
-            del self.lines[last]
-
-    def _drop_after(self, step: int) -> None:
-        self._drop_lines(step)
-        self.rejected = {each for each in self.rejected if each <= step}
-
-    @cached_property
-    def checkpoints(self) -> dict[int, SavedCheckpoint]:
-        return {each.step: each for each in find_checkpoints(self.run, report_unreadable=True)}
-
-    def run_file(self, step: int) -> Path:
-        """Return the run file by which a step was trained: that of the next checkpoint, else the run's."""
-        later = [each for at, each in sorted(self.checkpoints.items()) if at >= step and not each.problem]
-        return (later[0].directory if later else self.run) / RUN_FILE
-
-
-def _by_time(run_dir: Path) -> list[dict[str, Any]]:
-    """Return events and metrics in the order in which they were written."""
-    lines, now = [], 0.0
-    for each in read_records(run_dir / METRICS):
-        if isinstance(each.get("step"), int) and "event" not in each:
-            now = each.get("time", now)
-            lines.append((now, each))
-    events = [(each.get("time", 0.0), each) for each in read_records(run_dir / EVENTS) if "event" in each]
-    return [each for _, each in sorted([*events, *lines], key=lambda pair: pair[0])]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The steps (start, end] to repeat, on `ranks` ranks; `config` is that of the temporary run."""
-
-    record: Record
-    start: int
-    end: int
-    ranks: int
-    config: RunConfig
-    saved: SavedCheckpoint | None
-
-    @property
-    def recorded(self) -> list[int]:
-        return [step for step in self.record.lines if self.start < step <= self.end]
-
-    @property
-    def compared(self) -> list[SavedCheckpoint]:
-        """The checkpoints in reach, whose weights are compared."""
-        return [each for at, each in sorted(self.record.checkpoints.items()) if self.start < at <= self.end]
-
-
-def plan_replay(
-    run_dir: Path, start: int | None, steps: int | None, nproc: int | None, sets: Sequence[str], folder: Path
-) -> Plan:
-    """Choose the checkpoint and the steps, and make the config of the temporary run in `folder`."""
-    if world_from().size > 1:
-        raise UserError("replay starts its own ranks", "run it as one process, with --nproc N")
-    record = Record.read(run_dir)
-    if not record.lines:
-        raise UserError(f"{run_dir} has no recorded step", "replay a run that has trained")
-    last = max(record.lines)
-    begins = sorted({record.origin, *record.checkpoints})
-    if start is None:
-        start = max(each for each in begins if each < last)
-    if start not in begins:
-        raise UserError(f"{run_dir} has no checkpoint of step {start}", f"give --from {_any_of(begins)}")
-    later = [step for step in record.lines if step > start]
-    if not later:
-        raise UserError(f"{run_dir} recorded no step after {start}", f"give --from {_any_of(begins[:-1])}")
-    end = min(start + steps if steps else max(start + STEPS, later[0]), last)
-    if later[0] > end:
-        raise UserError(
-            f"no step from {start + 1} to {end} was recorded (observe.log_every)",
-            f"give --steps {later[0] - start} or more",
-        )
-    first = record.starts[later[0]]
-    ranks = nproc or (first.get("ranks", 1) if first.get("ranks", 1) <= _MOST_RANKS else 1)
-    layout = _degrees(first.get("layout", "")) if ranks == first.get("ranks", 1) else {}
-    own = {"run.dir": str(folder), "run.name": "run", **_settings(record, start, end, layout, ranks)}
-    written = [f"{key}={toml_value(value)}" for key, value in own.items()]
-    if not layout and ranks != first.get("ranks", 1):
-        written.append("train.micro_batch=default")
-    config = load_run(run_dir / RUN_FILE, [*written, *sets], expand).config
-    return Plan(record, start, end, ranks, config, record.checkpoints.get(start))
-
-
-def _any_of(steps: Sequence[int]) -> str:
-    shown = ", ".join(map(str, steps[:-1]))
-    return f"{shown} or {steps[-1]}" if shown else str(steps[-1])
-
-
-def _degrees(layout: str) -> dict[str, int]:
-    """Return the degrees of a layout that an event names, like 'dp_shard 2 x tp 2'."""
-    words = [part.split() for part in layout.split(" x ")]
-    named = {name: int(degree) for name, degree in (each for each in words if len(each) == 2) if name in AXES}
-    return dict.fromkeys(AXES, 1) | named
-
-
-def _settings(record: Record, start: int, end: int, layout: Mapping[str, int], ranks: int) -> dict[str, Any]:
-    """Return the keys that differ from the run file: the run ends after `end` steps and saves nothing.
-
-    A resumed run may change keys that do not change what is trained; those of the first step are taken.
-    """
-    config = load_run(record.run / RUN_FILE, [], expand).config
-    then = load_run(record.run_file(start + 1), [], expand).config.model_dump(mode="json")
-    keys = {f"{section}.{key}": then[section][key] for section in _FREE for key in then[section]}
-    keys = {key: value for key, value in keys.items() if value is not None}
-    keys |= {f"parallel.{axis}": degree for axis, degree in layout.items()}
-    if not layout:
-        keys |= {f"parallel.{axis}": 1 for axis in AXES} | {"parallel.dp_shard": ranks}
-    timeline = Timeline.of(config)
-    if config.data.phases:
-        raw = tomllib.loads((record.run / RUN_FILE).read_text(encoding="utf-8"))
-        begun = sum(phase.step < end for phase in timeline.phases[1:])
-        keys["data.phases"] = raw["data"]["phases"][:begun]
-    # in tokens, because later phases, which are left out, may change the tokens of a step
-    shape = make_shape(config.schedule, config.train, timeline)
-    spans = {"horizon": shape.horizon, "warmup": shape.warmup}
-    if shape.kind == "wsd":
-        spans["decay"] = shape.decay
-    keys |= {f"schedule.{key}": f"{tokens} tok" for key, tokens in spans.items() if tokens}
-    keys |= {"train.horizon": f"{end} steps"}
-    keys |= {f"checkpoint.{key}": False for key in ("every", "at_end", "export", "start_over")}
-    keys |= {"eval.every": False, "observe.tensorboard": False, "observe.sample": False}
-    keys |= {"observe.trackers": []}
-    keys |= {"observe.log_every": 1, "guard.nonfinite": "skip"}
-    return keys | ({"guard.spike": "skip"} if config.guard.spike == "rollback" else {})
-
-
-def prepare(plan: Plan, folder: Path) -> None:
-    """Make the temporary run directory: run file, derived settings, ledger, and a link to the checkpoint."""
-    record, target = plan.record, folder / "run"
-    target.mkdir()
-    (target / RUN_FILE).write_text(to_toml(plan.config), encoding="utf-8")
-    if (record.run / SETTINGS).is_file():
-        shutil.copy(record.run / SETTINGS, target / SETTINGS)
-    if not (record.run / LEDGER).is_file():
-        raise UserError(f"{record.run} has no {LEDGER}", "replay a run that has trained")
-    whole = read_ledger(record.run)
-    begun = replace(whole, stretches=[])
-    if plan.saved is not None:
-        (target / CHECKPOINTS).mkdir()
-        (target / CHECKPOINTS / directory_name(plan.start)).symlink_to(plan.saved.directory.resolve())
-        begun = read_ledger(plan.saved.directory)
-    timeline = Timeline.of(plan.config)
-    # the update of these steps was rejected when they were trained; their losses are recorded and compared
-    trained = {(timeline.samples_after(step - 1), timeline.samples_after(step)) for step in record.rejected}
-    skipped = sorted({*begun.skipped, *whole.skipped} - trained)
-    (target / LEDGER).write_bytes(_ledger_file(begun, skipped))
-
-
-def _ledger_file(ledger: Ledger, skipped: Sequence[tuple[int, int]]) -> bytes:
-    content = {
-        "samples": ledger.samples,
-        "batch_sequences": ledger.batch_sequences,
-        "order": ledger.order,
-        "sources": [{"name": name} for name in ledger.names],
-        "stretches": [{**asdict(each), "checksum": f"{each.checksum:016x}"} for each in ledger.stretches],
-        "skipped": skipped,
-    }
-    return json.dumps(content).encode()
 
 
 class Comparison(Hook):
@@ -280,7 +69,8 @@ class Comparison(Hook):
                 self._found["checkpoints"].append({"step": step, **_compare(session, saved)})
 
     def on_metrics(self, session: "Session", metrics: "StepMetrics") -> None:
-        self._show(metrics.step, metrics.loss)
+        if session.mesh.world.is_leader:
+            self._show(metrics.step, metrics.loss)
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
         if session.mesh.world.is_leader:
@@ -380,12 +170,24 @@ def damage_of(plan: Plan, progress: Callable[[int], None]) -> str | None:
     return f"the checkpoint of step {saved.step} is damaged: {listed}" if bad else None
 
 
-def replay(plan: Plan, folder: Path, show: Callable[[int, float], None]) -> Verdict:
-    """Repeat the steps and compare. `show` is called in the process of rank 0 after each step."""
-    prepare(plan, folder)
-    run(plan.config, [Comparison(plan, show)], nproc=plan.ranks)
+def replay(
+    plan: Plan, folder: Path, show: Callable[[int, float], None], refusal: UserError | None = None
+) -> Verdict | None:
+    """Repeat the steps and compare; None on ranks of a launcher other than 0.
+
+    `show` is called in the process of rank 0 after each step. `refusal` of rank 0 is raised on all ranks.
+    """
+    world, hooks = world_from(), [Comparison(plan, show)]
+    if world.size > 1:
+        prepare_together(plan, folder)
+        run(plan.config, hooks, refusal=refusal)
+        if not world.is_leader:
+            return None
+    else:
+        prepare(plan, folder)
+        run(plan.config, hooks, nproc=plan.ranks)
     found = json.loads((folder / _FOUND).read_bytes())
-    lines = {line["step"]: line for line in read_records(folder / "run" / METRICS)}
+    lines = {line["step"]: line for line in read_records(folder / RUN / METRICS)}
     bounds = tolerance_of(plan.config, found["compute"])
     rows = [_row(plan, step, lines[step], bounds, found) for step in plan.recorded]
     checkpoints = [_judged(plan, each, bounds, found) for each in found["checkpoints"]]
@@ -428,7 +230,7 @@ def must_be_equal(plan: Plan, step: int, found: Mapping[str, Any]) -> bool:
 def _computes(config: RunConfig) -> dict[str, Any]:
     """Return the settings that decide the order of sums and that a resumed run may change."""
     every = config.model_dump(mode="json", exclude={"parallel": set(AXES)})
-    return {section: every[section] for section in _FREE if section != "guard"} | {
+    return {section: every[section] for section in FREE if section != "guard"} | {
         "micro_batch": config.train.micro_batch
     }
 
@@ -482,10 +284,6 @@ def _judged(plan: Plan, each: dict[str, Any], bounds: Tolerance, found: Mapping[
         of = f"{len(each['unequal'])} of {each['tensors']} tensors of its checkpoint differ"
         problem = f"{of}, most of all {name} ({size})"
     return each | {"expected": "bit-equal" if exact else "within bounds", "problem": problem}
-
-
-def temporary_folder(workdir: Path | None) -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="arriero-replay-", dir=workdir)
 
 
 def remarks(plan: Plan, verdict: Verdict) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """`arriero replay`: repeat steps of a run and compare them with what it recorded."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,10 +9,13 @@ import typer
 
 from arriero.checkpoint.commands import run_directory_at
 from arriero.config.options import AsJson, Sets
+from arriero.errors import UserError
 from arriero.ui import Console, Table, byte_progress, make_console, print_json, styled
+from arriero.units import counted
 
 if TYPE_CHECKING:
-    from arriero.evaluate.replay import Plan, Verdict
+    from arriero.evaluate.replay import Verdict
+    from arriero.evaluate.replay_plan import Plan
 
 
 def replay(
@@ -43,33 +47,46 @@ def replay(
     """Repeat steps of a run from a checkpoint, and compare losses, norms and weights with its record.
 
     A run with run.deterministic must be repeated bit by bit on the same layout; elsewhere, and on any other
-    layout (--nproc, --set parallel.tp=2), within the bounds of `bench parity`. The first step that differs is
-    named, with exit code 1. The run directory is only read.
+    layout (--nproc, srun, torchrun, --set parallel.tp=2), within the bounds of `bench parity`. The first step
+    that differs is named, with exit code 1. The run directory is only read.
 
     Example: arriero replay runs/demo --nproc 2
     """
-    from arriero.evaluate.replay import damage_of, plan_replay, remarks, temporary_folder
+    from arriero.evaluate.replay import damage_of, remarks
     from arriero.evaluate.replay import replay as repeat
+    from arriero.evaluate.replay_plan import plan_replay, temporary_folder
+    from arriero.parallel.world import world_from
 
-    console = make_console(as_json)
+    console, world = make_console(as_json), world_from()
     with temporary_folder(workdir) as folder:
-        plan = plan_replay(run_directory_at(run), start, steps, nproc, sets, Path(folder))
+        plan = plan_replay(run_directory_at(run), start, steps, nproc, sets, folder)
+        if not world.is_leader:
+            try:
+                repeat(plan, folder, lambda *_: None)
+            except UserError:
+                # rank 0 reports it
+                raise typer.Exit(1) from None
+            return
         size = plan.saved.manifest.size if plan.saved and plan.saved.manifest else 0
         with byte_progress(console, "reading the checkpoint", size) as advance:
             damage = damage_of(plan, advance)
         if damage:
+            if world.size > 1:
+                with suppress(UserError):
+                    repeat(plan, folder, lambda *_: None, UserError(damage, "see rank 0"))
             if as_json:
                 print_json({"run": str(plan.record.run), "holds": False, "first_difference": damage})
             else:
                 console.plain(f"differs: {damage}", "bold red")
             raise typer.Exit(1)
-        ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
+        ranks = counted(plan.ranks, "rank")
         console.print(f"repeating steps {plan.start + 1} to {plan.end} of {plan.record.run} on {ranks}")
 
         def show(step: int, loss: float) -> None:
             console.print(f"  step {step}  loss {loss:.6f}")
 
-        verdict = repeat(plan, Path(folder), show)
+        verdict = repeat(plan, folder, show)
+        assert verdict is not None
     if as_json:
         print_json(verdict.to_dict() | {"remarks": list(remarks(plan, verdict))})
     else:

@@ -46,15 +46,21 @@ class RunResult:
     has_trained: bool
 
 
-def run(config: RunConfig, hooks: "Sequence[Hook]" = (), nproc: int | None = None) -> RunResult:
+def run(
+    config: RunConfig,
+    hooks: "Sequence[Hook]" = (),
+    nproc: int | None = None,
+    refusal: UserError | None = None,
+) -> RunResult:
     """Train a run to its end and return what it reached; a run that was stopped resumes.
 
     Without `nproc` it trains in this process, which is one rank if torchrun, srun or mpirun started several.
     With `nproc` it forks that many ranks on this machine; the caller must not have used a GPU before. Hooks
-    are called in the process of rank 0, whose output is shown only if there are hooks.
+    are called in the process of rank 0, whose output is shown only if there are hooks. A `refusal` of rank 0
+    under a launcher is raised on all ranks.
     """
     if nproc is None:
-        return _run_rank(config, hooks, is_child=False)
+        return _run_rank(config, hooks, is_child=False, refusal=refusal)
     if world_from().size > 1:
         raise UserError("a launcher has started several ranks already", "omit --nproc")
     with lock_run(config):
@@ -65,11 +71,12 @@ def run(config: RunConfig, hooks: "Sequence[Hook]" = (), nproc: int | None = Non
         return run_ranks(work, nproc, leader_prints=bool(hooks), log_of=log_of)
 
 
-def _run_rank(config: RunConfig, hooks: "Sequence[Hook]", is_child: bool) -> RunResult:
+def _run_rank(
+    config: RunConfig, hooks: "Sequence[Hook]", is_child: bool, refusal: UserError | None = None
+) -> RunResult:
     """Run one rank. A forked rank is a process of its own, whose parent has locked the run directory."""
     world = world_from()
     with Requests(prints=world.is_leader, final=is_child), ExitStack() as stack:
-        refusal = None
         if world.is_leader and not is_child:
             try:
                 # locked before torch is imported, so that a second run is rejected quickly
