@@ -55,6 +55,8 @@ _VALUES = {"bool": "", "int": "N", "float": "N", "str": "TEXT", "path": "PATH", 
 
 def _named(parameter: Any, ctx: Any) -> Any:
     """Return a parameter whose help shows a short name of its value instead of a Python type."""
+    if not hasattr(parameter, "display_type"):  # typer before 0.29
+        return parameter
     kind = parameter.display_type(ctx).strip("<>").removeprefix("list[").rstrip("]").removesuffix(" range")
     if kind in _VALUES and parameter.param_type_name == "argument":
         parameter.metavar = parameter.metavar or parameter.name.upper()
