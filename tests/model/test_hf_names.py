@@ -16,6 +16,7 @@ from arriero.model.presets import load_preset, preset_names
 from arriero.model.spec import ModelSpec
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 32}
+YARN = {**SCALING, "type": "yarn", "high_freq_factor": 32.0}
 BASE = {"vocab_size": 97, "layers": 2, "ffn": 88, "max_seq_len": 512}
 SHAPES = {
     "mha": {"dim": 64, "heads": 4},
@@ -68,6 +69,34 @@ SHAPES = {
         "kv_heads": 2,
         "tied": True,
         "sliding_window": 33,
+    },
+    "qwen3, alternating windows, yarn": {
+        "family": "qwen3",
+        "dim": 36,
+        "heads": 3,
+        "kv_heads": 1,
+        "layers": 3,
+        "sliding_window": 5,
+        "extra": {"window_layers": (0, 2)},
+        "rope_scaling": YARN,
+    },
+    "qwen2, yarn": {
+        "family": "qwen2",
+        "dim": 64,
+        "heads": 4,
+        "rope_scaling": {**YARN, "attention_factor": 1.3, "truncate": False},
+    },
+    "mistral, linear": {
+        "family": "mistral",
+        "dim": 36,
+        "heads": 3,
+        "rope_scaling": {**SCALING, "type": "linear"},
+    },
+    "diffllama, dynamic": {
+        "family": "diffllama",
+        "dim": 36,
+        "heads": 2,
+        "rope_scaling": {**SCALING, "type": "dynamic"},
     },
     "mamba2": {"family": "mamba2", "ffn": 0, "dim": 48, "heads": 6, "head_dim": 16, "extra": {"state": 10}},
     "mamba2, groups": {
@@ -229,8 +258,37 @@ def test_old_and_new_rope_keys_are_read():
     new = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling")}
     assert spec_from_hf(old) == spec_from_hf(new)
     assert spec_from_hf(new).rope_theta == 5e5
-    with pytest.raises(UserError, match="yarn"):
-        spec_from_hf({**old, "rope_scaling": {"type": "yarn", "factor": 2.0}})
+    with pytest.raises(UserError, match="longrope"):
+        spec_from_hf({**old, "rope_scaling": {"type": "longrope", "factor": 2.0}})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mscale": 1.0, "mscale_all_dim": 0.7},
+        {"attention_factor": 1.2, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False},
+        {"original_max_position_embeddings": 64},
+    ],
+)
+def test_every_way_to_write_yarn_gives_the_frequencies_of_transformers(more):
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    plain = {k: v for k, v in hf_config(spec_of("qwen2")).items() if not k.startswith("rope_")}
+    config = AutoConfig.for_model(**plain, rope_parameters=rope | more)
+    peer, spec = AutoModelForCausalLM.from_config(config), spec_from_hf(config.to_dict())
+    theirs_cos, theirs_sin = peer.model.rotary_emb(torch.ones(1), torch.arange(512)[None])
+    for ours, found in zip(
+        build_model(spec).rope(torch.arange(512)[None]), (theirs_cos, theirs_sin), strict=True
+    ):
+        assert (ours[0, :, 0] - found[0, :, : ours.shape[-1]]).abs().max() <= 1e-5
+    assert spec_from_hf(hf_config(spec)) == spec
+
+
+@pytest.mark.parametrize("shape", ["mamba2", "bamba"])
+def test_a_config_that_transformers_saved_is_read(shape, tmp_path):
+    """It stores the infinite limit of step sizes as an object."""
+    spec = spec_of(shape)
+    AutoConfig.for_model(**hf_config(spec)).save_pretrained(tmp_path)
+    assert spec_from_hf(json.loads((tmp_path / "config.json").read_text())).extra == spec.extra
 
 
 def test_other_architectures_are_refused():
@@ -336,9 +394,10 @@ PLAIN = {"rope_type": "default", "rope_theta": 5e5}
             {"rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
             "rope_scaling = .*rope_p",
         ),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": PLAIN}, "yarn"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "linear"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": PLAIN}, "contradicts itself"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, None),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, None),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": -4.0}}, "positive"),
         ({"rope_parameters": {"full_attention": PLAIN}}, "per type of layer"),
         ({"rope_parameters": PLAIN, "rope_theta": 1e4}, r"rope_theta = 10000\.0, and 500000\.0"),
         ({"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -356,10 +415,11 @@ def test_rope_is_read_as_transformers_reads_it_or_is_an_error(rope, refused):
         AutoConfig.for_model(**config, **deepcopy(rope)).rope_parameters,
     )
     assert spec.rope_theta == applied["rope_theta"]
-    assert (spec.rope_scaling is not None) == (applied["rope_type"] == "llama3")
+    assert (spec.rope_scaling is not None) == (applied["rope_type"] != "default")
     if spec.rope_scaling is not None:
-        assert spec.rope_scaling.factor == applied["factor"]
-        assert spec.rope_scaling.original_max_seq_len == applied["original_max_position_embeddings"]
+        assert (spec.rope_scaling.type, spec.rope_scaling.factor) == (applied["rope_type"], applied["factor"])
+        original = applied.get("original_max_position_embeddings", spec.max_seq_len)
+        assert spec.rope_scaling.original_max_seq_len == original
 
 
 def test_an_invalid_config_is_reported_with_its_file_and_keys(tmp_path):

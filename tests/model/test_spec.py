@@ -47,7 +47,7 @@ def test_a_spec_is_restored_from_its_dict():
         ({"family": "mamba"}, "family must be llama or gpt2"),
         ({"hedas": 3}, "did you mean heads?"),
         ({"dim": None}, "dim is missing"),
-        ({"rope_scaling": {"factor": 8.0}}, "rope_scaling needs exactly"),
+        ({"rope_scaling": {"factor": 8.0}}, "rope_scaling needs factor"),
         ({"family": "gpt2", "kv_heads": 2}, "gpt2 has as many kv_heads as heads"),
         ({"family": "gpt2", "rope_theta": 1e4}, "rope_theta does not apply"),
         ({"family": "gpt2", "head_dim": 32}, "gpt2 needs heads x head_dim = dim"),

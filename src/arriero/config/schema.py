@@ -87,6 +87,12 @@ class RopeScalingSection(Section):
     """Wavelengths shorter than original_max_seq_len / this are kept."""
     original_max_seq_len: Annotated[int, Field(gt=0, le=10**9)] = 8192
     """Context length before scaling."""
+    type: Literal["llama3", "linear", "dynamic", "yarn"] = "llama3"
+    """Kind of scaling; for yarn the two factors are beta_slow and beta_fast (1 and 32)."""
+    attention_factor: Annotated[float, Field(gt=0)] | None = None
+    """yarn: factor of the rotated q and k; 0.1 ln(factor) + 1 unless given."""
+    truncate: bool = True
+    """yarn: round the range of scaled dimensions to whole ones."""
 
 
 class ModelSection(Section):
@@ -116,7 +122,7 @@ class ModelSection(Section):
     rope_theta: Annotated[float, Field(gt=0)] | None = None
     """Base of the rotary frequencies."""
     rope_scaling: RopeScalingSection | Literal[False] | None = None
-    """Llama 3.1 scaling of the rotary frequencies; false removes the preset's."""
+    """Scaling of the rotary frequencies for longer contexts; false removes the preset's."""
     tied: bool | None = None
     """Whether the head shares the embedding table."""
     sliding_window: Positive | Literal[False] | None = None

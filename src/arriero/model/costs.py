@@ -127,8 +127,9 @@ def block_costs(
     # equal blocks of another depth or vocabulary are the same block
     # a sliding window changes neither the operators nor what they keep; callers count its FLOPs
     own = {"layers": 1, "vocab_size": 1, "tied": False, "nominal_params": None}
-    shape = replace(spec, **own, sliding_window=None, max_window_layers=0)
-    return _traced(shape, tuple(sorted(spec.extra.items())), compiled, element, fused_qkv, budget)
+    extra = {name: value for name, value in spec.extra.items() if name != "window_layers"}
+    shape = replace(spec, **own, sliding_window=None, max_window_layers=0, extra=extra)
+    return _traced(shape, tuple(sorted(shape.extra.items())), compiled, element, fused_qkv, budget)
 
 
 def _mean_block(costs: Sequence[BlockCosts], shares: Sequence[float]) -> BlockCosts:

@@ -65,18 +65,38 @@ class Rope(nn.Module):
     def forward(self, positions: Tensor) -> Rotation:
         """Return cosines and sines in fp32, shaped (..., T, 1, E/2) to broadcast over (B, T, H, E/2)."""
         angles = positions[..., None, None].float() * self.frequencies
-        return angles.cos(), angles.sin()
+        if self.scaling is None or (by := self.scaling.amplitude) == 1.0:
+            return angles.cos(), angles.sin()
+        return angles.cos() * by, angles.sin() * by
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
     frequencies = 1.0 / theta**exponents
-    if scaling is None:
+    if scaling is None or scaling.type == "dynamic":
         return frequencies
+    if scaling.type == "linear":
+        return frequencies / scaling.factor
+    if scaling.type == "yarn":
+        kept = _kept_by_yarn(head_dim, theta, scaling)
+        return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+
+
+def _kept_by_yarn(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """Return the share of each frequency that is not scaled: a ramp over the dimensions, not the turns."""
+    first, last = (
+        head_dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (scaling.high_freq_factor, scaling.low_freq_factor)
+    )
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    at = torch.arange(head_dim // 2, device="cpu", dtype=torch.float32)
+    return 1.0 - ((at - first) / (last - first or 0.001)).clamp(0.0, 1.0)
 
 
 def rotate(x_BTHE: Tensor, rotation: Rotation) -> Tensor:

@@ -68,7 +68,10 @@ def _overlay(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, objec
     merged = {**base, **own}
     scaling = own.get("rope_scaling")
     if isinstance(scaling, Mapping):
-        merged["rope_scaling"] = {**_SCALING, **(base.get("rope_scaling") or {}), **scaling}
+        before = base.get("rope_scaling") or {}
+        if "type" in scaling and scaling["type"] != before.get("type", "llama3"):
+            before = {"high_freq_factor": 32.0} if scaling["type"] == "yarn" else {}
+        merged["rope_scaling"] = {**_SCALING, **before, **scaling}
     if isinstance(own.get("extra"), Mapping):
         merged["extra"] = {**(base.get("extra") or {}), **own["extra"]}
     if own.keys() & {"heads", "dim"} and "head_dim" not in own:

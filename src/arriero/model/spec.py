@@ -28,12 +28,41 @@ _LARGEST_DIM = 2**31
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1 scaling of the low RoPE frequencies, which extends the context length."""
+    """Scaling of the RoPE frequencies, which extends the context length; `type` is Hugging Face's rope_type.
+
+    linear divides all frequencies by `factor`. llama3 and yarn divide those that make fewer turns than
+    `low_freq_factor` in the original context, and keep those above `high_freq_factor` (yarn: beta_slow and
+    beta_fast). dynamic changes nothing up to `max_seq_len`. yarn multiplies q and k by `attention_factor`.
+    """
 
     factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_seq_len: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+    type: str = "llama3"
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @property
+    def amplitude(self) -> float:
+        """Return what sines and cosines are multiplied by."""
+        if self.type != "yarn" or self.attention_factor is not None:
+            return self.attention_factor or 1.0
+        return 0.1 * math.log(max(1.0, self.factor)) + 1.0
+
+    def problems(self) -> list[str]:
+        numbers = [value for value in vars(self).values() if isinstance(value, float | int)]
+        if self.type not in ROPE_TYPES:
+            return [f"rope_scaling.type must be {', '.join(ROPE_TYPES)}, not {self.type!r}"]
+        if not all(0 < value < _LARGEST_DIM for value in numbers if value is not False):
+            return [f"rope_scaling must hold positive numbers below {_LARGEST_DIM:,}"]
+        if self.low_freq_factor >= self.high_freq_factor:
+            return ["rope_scaling needs low_freq_factor below high_freq_factor"]
+        return []
+
+
+ROPE_TYPES = ("llama3", "linear", "dynamic", "yarn")
+_SCALING_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len")
 
 
 @dataclass(frozen=True)
@@ -91,19 +120,31 @@ class ModelSpec:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that have a value; options of attention where they differ from the family's."""
         usual = {**_OPTIONS, **family_of(self.family).defaults}
+        values = asdict(self)
+        if self.rope_scaling is not None:
+            plain = asdict(RopeScaling(1.0))
+            values["rope_scaling"] = {
+                n: v for n, v in values["rope_scaling"].items() if n in _SCALING_NUMBERS or v != plain[n]
+            }
         return {
             name: value
-            for name, value in asdict(self).items()
+            for name, value in values.items()
             if value is not None and value != {} and not (name in _OPTIONS and value == usual[name])
         }
 
     def window(self, layer: int) -> int | None:
         """Return the sliding window of a block, or None where it attends to all tokens before."""
-        return self.sliding_window if layer >= self.max_window_layers else None
+        return self.sliding_window if layer in self._windowed else None
+
+    @cached_property
+    def _windowed(self) -> frozenset[int]:
+        if self.sliding_window is None:
+            return frozenset()
+        return frozenset(self.extra.get("window_layers") or range(self.max_window_layers, self.layers))
 
     def mean_over_layers(self, of_window: Callable[[int | None], float]) -> float:
         """Return the mean over the blocks of a function of their sliding window."""
-        windowed = max(0, self.layers - self.max_window_layers) / self.layers if self.sliding_window else 0.0
+        windowed = len(self._windowed) / self.layers
         found = windowed * of_window(self.sliding_window) if windowed else 0.0
         return found + ((1 - windowed) * of_window(None) if windowed < 1 else 0.0)
 
@@ -207,20 +248,29 @@ def _wrong_kind(name: str, value: object) -> str | None:
 
 
 def _take_scaling(value: object, good: dict[str, Any], problems: dict[str, str]) -> None:
-    names = [f.name for f in fields(RopeScaling)]
+    kinds: dict[str, Any] = dict.fromkeys(_SCALING_NUMBERS, int | float)
+    kinds |= {"type": str, "attention_factor": int | float | None, "truncate": bool}
     if isinstance(value, RopeScaling):
         good["rope_scaling"] = value
-    elif not isinstance(value, Mapping) or sorted(value) != sorted(names):
-        problems["rope_scaling"] = f"rope_scaling needs exactly {', '.join(names)}, not {value!r}"
-    elif any(isinstance(v, bool) or not isinstance(v, int | float) for v in value.values()):
-        problems["rope_scaling"] = f"rope_scaling holds something that is not a number: {dict(value)!r}"
+    elif not isinstance(value, Mapping) or not set(_SCALING_NUMBERS) <= set(value) <= set(kinds):
+        needed = ", ".join(_SCALING_NUMBERS)
+        problems["rope_scaling"] = f"rope_scaling needs {needed} and no unknown keys, not {value!r}"
+    elif wrong := [n for n, v in value.items() if not _is_a(v, kinds[n])]:
+        problems["rope_scaling"] = f"rope_scaling has a wrong {', '.join(wrong)}: {dict(value)!r}"
     else:
-        length = _as_float(value[names[-1]])
+        reals = {
+            n: _as_float(v) if n in (*_SCALING_NUMBERS, "attention_factor") and v is not None else v
+            for n, v in value.items()
+        }
+        length = reals["original_max_seq_len"]
         if not length.is_integer():
-            problems["rope_scaling"] = f"{names[-1]} must be a whole number, not {value[names[-1]]!r}"
+            problems["rope_scaling"] = f"original_max_seq_len must be a whole number, not {length!r}"
             return
-        reals = {n: _as_float(value[n]) for n in names[:-1]}
-        good["rope_scaling"] = RopeScaling(**reals, original_max_seq_len=int(length))
+        good["rope_scaling"] = RopeScaling(**{**reals, "original_max_seq_len": int(length)})
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def _take_extra(value: object, family: str, good: dict[str, Any], problems: dict[str, str]) -> None:

@@ -1,7 +1,6 @@
 """Llama 2 and 3: fields, parameter counts, tensor-parallel placements, presets. Imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
     from arriero.model.language_model import LanguageModel
     from arriero.model.name_maps import HuggingFaceNames
     from arriero.model.spec import ModelSpec
-
-_LARGEST = 2**31
 
 
 def _build(spec: "ModelSpec") -> "LanguageModel":
@@ -50,12 +47,10 @@ def _problems(fields: Mapping[str, Any]) -> list[str]:
     if "rope_theta" not in fields:
         problems.append("rope_theta is missing")
     scaling = fields.get("rope_scaling")
-    if scaling is None:
-        return problems
-    if not all(0 < value < _LARGEST for value in asdict(scaling).values()):
-        problems.append(f"rope_scaling must hold positive numbers below {_LARGEST:,}")
-    elif scaling.low_freq_factor >= scaling.high_freq_factor:
-        problems.append("rope_scaling needs low_freq_factor below high_freq_factor")
+    if scaling is not None:
+        problems += scaling.problems()
+        if scaling.type == "yarn" and fields.get("rope_theta", 2.0) <= 1.0:
+            problems.append(f"rope_theta {fields['rope_theta']} must be above 1 for yarn")
     return problems
 
 

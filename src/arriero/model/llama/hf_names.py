@@ -1,24 +1,32 @@
 """Llama as Hugging Face names it: config.json with its RoPE tables, and tensor names."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from arriero.errors import UserError
 from arriero.model.name_maps import HuggingFaceNames
-from arriero.model.spec import ModelSpec
+from arriero.model.spec import ROPE_TYPES, ModelSpec
+
+# the turns in the original context below which a frequency is scaled, and above which it is kept
+_TURNS: dict[str, dict[str, Any]] = {
+    "llama3": {"low_freq_factor": None, "high_freq_factor": None},
+    "yarn": {"beta_slow": 1.0, "beta_fast": 32.0},
+}
 
 
 def rope_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the keys of RoPE; those of other families with Llama's RoPE are the same."""
-    scaling = None
-    if spec.rope_scaling is not None:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": spec.rope_scaling.factor,
-            "low_freq_factor": spec.rope_scaling.low_freq_factor,
-            "high_freq_factor": spec.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": spec.rope_scaling.original_max_seq_len,
-        }
+    scaling, own = None, spec.rope_scaling
+    if own is not None:
+        scaling = {"rope_type": own.type, "factor": own.factor}
+        if own.type in _TURNS:
+            turns = own.low_freq_factor, own.high_freq_factor
+            scaling |= dict(zip(_TURNS[own.type], turns, strict=True))
+            scaling["original_max_position_embeddings"] = own.original_max_seq_len
+        if own.type == "yarn":
+            given = {"attention_factor": own.attention_factor, "truncate": None if own.truncate else False}
+            scaling |= {name: value for name, value in given.items() if value is not None}
     return {
         # transformers before version 5 reads the first two keys, later versions read rope_parameters
         "rope_theta": spec.rope_theta,
@@ -53,8 +61,9 @@ def _rope(config: Mapping[str, Any], table: Any, where: str) -> dict[str, Any]:
     kind = table.get("rope_type", table.get("type", "default"))
     if any(isinstance(value, Mapping) for value in table.values()):
         kind = "a table per type of layer"
-    if kind not in ("default", "llama3"):
-        raise UserError(f"{where} asks for rope scaling of type {kind!r}", "only llama3 scaling can be read")
+    if kind not in ("default", *ROPE_TYPES):
+        what = f"{where} asks for rope scaling of type {kind!r}"
+        raise UserError(what, f"only {', '.join(ROPE_TYPES)} scaling can be read")
     partial_factor = table.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial_factor not in (None, 1):
         what = f"{where} asks for partial_rotary_factor = {partial_factor!r}"
@@ -63,9 +72,25 @@ def _rope(config: Mapping[str, Any], table: Any, where: str) -> dict[str, Any]:
     if kind == "default":
         return {"rope_theta": theta}
     original = table.get("original_max_position_embeddings", config.get("max_position_embeddings"))
-    scaling = {name: table.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    scaling = {"type": kind, "factor": table.get("factor")}
     scaling["original_max_seq_len"] = config.get("original_max_position_embeddings", original)
+    ours = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    # transformers takes a zero for no value
+    found = [table.get(name) or usual for name, usual in _TURNS.get(kind, {}).items()]
+    scaling |= dict(zip(ours, found or ours.values(), strict=True))
+    if kind == "yarn":
+        scaling |= {"attention_factor": _attention_factor(table), "truncate": table.get("truncate", True)}
     return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _attention_factor(table: Mapping[str, Any]) -> Any:
+    """Return yarn's factor of the attention; mscale and mscale_all_dim are another way to give it."""
+    given, scales = table.get("attention_factor"), [table.get(n) for n in ("mscale", "mscale_all_dim")]
+    factor = table.get("factor")
+    if given is not None or not all(isinstance(x, int | float) and x for x in (*scales, factor)):
+        return given
+    over, under = (0.1 * scale * math.log(max(1.0, factor)) + 1.0 for scale in scales)
+    return over / under
 
 
 NAMES = HuggingFaceNames(

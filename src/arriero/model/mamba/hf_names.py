@@ -109,6 +109,9 @@ def _limits(config: Mapping[str, Any], where: str) -> tuple[float, ...]:
     limits = config.get("time_step_limit")
     if limits is None:
         return ()
+    if isinstance(limits, list | tuple):
+        # transformers 5 writes infinity so
+        limits = [inf if each == {"__float__": "Infinity"} else each for each in limits]
     if not isinstance(limits, list | tuple) or not all(isinstance(each, int | float) for each in limits):
         raise UserError(f"{where}: time_step_limit is {limits!r}, not two numbers", "correct it")
     return () if tuple(limits) == (0.0, inf) else tuple(map(float, limits))

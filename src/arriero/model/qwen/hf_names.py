@@ -33,19 +33,22 @@ def _from_config(fields: dict[str, Any], config: Mapping[str, Any], where: str) 
     layers, first, kinds = fields["layers"], config.get("max_window_layers", 28), config.get("layer_types")
     fields = llama.fields_from_config(fields, config, where)
     fields["kv_heads"] = config.get("num_key_value_heads", 32)
+    if not config.get("use_sliding_window"):
+        return fields
+    window = config.get("sliding_window", 4096)
     if isinstance(kinds, list):
-        first = kinds.count(_KINDS[0])
-        if len(kinds) != layers:
-            what = f"{where}: layer_types has {len(kinds)} entries, and num_hidden_layers is {layers!r}"
-            raise UserError(what, "correct one of them")
-        if kinds != [_KINDS[i >= first] for i in range(len(kinds))]:
-            what = f"{where}: layer_types is {kinds!r}, not full_attention first and sliding_attention after"
-            raise UserError(what, "this variant of the model is not supported")
-    if config.get("use_sliding_window") and type(first) is not int:
+        if len(kinds) != layers or not set(kinds) <= set(_KINDS):
+            what = f"{where}: layer_types is {kinds!r}, and num_hidden_layers is {layers!r}"
+            raise UserError(what, f"give each layer {' or '.join(_KINDS)}")
+        windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
+        first = windowed[0] if windowed else len(kinds)
+        if windowed and windowed != list(range(first, len(kinds))):
+            return fields | {"sliding_window": window, "extra": {"window_layers": windowed}}
+    if type(first) is not int:
         what = f"{where}: max_window_layers is {first!r}, not a whole number"
         raise UserError(what, "correct it, or copy or download it again")
-    if config.get("use_sliding_window") and not (isinstance(layers, int) and first >= layers):
-        fields |= {"sliding_window": config.get("sliding_window", 4096), "max_window_layers": first}
+    if not (isinstance(layers, int) and first >= layers):
+        fields |= {"sliding_window": window, "max_window_layers": first}
     return fields
 
 
