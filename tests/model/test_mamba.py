@@ -10,7 +10,7 @@ import arriero
 from arriero.errors import UserError
 from arriero.model.costs import Mode, block_costs, block_memory
 from arriero.model.family import build_model
-from arriero.model.mamba.scan import causal_conv, chunked_scan, scan_step
+from arriero.model.mamba.scan import ScanInputs, causal_conv, chunked_scan, scan_step
 from arriero.model.presets import load_preset, resolve
 from arriero.model.spec import flops_per_token
 from arriero.plan.hardware import Machine
@@ -38,9 +38,10 @@ def recurrence(x, dt, rate, b, c, documents):
     for t in range(x.shape[1]):
         if documents is not None and t:
             state = state * (documents[:, t] == documents[:, t - 1])[:, None, None, None]
-        y, state = scan_step(state, x[:, t], dt[:, t], rate, b[:, t], c[:, t])
+        now = slice(t, t + 1)
+        y, state = scan_step(state, ScanInputs(x[:, now], dt[:, now], rate, b[:, now], c[:, now]))
         found.append(y)
-    return torch.stack(found, 1), state
+    return torch.cat(found, 1), state
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -57,7 +58,7 @@ def test_the_chunked_scan_and_its_gradients_equal_the_recurrence(shape, chunk, p
     """With 330 tokens in chunks of 8, states are passed on by two levels of blocks."""
     inputs, numbers = scan_inputs(*shape), torch.Generator().manual_seed(1)
     documents = (torch.rand(shape[:2], generator=numbers) < 0.15).long().cumsum(1) if packed else None
-    found, expected = chunked_scan(*inputs, documents, chunk), recurrence(*inputs, documents)
+    found, expected = chunked_scan(ScanInputs(*inputs, documents), chunk), recurrence(*inputs, documents)
     assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(found, expected, strict=True))
     weights = torch.randn(found[0].shape, generator=numbers)
     gradients = [torch.autograd.grad((y * weights).sum(), inputs) for y, _ in (found, expected)]

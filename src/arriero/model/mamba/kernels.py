@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arriero.model.mamba.scan import CHUNK, causal_conv, chunked_scan
+from arriero.model.mamba.scan import CHUNK, ScanInputs, causal_conv, chunked_scan
 
 _SCAN = ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 _CONV = ("causal_conv1d", "causal_conv1d_fn")
@@ -28,19 +28,11 @@ def convolve(x_BTC: Tensor, taps_CK: Tensor, bias_C: Tensor | None, document_BT:
     return F.silu(causal_conv(x_BTC, taps_CK, bias_C, document_BT, None))
 
 
-def scan(
-    x_BTHP: Tensor,
-    dt_BTH: Tensor,
-    rate_H: Tensor,
-    b_BTGN: Tensor,
-    c_BTGN: Tensor,
-    document_BT: Tensor | None,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
+def scan(inputs: ScanInputs, chunk: int) -> tuple[Tensor, Tensor]:
     """Return the results of the scan, and the states after the last token in fp32."""
-    if x_BTHP.is_cuda and _agrees(*_SCAN):
-        return _kernel_scan(x_BTHP, dt_BTH, rate_H, b_BTGN, c_BTGN, document_BT, chunk)
-    return chunked_scan(x_BTHP, dt_BTH, rate_H, b_BTGN, c_BTGN, document_BT, min(chunk, CHUNK))
+    if inputs.x_BTHP.is_cuda and _agrees(*_SCAN):
+        return _kernel_scan(inputs, chunk)
+    return chunked_scan(inputs, min(chunk, CHUNK))
 
 
 # compiled code calls the kernels as they are: their autograd functions cannot be traced
@@ -55,11 +47,10 @@ def _kernel_conv(x_BTC: Tensor, taps_CK: Tensor, bias_C: Tensor | None, document
 
 
 @torch.compiler.disable
-def _kernel_scan(
-    x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, document_BT: Tensor | None, chunk: int
-) -> tuple[Tensor, Tensor]:
+def _kernel_scan(inputs: ScanInputs, chunk: int) -> tuple[Tensor, Tensor]:
+    *tensors, document_BT = inputs
     numbers = None if document_BT is None else document_BT.int()
-    return _imported(*_SCAN)(x, dt, rate, b, c, chunk, seq_idx=numbers, return_final_states=True)
+    return _imported(*_SCAN)(*tensors, chunk, seq_idx=numbers, return_final_states=True)
 
 
 def _imported(module: str, name: str) -> Any:
@@ -95,10 +86,10 @@ def _scan_trial() -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Te
     document_BT = (torch.arange(300, device="cuda") > 170).int()[None]
 
     def plain(x: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        return chunked_scan(x, dt, rate, b, c, document_BT, 64)[0]
+        return chunked_scan(ScanInputs(x, dt, rate, b, c, document_BT), 64)[0]
 
     def kernel(x: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        return _kernel_scan(x, dt, rate, b, c, document_BT, 64)[0]
+        return _kernel_scan(ScanInputs(x, dt, rate, b, c, document_BT), 64)[0]
 
     return plain, kernel, [tensors[0], *tensors[3:]]
 

@@ -17,7 +17,7 @@ from arriero.model.language_model import InitRule, LanguageModel
 from arriero.model.layers import Attention, Block, Rope, Rotation, SwiGLU, residual_and_norm
 from arriero.model.mamba.family import ROTARY, Shape, attention_layers
 from arriero.model.mamba.kernels import convolve, scan
-from arriero.model.mamba.scan import causal_conv, scan_step
+from arriero.model.mamba.scan import ScanInputs, causal_conv, scan_step
 from arriero.model.spec import ModelSpec
 
 
@@ -80,26 +80,20 @@ class Scan(OwnParameters):
         self.dt_bias = nn.Parameter(torch.zeros(heads))
         self.skip = nn.Parameter(torch.ones(heads))
 
-    def forward(
-        self, x_BTHP: Tensor, dt_BTH: Tensor, b_BTGN: Tensor, c_BTGN: Tensor, document_BT: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, projected: ScanInputs) -> tuple[Tensor, Tensor]:
         """Return the outputs, and the states after the last token."""
-        dt_BTH, rate_H = self._step_sizes(dt_BTH)
-        y_BTHP, state = scan(x_BTHP, dt_BTH, rate_H, b_BTGN, c_BTGN, document_BT, self.chunk)
-        return y_BTHP + x_BTHP * self.local(self.skip)[:, None], state
+        y_BTHP, state = scan(self._with_rates(projected), self.chunk)
+        return y_BTHP + projected.x_BTHP * self.local(self.skip)[:, None], state
 
-    def step(
-        self, state_BHPN: Tensor, x_BTHP: Tensor, dt_BTH: Tensor, b_BTGN: Tensor, c_BTGN: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def step(self, state_BHPN: Tensor, projected: ScanInputs) -> tuple[Tensor, Tensor]:
         """Return the output of one token, and the next states."""
-        dt_BTH, rate_H = self._step_sizes(dt_BTH)
-        y_BHP, state = scan_step(state_BHPN, x_BTHP[:, 0], dt_BTH[:, 0], rate_H, b_BTGN[:, 0], c_BTGN[:, 0])
-        return y_BHP[:, None] + x_BTHP * self.local(self.skip)[:, None], state
+        y_BTHP, state = scan_step(state_BHPN, self._with_rates(projected))
+        return y_BTHP + projected.x_BTHP * self.local(self.skip)[:, None], state
 
-    def _step_sizes(self, dt_BTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the step sizes of all tokens, and the rates of decay, in fp32."""
-        dt_BTH = F.softplus(dt_BTH.float() + self.local(self.dt_bias).float()).clamp(*self.limits)
-        return dt_BTH, -self.local(self.a_log).float().exp()
+    def _with_rates(self, projected: ScanInputs) -> ScanInputs:
+        """Return the inputs with the step sizes of all tokens and the rates of decay, in fp32."""
+        dt_BTH = F.softplus(projected.dt_BTH.float() + self.local(self.dt_bias).float()).clamp(*self.limits)
+        return projected._replace(dt_BTH=dt_BTH, rate_H=-self.local(self.a_log).float().exp())
 
 
 class GatedNorm(OwnParameters):
@@ -176,12 +170,12 @@ class Mixer(RecurrentMixer):
 
     def _scan(self, mixed: list[Tensor], dt_BTH: Tensor, document_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.exchange is not None:
-            x, dt, b, c = self._heads(mixed, dt_BTH)
+            x, dt, _, b, c, _ = self._heads(mixed, dt_BTH)
             x, dt, b, c = self.exchange.to_heads((x, dt[..., None], b, c))
             mixed, dt_BTH = [each.flatten(-2) for each in (x, b, c)], dt[..., 0]
         convolutions = (self.conv_x, self.conv_b, self.conv_c)
         done = [conv(each, document_BT) for conv, each in zip(convolutions, mixed, strict=True)]
-        y_BTHP, state = self.scan(*self._heads(done, dt_BTH), document_BT)
+        y_BTHP, state = self.scan(self._heads(done, dt_BTH)._replace(document_BT=document_BT))
         return y_BTHP if self.exchange is None else self.exchange.to_tokens(y_BTHP), state
 
     def divide_heads(self, exchange: Exchange, part: int, parts: int) -> None:
@@ -191,10 +185,11 @@ class Mixer(RecurrentMixer):
         for module in (self.conv_b, self.conv_c):
             module.use_part(part, parts, self.state)
 
-    def _heads(self, mixed: list[Tensor], dt_BTH: Tensor) -> tuple[Tensor, ...]:
+    def _heads(self, mixed: list[Tensor], dt_BTH: Tensor) -> ScanInputs:
         x, b, c = mixed
         b, c = (each.unflatten(-1, (-1, self.state)) for each in (b, c))
-        return x.unflatten(-1, (-1, self.head_dim)), dt_BTH, b, c
+        # the scan computes the rates, and the step sizes, from its own parameters
+        return ScanInputs(x.unflatten(-1, (-1, self.head_dim)), dt_BTH, self.scan.a_log, b, c)
 
     def _cached(self, cache: KVCache, mixed: list[Tensor], dt_BTH: Tensor) -> Tensor:
         """Compute a prompt, or one new token of each row, and keep the states."""
@@ -205,7 +200,7 @@ class Mixer(RecurrentMixer):
             *kept, state = [each[cache.rows] for each in cache.stored[self]]
             convolutions = (self.conv_x, self.conv_b, self.conv_c)
             done = [conv.step(x, k) for conv, x, k in zip(convolutions, mixed, kept, strict=True)]
-            y_BTHP, state = self.scan.step(state, *self._heads(done, dt_BTH))
+            y_BTHP, state = self.scan.step(state, self._heads(done, dt_BTH))
             before = [torch.cat((k, x), dim=1)[:, 1:] for x, k in zip(mixed, kept, strict=True)]
         found = [*before, state]
         if self not in cache.stored:

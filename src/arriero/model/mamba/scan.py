@@ -7,6 +7,8 @@ passes into another document.
 Shapes: B batch, T tokens, H heads, P head dim, G groups, N state size, M chunks, Q tokens of a chunk, K taps.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,35 +20,31 @@ CHUNK = 128
 _STATES = 16
 
 
-def chunked_scan(
-    x_BTHP: Tensor,
-    dt_BTH: Tensor,
-    rate_H: Tensor,
-    b_BTGN: Tensor,
-    c_BTGN: Tensor,
-    document_BT: Tensor | None,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
+class ScanInputs(NamedTuple):
+    """What a scan reads: values, step sizes in fp32, the negative rate of each head in fp32, the two
+    projections of each group, and the numbers of documents if sequences are packed."""
+
+    x_BTHP: Tensor
+    dt_BTH: Tensor
+    rate_H: Tensor
+    b_BTGN: Tensor
+    c_BTGN: Tensor
+    document_BT: Tensor | None = None
+
+
+def chunked_scan(inputs: ScanInputs, chunk: int) -> tuple[Tensor, Tensor]:
     """Return y of all tokens, and the states after the last one in fp32.
 
-    `dt` and `rate` are in fp32; the rate is negative. Uncompiled, the backward pass recomputes the scan: it
-    would else keep several matrices of Q x Q for each head; the compiler recomputes what is cheap by itself.
+    Uncompiled, the backward pass recomputes the scan: it would else keep several matrices of Q x Q for each
+    head; the compiler recomputes what is cheap by itself.
     """
-    arguments = (x_BTHP, dt_BTH, rate_H, b_BTGN, c_BTGN, document_BT, chunk)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return _scan(*arguments)
-    return checkpoint(_scan, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return _scan(inputs, chunk)
+    return checkpoint(_scan, inputs, chunk, use_reentrant=False, preserve_rng_state=False)
 
 
-def _scan(
-    x_BTHP: Tensor,
-    dt_BTH: Tensor,
-    rate_H: Tensor,
-    b_BTGN: Tensor,
-    c_BTGN: Tensor,
-    document_BT: Tensor | None,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
+def _scan(inputs: ScanInputs, chunk: int) -> tuple[Tensor, Tensor]:
+    x_BTHP, dt_BTH, rate_H, b_BTGN, c_BTGN, document_BT = inputs
     tokens, groups, dtype = x_BTHP.shape[1], b_BTGN.shape[2], x_BTHP.dtype
     chunk = min(chunk, tokens)
     # padding keeps the state: its input is zero and its decay is one
@@ -132,15 +130,16 @@ def _pass_on(states_BMHPN: Tensor, a_BMH: Tensor, document_BM: Tensor | None) ->
     return out[:, :chunks]
 
 
-def scan_step(
-    state_BHPN: Tensor, x_BHP: Tensor, dt_BH: Tensor, rate_H: Tensor, b_BGN: Tensor, c_BGN: Tensor
-) -> tuple[Tensor, Tensor]:
+def scan_step(state_BHPN: Tensor, inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """Return y of one token and the next state, in fp32."""
+    x_BHP, dt_BH, b_BGN, c_BGN = (
+        each[:, 0] for each in (inputs.x_BTHP, inputs.dt_BTH, inputs.b_BTGN, inputs.c_BTGN)
+    )
     heads = x_BHP.shape[1] // b_BGN.shape[1]
     b, c = (each.float().repeat_interleave(heads, dim=1) for each in (b_BGN, c_BGN))
-    scaled_BHP = x_BHP.float() * dt_BH[..., None]
-    state_BHPN = state_BHPN * (dt_BH * rate_H).exp()[..., None, None] + scaled_BHP[..., None] * b[:, :, None]
-    return (state_BHPN * c[:, :, None]).sum(-1).to(x_BHP.dtype), state_BHPN
+    added = (x_BHP.float() * dt_BH[..., None])[..., None] * b[:, :, None]
+    state_BHPN = state_BHPN * (dt_BH * inputs.rate_H).exp()[..., None, None] + added
+    return (state_BHPN * c[:, :, None]).sum(-1).to(x_BHP.dtype)[:, None], state_BHPN
 
 
 def causal_conv(
