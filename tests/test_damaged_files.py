@@ -97,7 +97,8 @@ def damaged(raw, is_toml):
 
 
 VERBS = {
-    "run/ledger.json": lambda at: [("data", "audit", at), ("data", "show", at)],
+    "run/ledger.json": lambda at: [("data", "audit", at), ("data", "show", at), ("report", at)],
+    "run/plan.json": lambda at: [("report", at)],
     "run/run.toml": lambda at: [("data", "audit", at), ("config", "show", at / "run.toml")],
     "dataset/manifest.json": lambda at: [("data", "inspect", at), ("data", "verify", at)],
     "checkpoint/tokenizer.json": lambda at: [("ckpt", "convert", at, at / "out", "--to", "hf")],

@@ -27,14 +27,21 @@ START_OVER = "start over"
 
 
 def events_since(path: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the events after the last one of a kind, or all. Half a line, left by a kill, is ignored."""
+    """Return the events after the last one of a kind, or all."""
     found: list[dict[str, Any]] = []
-    for event in read_records(path):
-        if event.get("event") == kind:
+    for event in read_events(path):
+        if event["event"] == kind:
             found.clear()
-        elif "event" in event:
+        else:
             found.append(event)
     return found
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file; records without a kind or a time are ignored."""
+    for record in read_records(path):
+        if "event" in record and isinstance(record.get("time"), int | float):
+            yield record
 
 
 def end_of(run_dir: Path) -> dict[str, Any] | None:
@@ -180,7 +187,9 @@ class AppendedFile:
 
 
 def finite(value: Any) -> Any:
-    """Return None for numbers that are not finite, because JSON has none; other values as they are."""
+    """Return None for numbers that are not finite, also inside tables, because JSON has none."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -196,7 +205,7 @@ class LineFile(AppendedFile):
                 self.append(b"\n")
 
     def line(self, fields: dict[str, Any]) -> None:
-        self.append(json.dumps({name: finite(value) for name, value in fields.items()}).encode() + b"\n")
+        self.append(json.dumps(finite(fields)).encode() + b"\n")
 
 
 class EventLog(LineFile):

@@ -45,6 +45,12 @@ def test_a_single_step_is_called_one(measured, tmp_path):
     assert "1,500.0 (one step, the first)" in found
 
 
+def test_a_result_that_is_older_than_a_formula_has_an_empty_cell(measured, tmp_path):
+    result = StepResult.read(measured)
+    old = result.model_copy(update={"rates": result.rates[:1]})
+    assert "| a | " in tables([(tmp_path / "a.json", old)], tmp_path)
+
+
 def test_results_become_rows_with_every_convention_and_every_part(arriero, measured, tmp_path):
     (tmp_path / "results").mkdir()
     shutil.copy(measured, tmp_path / "results" / "a.json")

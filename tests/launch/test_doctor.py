@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import select
 import signal
 import time
 from pathlib import Path
@@ -55,6 +56,19 @@ def test_a_check_that_hangs_crashes_or_raises_fails_and_the_others_still_run():
     assert "within" in found[1]
     assert "SIGKILL" in found[2]
     assert "no such device" in found[3]
+
+
+def test_a_command_that_exceeds_its_time_leaves_no_process_behind(tmp_path):
+    """The pipe is closed when the last process that writes to it has ended."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    command = user_check(f"(echo started; sleep 600) > '{tmp_path}/pipe'; true")
+    results = list(run_checks([command], time.monotonic() + 2))
+    assert [each.status for each in results] == ["fail"]
+    assert os.read(reader, 100) == b"started\n"
+    waiting = select.poll()
+    waiting.register(reader, select.POLLIN)
+    assert waiting.poll(60_000) == [(reader, select.POLLHUP)]
 
 
 def test_the_bound_of_the_node_ends_all_checks():
@@ -113,12 +127,20 @@ def test_a_usual_environment_has_no_contradiction():
         ("hsn", ["hsn0", "hsn1"]),
         ("=hsn0", ["hsn0"]),
         ("^lo,hsn", ["eth0"]),
+        ("^=lo,hsn", ["eth0", "hsn0", "hsn1"]),
         ("ib", []),
         ("hsn1,eth", ["eth0", "hsn1"]),
     ],
 )
 def test_interfaces_are_selected_as_nccl_does(variable, expected):
     assert selected(variable, ["eth0", "hsn0", "hsn1", "lo"]) == expected
+
+
+def test_gloo_takes_exact_names_only():
+    names = [each.name for each in interfaces()]
+    found = list(contradictions({"GLOO_SOCKET_IFNAME": names[0][:-1]}))
+    assert [status for status, what, _ in found if "GLOO" in what] == ["fail"]
+    assert not list(contradictions({"GLOO_SOCKET_IFNAME": names[0]}))
 
 
 def nic(name, kind="Ethernet", speed=0, address="10.0.0.1", up=True):

@@ -11,8 +11,9 @@ STOPPED = '[ "$SLURMD_NODENAME" != n4 ] || kill -STOP $(ps -o ppid= $PPID) $PPID
 CHECKS = ["--check", 'test "$SLURMD_NODENAME" != n2', "--check", STOPPED]
 
 
-# the doctor is Arriero's; instead of training, a rank says where it is
+# the doctor is Arriero's, after more warnings than a pipe holds; instead of training, a rank says where it is
 RANK = """#!/bin/bash
+[ "$2" = doctor ] && yes warning | head -c 200000 >&2
 [ "$2" = doctor ] && exec {python} -m "$@"
 echo "rank $SLURM_PROCID on $SLURMD_NODENAME"
 """

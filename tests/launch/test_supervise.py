@@ -7,9 +7,9 @@ import pytest
 
 from arriero.config.load import load_run
 from arriero.errors import NodeError, UserError
-from arriero.launch.allocation import StepResult
+from arriero.launch.allocation import Local, StepResult
 from arriero.launch.failures import Failure, Failures, Nodes
-from arriero.launch.supervisor import Size, smaller_size
+from arriero.launch.supervisor import Size, Supervisor, smaller_size
 from arriero.model.presets import expand
 from arriero.parallel.world import World
 from arriero.report.goodput import goodput
@@ -135,6 +135,33 @@ def test_fewer_replicas_keep_the_global_batch(layout, usable, expected):
     size = smaller_size(config, Size(4, 8), usable, tasks_per_node=2)
     found = size and (size.nodes, size.ranks, int(size.sets[0].rpartition("=")[2]))
     assert found == expected
+
+
+def test_a_node_whose_ranks_fail_twice_ends_the_job_without_another_restart(tmp_path):
+    said = []
+    job = Supervisor(
+        config=load_run(None, [], expand).config,
+        run_dir=tmp_path,
+        allocation=Local(1),
+        command=["bash", "-c", "echo 'rank 0 was killed (SIGKILL)' >&2; exit 75"],
+        wanted=Size(1, 1),
+        tasks_per_node=1,
+        restarts=3,
+        on_time_limit="requeue",
+        preflight=dict,
+        say=lambda text: said.append(text.removeprefix("supervise: ").partition(" ")[0].rstrip(":")),
+    )
+    assert job.run() == 1
+    assert said == [
+        "job",
+        "preflight",
+        *("start", "failure", "restart"),
+        "start",
+        "failure",
+        "exclude",
+        "give",
+        "end",
+    ]
 
 
 def test_the_output_of_srun_names_the_task_that_was_killed_first_and_the_node_that_failed():

@@ -71,6 +71,11 @@ def test_of_a_repeated_step_the_last_line_counts_and_half_a_line_is_ignored(tmp_
     assert run.last["step"] == 3
 
 
+def test_an_event_without_a_time_is_ignored(command, tmp_path):
+    write_run(tmp_path / "runs", "a", [(1, 4.0)], (START, {"event": "start"}, {"time": "x", "event": "end"}))
+    assert json.loads(command("status", "a", "--json").stdout)["state"] == "killed"
+
+
 def test_runs_are_listed_with_the_last_active_first(command, tmp_path):
     for age, name in ((100, "old"), (1, "young")):
         directory = write_run(tmp_path / "runs", name, [(5, 2.0)])

@@ -1,6 +1,9 @@
+import json
+
 import pytest
 import torch
 
+from arriero.events import LineFile
 from arriero.parallel.mesh import make_mesh
 from arriero.parallel.world import World
 from arriero.plan.layout import Layout
@@ -34,6 +37,16 @@ def watch(peak):
         peak,
         make_mesh(Layout(), World(), 1, torch.device("cpu")),
     )
+
+
+def test_numbers_that_are_not_finite_become_null_also_inside_tables(tmp_path):
+    file = LineFile(tmp_path / "lines.jsonl")
+    file.line({"loss": float("inf"), "eval_losses": {"web": float("nan"), "code": 2.0}})
+    line = (tmp_path / "lines.jsonl").read_text()
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "loss": None,
+        "eval_losses": {"web": None, "code": 2.0},
+    }
 
 
 def test_rates_are_means_over_the_steps_of_a_lap(clock):

@@ -101,7 +101,7 @@ def _configs(run_file: Path | None, sets: list[str], models: str) -> "list[RunCo
 
 def _numbers(option: str, text: str) -> list[int]:
     try:
-        found = [int(each) for each in text.split(",") if each.strip()]
+        found = [int(each) for each in text.split(",")] if text else []
     except ValueError:
         found = [0]
     if any(number < 1 for number in found):

@@ -229,7 +229,10 @@ class StepResult(Stored):
     config: dict[str, Any]
 
     def rate(self, convention: str) -> Rate:
-        return next(rate for rate in self.rates if rate.convention == convention)
+        """Return the speed by a formula; without numbers if the file is older than the formula."""
+        unknown = dict.fromkeys(("flops_per_token", "tflops_per_device", "mfu", "mfu_of_float8_peak"))
+        found = (rate for rate in self.rates if rate.convention == convention)
+        return next(found, Rate(convention=convention, formula="", **unknown))
 
 
 @dataclass(frozen=True)

@@ -107,18 +107,20 @@ class Supervisor:
         nodes = Nodes(self.allocation.nodes, self.wanted.nodes)
         self._decide("job", "", **self.allocation.describe(), ranks=self.wanted.ranks)
         begin = time.monotonic()
-        nodes.bad.update(self.preflight())
-        for node, reason in nodes.bad.items():
-            self._decide("exclude", f"pre-flight: {reason}", node=node)
+        for node, reason in self.preflight().items():
+            self._exclude(nodes, node, f"pre-flight: {reason}")
         self._decide("preflight", f"{len(nodes.bad)} of {len(nodes.all)} nodes fail", seconds=_since(begin))
         if len(nodes.usable) < self.wanted.nodes:
             return self._resubmit(nodes, "too few nodes passed the pre-flight check")
         attempt, failures = 0, Failures(self.run_dir)
         while not self._stop:
-            nodes.bad.update(self.allocation.unavailable(nodes.usable))
+            for node, reason in self.allocation.unavailable(nodes.usable).items():
+                self._exclude(nodes, node, reason)
             size = self._size(nodes)
             if size is None:
                 return self._resubmit(nodes, "too few nodes are left, and fewer replicas do not fit")
+            if attempt:
+                self._decide("restart", f"{attempt} of {self.restarts}, from the newest valid checkpoint")
             begin = time.time()
             failures.clear()
             result = self._run_step(nodes, size)
@@ -133,9 +135,12 @@ class Supervisor:
                 return 1
             attempt += 1
             if (bad := nodes.charge(failure)) is not None:
-                self._decide("exclude", nodes.bad[bad], node=bad)
-            self._decide("restart", f"{attempt} of {self.restarts}, from the newest valid checkpoint")
+                self._exclude(nodes, bad, nodes.bad[bad])
         return self._stopped("a signal came before the step started")
+
+    def _exclude(self, nodes: Nodes, node: str, reason: str) -> None:
+        nodes.bad[node] = reason
+        self._decide("exclude", reason, node=node)
 
     def _size(self, nodes: Nodes) -> Size | None:
         if len(nodes.usable) >= self.wanted.nodes:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from arriero.config.load import config_from_toml
 from arriero.config.timeline import total_steps
 from arriero.errors import UserError
-from arriero.events import EVENTS, METRICS, metrics_of, read_records
+from arriero.events import EVENTS, METRICS, metrics_of, read_events
 from arriero.files import is_locked
 from arriero.report.goodput import Goodput, goodput
 from arriero.train.rundir import lock_of
@@ -63,7 +63,7 @@ class RunHistory:
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        return [record for record in read_records(self.directory / EVENTS) if "event" in record]
+        return list(read_events(self.directory / EVENTS))
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:

@@ -200,17 +200,24 @@ def _sources(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None
     rows = []
     for run, name in zip(runs, names, strict=True):
         path = run.directory / LEDGER
-        ledger = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        total = sum(source["tokens"] for source in ledger.get("sources", ())) or 1
-        for source in ledger.get("sources", ()):
-            tokens = source["tokens"]
+        try:
+            sources = json.loads(path.read_bytes())["sources"]
+            read = [(str(each["name"]), int(each["tokens"]), float(each["epochs"])) for each in sources]
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            problem = f"{LEDGER} is damaged ({type(error).__name__}: {error})"
+            rows.append([Cell(name, name), Cell(problem, problem)])
+            continue
+        total = sum(tokens for _, tokens, _ in read) or 1
+        for source, tokens, epochs in read:
             rows.append(
                 [
                     Cell(name, name),
-                    Cell(source["name"], source["name"]),
+                    Cell(source, source),
                     Cell(f"{tokens:,}", tokens),
                     Cell(f"{tokens / total:.1%}", tokens / total),
-                    Cell(f"{source['epochs']:.3f}", source["epochs"]),
+                    Cell(f"{epochs:.3f}", epochs),
                 ]
             )
     columns = [

@@ -3,6 +3,7 @@
 import json
 import statistics
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,16 +70,15 @@ class PlanFile(Hook):
 
 def predicted_and_measured(run_dir: Path) -> list[tuple[str, str, str]]:
     """Return rows of the summary that compare the prediction with the measurement; none without both."""
-    path = run_dir / PLAN
-    facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    predicted, measured = facts.get("predicted"), facts.get("measured")
-    if not predicted or not measured:
-        return []
     rows = []
     shown = [("step", "step_s", 1.0, "s"), ("memory", "memory_bytes", 2**30, "GiB")]
-    # the memory of a process on a CPU includes torch itself
-    for name, key, scale, unit in shown[: 1 if predicted["cluster"] == "cpu" else 2]:
-        there, here = predicted[key] / scale, measured[key] / scale
-        error = f"predicted {there:.3g} {unit}, {there / here - 1:+.0%}"
-        rows.append((name, f"{here:.3g} {unit}", error))
+    # a file that is missing or damaged, or the plan of a run that has not ended
+    with suppress(OSError, ValueError, LookupError, TypeError, ArithmeticError):
+        facts = json.loads((run_dir / PLAN).read_bytes())
+        predicted, measured = facts["predicted"], facts["measured"]
+        # the memory of a process on a CPU includes torch itself
+        for name, key, scale, unit in shown[: 1 if predicted["cluster"] == "cpu" else 2]:
+            there, here = predicted[key] / scale, measured[key] / scale
+            error = f"predicted {there:.3g} {unit}, {there / here - 1:+.0%}"
+            rows.append((name, f"{here:.3g} {unit}", error))
     return rows

@@ -122,8 +122,9 @@ def _step(nodes: Sequence[str], tasks_per_node: int, program: Sequence[str]) -> 
         *("--job-name=doctor", "--unbuffered", "--quiet"),
         *program,
     ]
+    # a pipe that nobody reads would stop srun, and its tasks, once it is full
     step = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         yield step
@@ -236,7 +237,8 @@ def _address() -> str:
     """Return the address under which the other nodes reach this one: of the interface that gloo uses."""
     found = {each.name: each.address for each in interfaces() if each.address}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        chosen = selected(os.environ[variable], found) if os.environ.get(variable) else []
+        value = os.environ.get(variable)
+        chosen = selected(value, found, variable) if value else []
         if chosen:
             return str(found[chosen[0]])
     return address_of(node_name())

@@ -1,11 +1,13 @@
 """Run checks in a process of their own, each within its time bound, and collect what they found."""
 
 import multiprocessing
+import os
 import signal
 import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -75,13 +77,18 @@ def run_checks(checks: Sequence[Check], until: float | None = None) -> Iterator[
                 if result is None:
                     break
         finally:
-            # a process that waits for a device or a file system in the kernel cannot be killed at once
+            # with the commands that it started; it may not lead a process group yet
             worker.kill()
+            assert worker.pid
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+            # a process that waits for a device or a file system in the kernel cannot be killed at once
             worker.join(0.2)
             receiver.close()
 
 
 def _work(checks: Sequence[Check], sender: Connection) -> None:
+    os.setpgrp()
     for check in checks:
         start = time.monotonic()
         try:

@@ -107,7 +107,7 @@ def contradictions(environment: dict[str, str]):
     names = [each.name for each in interfaces()]
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = get(variable)
-        if value and not selected(value, names):
+        if value and not selected(value, names, variable):
             yield "fail", f"{variable}={value}: no such interface here", "see `arriero doctor --detect`"
     devices = int(get("SLURM_GPUS_ON_NODE") or 0) if (get("SLURM_GPUS_ON_NODE") or "0").isdigit() else 0
     for variable in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):

@@ -101,13 +101,13 @@ def fabric_plugin() -> str | None:
     return None
 
 
-def selected(variable: str, names: Iterable[str]) -> list[str]:
-    """Return the interfaces that NCCL_SOCKET_IFNAME or a variable like it selects.
+def selected(value: str, names: Iterable[str], variable: str = "NCCL_SOCKET_IFNAME") -> list[str]:
+    """Return the interfaces that a value of NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME selects.
 
     NCCL takes prefixes, '=name' for an exact name and '^name' to exclude; gloo takes exact names.
     """
-    excludes, exact = variable.startswith("^"), variable.startswith("=")
-    words = [word for word in variable.lstrip("^=").split(",") if word]
+    excludes, exact = value.startswith("^"), variable.startswith("GLOO") or value.lstrip("^").startswith("=")
+    words = [word for word in value.lstrip("^=").split(",") if word]
 
     def matches(name: str) -> bool:
         return any(name == word if exact else name.startswith(word) for word in words)
