@@ -73,6 +73,8 @@ def test_of_a_repeated_step_the_last_line_counts_and_half_a_line_is_ignored(tmp_
 
 def test_an_event_without_a_time_is_ignored(command, tmp_path):
     write_run(tmp_path / "runs", "a", [(1, 4.0)], (START, {"event": "start"}, {"time": "x", "event": "end"}))
+    with (tmp_path / "runs" / "a" / "events.jsonl").open("a") as file:
+        file.write("[" * 100_000)
     assert json.loads(command("status", "a", "--json").stdout)["state"] == "killed"
 
 

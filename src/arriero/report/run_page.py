@@ -205,7 +205,7 @@ def _sources(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None
             read = [(str(each["name"]), int(each["tokens"]), float(each["epochs"])) for each in sources]
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             problem = f"{LEDGER} is damaged ({type(error).__name__}: {error})"
             rows.append([Cell(name, name), Cell(problem, problem)])
             continue

@@ -1,6 +1,6 @@
 """Hooks: how optional behaviour observes a run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,50 +51,10 @@ class Hook:
 
 
 class Hooks(Hook):
-    """All hooks of a run as one."""
+    """All hooks of a run as one: calls each method of all hooks."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._hooks = hooks
-
-    def on_prepare(self, stage: str, done: int, total: int) -> None:
-        for hook in self._hooks:
-            hook.on_prepare(stage, done, total)
-
-    def on_start(self, session: "Session") -> None:
-        for hook in self._hooks:
-            hook.on_start(session)
-
-    def on_step(self, session: "Session", step: int, tokens: int) -> None:
-        for hook in self._hooks:
-            hook.on_step(session, step, tokens)
-
-    def on_metrics(self, session: "Session", metrics: "StepMetrics") -> None:
-        for hook in self._hooks:
-            hook.on_metrics(session, metrics)
-
-    def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
-        for hook in self._hooks:
-            hook.on_evaluation(session, step, tokens, loss)
-
-    def on_save(self, session: "Session", report: "SaveReport") -> None:
-        for hook in self._hooks:
-            hook.on_save(session, report)
-
-    def on_slow_rank(self, session: "Session", slow: "SlowRank") -> None:
-        for hook in self._hooks:
-            hook.on_slow_rank(session, slow)
-
-    def on_bad_step(self, session: "Session", bad: "BadStep", samples: tuple[int, int]) -> None:
-        for hook in self._hooks:
-            hook.on_bad_step(session, bad, samples)
-
-    def on_rollback(self, session: "Session", to_step: int | None, about: dict[str, Any]) -> None:
-        for hook in self._hooks:
-            hook.on_rollback(session, to_step, about)
-
-    def on_end(self, session: "Session", outcome: "Outcome") -> None:
-        for hook in self._hooks:
-            hook.on_end(session, outcome)
 
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
         """Call all hooks, also if one of them fails."""
@@ -104,9 +64,18 @@ class Hooks(Hook):
             except Exception as second:
                 error.add_note(f"{type(hook).__name__} failed too: {second}")
 
-    def on_close(self) -> None:
+
+def _calls_all(name: str) -> Callable[..., None]:
+    def call(self: Hooks, *arguments: Any) -> None:
         for hook in self._hooks:
-            hook.on_close()
+            getattr(hook, name)(*arguments)
+
+    return call
+
+
+for _name in vars(Hook).keys() - vars(Hooks).keys():
+    if _name.startswith("on_") and callable(getattr(Hook, _name)):
+        setattr(Hooks, _name, _calls_all(_name))
 
 
 class Recorder(Hook):

@@ -73,7 +73,7 @@ def predicted_and_measured(run_dir: Path) -> list[tuple[str, str, str]]:
     rows = []
     shown = [("step", "step_s", 1.0, "s"), ("memory", "memory_bytes", 2**30, "GiB")]
     # a file that is missing or damaged, or the plan of a run that has not ended
-    with suppress(OSError, ValueError, LookupError, TypeError, ArithmeticError):
+    with suppress(OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
         facts = json.loads((run_dir / PLAN).read_bytes())
         predicted, measured = facts["predicted"], facts["measured"]
         # the memory of a process on a CPU includes torch itself
