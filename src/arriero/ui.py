@@ -6,7 +6,7 @@ Nothing else imports rich. Without a terminal there are no bars and no colours, 
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -144,6 +144,13 @@ class Table(RichTable):
                     )
             for text in [Text("  ").join(short)] * bool(short) + long:
                 yield Padding(text, (0, 0, 0, 3))
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown, with headings as in `Table`."""
+    marks = "".join("---:|" if heading.startswith(">") else "---|" for heading in headings)
+    names = [heading.removeprefix(">") for heading in headings]
+    return [f"| {' | '.join(names)} |", f"|{marks}", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def styled(text: object, style: str) -> Text:

@@ -5,13 +5,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from arriero.bench.result import Part, StepResult, Stored
 from arriero.config.fields import toml_value
 from arriero.model.presets import resolve
+from arriero.report.page import Bar, Section, page, sentences, stacked_bars, text_table
+from arriero.ui import markdown_table
 from arriero.units import counted
 
 MODES: dict[str, dict[str, Any]] = {
@@ -61,6 +62,7 @@ MODELS: dict[str, MatrixModel] = {
     "llama3.2-1b": MatrixModel("llama3.2-1b", 4, 8192, _narrow(4, 1, 2, 256)),
 }
 SMALL_SEQUENCES, SMALL_SEQ_LEN = 2, 64
+_PER_RANK = "tokens per second and rank"
 
 
 class Cell(Part):
@@ -131,14 +133,9 @@ def run_cells(request: MatrixRequest) -> Iterator[Cell]:
 
 
 def degrees(layout: str, devices: int) -> dict[str, int]:
-    match layout:
-        case "DDP":
-            return {"dp_replicate": devices, "dp_shard": 1}
-        case "FSDP":
-            return {"dp_replicate": 1, "dp_shard": devices}
-        case "HSDP":
-            return {"dp_replicate": 2, "dp_shard": devices // 2}
-    return {"dp_replicate": 1, "dp_shard": 1}
+    replicas = {"DDP": devices, "HSDP": 2}.get(layout, 1)
+    shards = {"FSDP": devices, "HSDP": devices // 2}.get(layout, 1)
+    return {"dp_replicate": replicas, "dp_shard": shards}
 
 
 def settings(request: MatrixRequest, model: str, layout: str, mode: str) -> tuple[int, dict[str, Any]]:
@@ -211,64 +208,28 @@ def _file(request: MatrixRequest, model: str, layout: str, mode: str) -> Path:
     return request.folder / "cells" / f"{name}.json"
 
 
-_HTML_HEAD = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --line: #d5d9e0; --dim: #5d6675; --bad: #b3261e; --bar: #3b7dd8;
-  --back: #ffffff; --text: #1a1d23; --head: #f3f5f8; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --line: #363c47; --dim: #9aa4b4; --bad: #ff8a80;
-  --bar: #5f9bea; --back: #14171c; --text: #e6e9ee; --head: #1d2128; }} }}
-body {{ background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif;
-  max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }}
-h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.15rem; margin: 2.2rem 0 .3rem; }}
-p, .note {{ color: var(--dim); margin: .3rem 0; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; width: 100%; margin: .6rem 0; font-variant-numeric: tabular-nums; }}
-th, td {{ border: 1px solid var(--line); padding: .45rem .7rem; text-align: left; vertical-align: top; }}
-th {{ background: var(--head); font-weight: 600; white-space: nowrap; }}
-td b {{ font-size: 1.05rem; white-space: nowrap; }}
-td small {{ display: block; color: var(--dim); }}
-td.bad {{ color: var(--bad); font-size: .85rem; overflow-wrap: anywhere; }}
-td.none {{ color: var(--dim); font-size: .85rem; }}
-.bar {{ height: 4px; background: var(--bar); border-radius: 2px; margin: .25rem 0; }}
-</style>
-</head>
-<body>
-"""
-
-
 def matrix_markdown(matrix: Matrix) -> str:
-    parts = [f"# {_title(matrix)}\n", *(f"\n{line}\n" for line in _about(matrix))]
-    layouts, modes = _distinct(matrix, "layout"), _distinct(matrix, "mode")
+    parts = [f"# {_title(matrix)}", *_about(matrix)]
     for model in _distinct(matrix, "model"):
-        parts.append(f"\n## {model}\n{_work_summary(matrix, model)}\n\n")
-        parts += [f"| | {' | '.join(layouts)} |\n", f"|---|{'---|' * len(layouts)}\n"]
-        for mode in modes:
-            cells = [_markdown_cell(matrix.of(model, layout, mode)) for layout in layouts]
-            parts.append(f"| {mode} | {' | '.join(cells)} |\n")
-    return "".join(parts)
+        rows = [[text.replace("|", "\\|") for text in row] for row in _rows(matrix, model)]
+        lines = markdown_table(("mode", *_distinct(matrix, "layout")), rows)
+        parts += [f"## {model}\n{_work_summary(matrix, model)}", "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
 
 
 def matrix_html(matrix: Matrix) -> str:
-    parts = [_HTML_HEAD.format(title=escape(_title(matrix))), f"<h1>{escape(_title(matrix))}</h1>\n"]
-    parts += [f"<p>{escape(line)}</p>\n" for line in [*_about(matrix), "Bars compare the speed per rank."]]
-    layouts, modes = _distinct(matrix, "layout"), _distinct(matrix, "mode")
+    parts: list[Section | str] = [sentences(list(_about(matrix)))]
     for model in _distinct(matrix, "model"):
-        fastest = max((c.result.timing.tokens_per_s / c.ranks for c in _done(matrix, model)), default=1.0)
-        heads = "".join(f"<th>{escape(layout)}</th>" for layout in layouts)
-        parts.append(f"<h2>{escape(model)}</h2>\n<p>{escape(_work_summary(matrix, model))}</p>\n")
-        parts.append(f'<div class="wide"><table>\n<tr><th></th>{heads}</tr>\n')
-        for mode in modes:
-            cells = (_html_cell(matrix.of(model, layout, mode), fastest) for layout in layouts)
-            parts.append(f"<tr><th>{escape(mode)}</th>{''.join(cells)}</tr>\n")
-        parts.append("</table></div>\n")
-    parts.append(f"<h2>How MFU is counted</h2>\n{_conventions(matrix)}</body>\n</html>\n")
-    return "".join(parts)
+        body = text_table(("mode", *_distinct(matrix, "layout")), _rows(matrix, model))
+        if speeds := [(cell, cell.result.timing.tokens_per_s / cell.ranks) for cell in _done(matrix, model)]:
+            bars = [Bar(f"{c.layout}, {c.mode}", {_PER_RANK: v}, f"{v:,.0f} tok/s") for c, v in speeds]
+            body += stacked_bars(bars, {_PER_RANK: "var(--c1)"}, "tok/s")
+        parts.append(Section(model, body, _work_summary(matrix, model)))
+    if rates := next((cell.result.rates for cell in matrix.cells if cell.result), []):
+        formulas = text_table(("name", "formula"), [(rate.convention, rate.formula) for rate in rates])
+        note = "The tables show the first formula; each result has all."
+        parts.append(Section("How MFU is counted", formulas, note))
+    return page(_title(matrix), matrix.time, parts)
 
 
 def _title(matrix: Matrix) -> str:
@@ -279,10 +240,7 @@ def _about(matrix: Matrix) -> Iterator[str]:
     done = [cell.result for cell in matrix.cells if cell.result]
     failed = sum(cell.failed for cell in matrix.cells)
     unmet = len(matrix.cells) - len(done) - failed
-    yield (
-        f"{len(done)} of {len(matrix.cells)} cells ran, {failed} failed, {unmet} need more GPUs. "
-        f"{matrix.time}"
-    )
+    yield (f"{len(done)} of {len(matrix.cells)} cells ran, {failed} failed, {unmet} need more GPUs. ")
     if done:
         result = done[0]
         timed = len(result.timing.step_ms)
@@ -317,35 +275,28 @@ def _work_summary(matrix: Matrix, model: str) -> str:
     )
 
 
-class _Done(Cell):
-    """A cell with a result."""
-
-    result: StepResult
-
-
-def _done(matrix: Matrix, model: str) -> list[_Done]:
-    return [_Done(**dict(c)) for c in matrix.cells if c.model == model and c.result is not None]
+def _done(matrix: Matrix, model: str) -> list[Any]:
+    """Return the cells of a model that have a result."""
+    return [cell for cell in matrix.cells if cell.model == model and cell.result is not None]
 
 
 def _distinct(matrix: Matrix, field: str) -> Sequence[str]:
     return list(dict.fromkeys(getattr(cell, field) for cell in matrix.cells))
 
 
-def _markdown_cell(cell: Cell | None) -> str:
+def _rows(matrix: Matrix, model: str) -> list[list[str]]:
+    """Return the table of a model: a row per mode, a column per layout."""
+    layouts = _distinct(matrix, "layout")
+    return [
+        [mode, *(_text(matrix.of(model, layout, mode)) for layout in layouts)]
+        for mode in _distinct(matrix, "mode")
+    ]
+
+
+def _text(cell: Cell | None) -> str:
     if cell is None or cell.result is None:
-        return (cell.problem if cell else "").replace("|", "\\|")[:300]
+        return cell.problem[:300] if cell else ""
     return f"{cell.result.timing.tokens_per_s:,.0f} tok/s, {', '.join(_details(cell.result))}"
-
-
-def _html_cell(cell: Cell | None, fastest: float) -> str:
-    if cell is None or cell.result is None:
-        problem = cell.problem if cell else ""
-        kind = "bad" if cell and cell.failed else "none"
-        return f'<td class="{kind}">{escape(problem[:300])}</td>'
-    speed = cell.result.timing.tokens_per_s
-    bar = f'<div class="bar" style="width:{100 * speed / cell.ranks / fastest:.0f}%"></div>'
-    details = "".join(f"<small>{escape(each)}</small>" for each in _details(cell.result))
-    return f"<td><b>{speed:,.0f} tok/s</b>{bar}{details}</td>"
 
 
 def _details(result: StepResult) -> Iterator[str]:
@@ -358,13 +309,3 @@ def _details(result: StepResult) -> Iterator[str]:
         yield f"{rate.mfu_of_float8_peak:.1%} of the float8 peak"
     if result.gate.needed and result.gate.holds is None:
         yield "loss not checked"
-
-
-def _conventions(matrix: Matrix) -> str:
-    done = next((cell.result for cell in matrix.cells if cell.result), None)
-    if done is None:
-        return "<p>Nothing ran.</p>"
-    rows = "".join(
-        f"<tr><td>{escape(rate.convention)}</td><td>{escape(rate.formula)}</td></tr>" for rate in done.rates
-    )
-    return f"<p>The tables show the first formula; each result has all.</p><table>{rows}</table>\n"

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from arriero.errors import UserError
 from arriero.model.spec import FLOP_FORMULAS, OLD_FORMULA_NAMES
+from arriero.ui import markdown_table
 
 # of a profiled step; while several overlap, time counts for the first of these
 COMPUTE = ("GEMM", "attention", "elementwise", "loss", "optimizer")
@@ -307,38 +308,28 @@ def tables(results: Sequence[Kept], relative_to: Path) -> str:
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def _speed_table(members: Sequence[Kept], relative_to: Path) -> Iterator[str]:
-    heads = (
-        "work",
-        "mode",
-        "layout",
-        "tok/s",
-        "ms a step (quartiles)",
-        "GiB",
-        "J a step",
-        "loss checked",
-        "code",
-        "file",
-    )
-    yield f"| {' | '.join(heads)} |"
-    yield "|---|---|---|---:|---:|---:|---:|---|---|---|"
+def _speed_table(members: Sequence[Kept], relative_to: Path) -> list[str]:
+    heads = ("work", "mode", "layout", ">tok/s", ">ms a step (quartiles)", ">GiB", ">J a step")
+    rows = []
     for path, result in members:
         t, work = result.timing, result.work
         link = os.path.relpath(path, relative_to)
-        cells = (
-            f"{result.name}, {work.tokens_per_step // work.seq_len} x {work.seq_len}"
-            + (f", documents ({work.documents})" if work.documents else ""),
-            result.mode,
-            result.layout,
-            f"{t.tokens_per_s:,.0f}",
-            f"{t.median_ms:,.1f} ({t.spread})",
-            f"{result.memory.allocated_gib:.1f}",
-            f"{result.energy.joules_per_step:,.0f}" if result.energy else "not reported",
-            _loss_check(result),
-            f"{(result.code.commit or 'no commit')[:7]}{'+' if result.code.dirty else ''}",
-            f"[{path.name}]({link})",
+        rows.append(
+            (
+                f"{result.name}, {work.tokens_per_step // work.seq_len} x {work.seq_len}"
+                + (f", documents ({work.documents})" if work.documents else ""),
+                result.mode,
+                result.layout,
+                f"{t.tokens_per_s:,.0f}",
+                f"{t.median_ms:,.1f} ({t.spread})",
+                f"{result.memory.allocated_gib:.1f}",
+                f"{result.energy.joules_per_step:,.0f}" if result.energy else "not reported",
+                _loss_check(result),
+                f"{(result.code.commit or 'no commit')[:7]}{'+' if result.code.dirty else ''}",
+                f"[{path.name}]({link})",
+            )
         )
-        yield f"| {' | '.join(cells)} |"
+    return markdown_table((*heads, "loss checked", "code", "file"), rows)
 
 
 def _loss_check(result: StepResult) -> str:
@@ -348,25 +339,23 @@ def _loss_check(result: StepResult) -> str:
     return f"{gate.loss:.0e} of {gate.loss_bound:.0e}" if gate.holds else "**no**"
 
 
-def _mfu_table(members: Sequence[Kept]) -> Iterator[str]:
+def _mfu_table(members: Sequence[Kept]) -> list[str]:
     """Show MFU, or TFLOP/s if the peak of the precision is unknown."""
-    yield f"| file | {' | '.join(FLOP_FORMULAS)} |"
-    yield f"|---|{'---:|' * len(FLOP_FORMULAS)}"
-    for path, result in members:
-        cells = []
-        for name in FLOP_FORMULAS:
-            rate = result.rate(name)
-            speed = "-" if rate.tflops_per_device is None else f"{rate.tflops_per_device:.3g} TFLOP/s"
-            shares = f"{rate.mfu:.1%}" if rate.mfu is not None else speed
-            float8 = rate.mfu_of_float8_peak
-            cells.append(shares if float8 is None else f"{shares} ({float8:.1%} of float8's)")
-        yield f"| {path.stem} | {' | '.join(cells)} |"
+
+    def cell(rate: Rate) -> str:
+        speed = "-" if rate.tflops_per_device is None else f"{rate.tflops_per_device:.3g} TFLOP/s"
+        shares = f"{rate.mfu:.1%}" if rate.mfu is not None else speed
+        float8 = rate.mfu_of_float8_peak
+        return shares if float8 is None else f"{shares} ({float8:.1%} of float8's)"
+
+    rows = [[path.stem, *(cell(result.rate(name)) for name in FLOP_FORMULAS)] for path, result in members]
+    return markdown_table(("file", *(f">{name}" for name in FLOP_FORMULAS)), rows)
 
 
-def _breakdown_table(members: Sequence[Kept]) -> Iterator[str]:
-    yield f"| file | profiled step | {' | '.join(CATEGORIES)} |"
-    yield f"|---|{'---:|' * (len(CATEGORIES) + 1)}"
-    for path, result in members:
-        if result.breakdown is not None:
-            parts = [f"{result.breakdown.parts[each]:,.1f}" for each in CATEGORIES]
-            yield f"| {path.stem} | {result.breakdown.step_ms:,.1f} | {' | '.join(parts)} |"
+def _breakdown_table(members: Sequence[Kept]) -> list[str]:
+    rows = [
+        [path.stem, *(f"{each:,.1f}" for each in (found.step_ms, *(found.parts[c] for c in CATEGORIES)))]
+        for path, result in members
+        if (found := result.breakdown) is not None
+    ]
+    return markdown_table(("file", ">profiled step", *(f">{each}" for each in CATEGORIES)), rows)

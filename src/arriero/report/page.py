@@ -105,6 +105,11 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], highlight: 
     return f'<div class="scroll"><table>{inside}</table></div>'
 
 
+def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    columns = [Column(title, is_text=True) for title in titles]
+    return table(columns, [[Cell(text, text) for text in row] for row in rows])
+
+
 def legend(colour_of: Mapping[str, str]) -> str:
     each = (f'<span><i style="background:{c}"></i>{escape(name)}</span>' for name, c in colour_of.items())
     return f'<div class="legend">{"".join(each)}</div>'

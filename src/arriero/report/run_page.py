@@ -20,7 +20,7 @@ from arriero.config.fields import toml_value
 from arriero.data.order.ledger import LEDGER
 from arriero.report.goodput import CAUSES
 from arriero.report.history import RunHistory, differing_settings, run_names
-from arriero.report.page import Bar, Cell, Column, Section, page, stacked_bars, table, tiles
+from arriero.report.page import Bar, Cell, Column, Section, page, stacked_bars, table, text_table, tiles
 from arriero.train.plan_file import predicted_and_measured
 from arriero.units import JOULES_PER_KWH, human_bytes, human_count, human_time
 
@@ -303,12 +303,13 @@ def _checkpoints(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | 
 
 def _plan(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None:
     rows = [
-        [Cell(each, each) for each in (name, *row)]
+        (name, *row)
         for run, name in zip(runs, names, strict=True)
         for row in predicted_and_measured(run.directory)
     ]
-    columns = [Column(title, is_text=True) for title in ("run", "", "measured", "predicted, and its error")]
-    return Section("Plan", _by_run(runs, columns, rows)) if rows else None
+    first = 1 if len(runs) == 1 else 0
+    titles = ("run", "", "measured", "predicted, and its error")[first:]
+    return Section("Plan", text_table(titles, [row[first:] for row in rows])) if rows else None
 
 
 def _by_run(runs: Sequence[RunHistory], columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> str:
@@ -320,13 +321,12 @@ def _by_run(runs: Sequence[RunHistory], columns: Sequence[Column], rows: Sequenc
 def _settings(runs: Sequence[RunHistory], names: Sequence[str]) -> Section:
     changed = differing_settings(runs) if len(runs) > 1 else {}
     keys = dict.fromkeys([*changed, *(key for run in runs for key in run.settings)])
-    rows = []
-    for key in keys:
-        values = [toml_value(run.settings[key]) if key in run.settings else "" for run in runs]
-        rows.append([Cell(key, key), *(Cell(value, value) for value in values)])
-    columns = [Column("key", is_text=True), *(Column(name, is_text=True) for name in names)]
+    rows = [
+        [key, *(toml_value(run.settings[key]) if key in run.settings else "" for run in runs)] for key in keys
+    ]
     note = f"The first {len(changed)} keys differ." if changed else ""
-    return Section("Settings", f"<details><summary>all keys</summary>{table(columns, rows)}</details>", note)
+    shown = text_table(("key", *names), rows)
+    return Section("Settings", f"<details><summary>all keys</summary>{shown}</details>", note)
 
 
 def _moment(seconds: float) -> str:
