@@ -142,8 +142,7 @@ class ConsoleProgress(Hook):
         self._console.print(f"{about['reason']} at step {about['bad_steps'][0]}: {done}", style="yellow")
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
-        several = session.evaluator.metrics().get("eval_losses", {}) if session.evaluator else {}
-        for name, mean in (("", loss), *several.items()):
+        for name, mean in (("", loss), *session.eval_losses.items()):
             text = f"validation loss {mean:.3f}  perplexity {math.exp(min(mean, 700)):.1f}"
             self._console.plain(f"step {_step_of_total(session, step)}  {text}{name and f'  {name}'}")
 

@@ -1,7 +1,7 @@
 """Run batches forward and backward in any layout: gradient accumulation, validation (held-out) loss."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -165,10 +165,11 @@ class Evaluator:
         self.by_source = found
         return overall(found.values()).mean
 
-    def metrics(self) -> dict[str, Any]:
-        """Return the losses of the sources for metrics.jsonl, where there are several."""
+    @property
+    def several(self) -> dict[str, float]:
+        """Return the losses of the sources, where there are several."""
         several = {name: loss.mean for name, loss in self.by_source.items()}
-        return {"eval_losses": several} if len(several) > 1 else {}
+        return several if len(several) > 1 else {}
 
     def _source_loss(
         self, stream: EvalStream, passes: ForwardBackward, requests: Requests

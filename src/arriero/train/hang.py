@@ -26,7 +26,6 @@ from arriero.train.hooks import Hook
 from arriero.train.rank_process import LOGS, rank_log_path
 
 if TYPE_CHECKING:
-    from arriero.train.saving import Outcome
     from arriero.train.session import Session
 
 _MEDIAN_OF = 50
@@ -75,13 +74,7 @@ class HangWatch(Hook):
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
         self._last = time.monotonic()
 
-    def on_end(self, session: "Session", outcome: "Outcome") -> None:
-        self._stop()
-
-    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
+    def on_stop(self) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()

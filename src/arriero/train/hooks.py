@@ -42,9 +42,14 @@ class Hook:
     def on_rollback(self, session: "Session", to_step: int | None, about: dict[str, Any]) -> None:
         """Called after the run returned to the checkpoint of `to_step`; None: there was none."""
 
-    def on_end(self, session: "Session", outcome: "Outcome") -> None: ...
+    def on_end(self, session: "Session", outcome: "Outcome") -> None:
+        self.on_stop()
 
-    def on_fault(self, session: "Session", step: int, error: BaseException) -> None: ...
+    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
+        self.on_stop()
+
+    def on_stop(self) -> None:
+        """Called when training ends in any way, by `on_end` and `on_fault` unless they are overridden."""
 
     def on_close(self) -> None:
         """Called last in every case, also if the session could not be built."""

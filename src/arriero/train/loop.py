@@ -127,7 +127,8 @@ def _evaluate(session: Session, outcome: Outcome, start: float) -> dict[str, Any
     outcome.first_eval_loss = loss if outcome.first_eval_loss is None else outcome.first_eval_loss
     outcome.last_eval_loss = loss
     session.record.hooks.on_evaluation(session, outcome.steps, outcome.tokens, loss)
-    return {"eval_loss": loss, "eval_s": time.perf_counter() - begin, **session.evaluator.metrics()}
+    several = session.eval_losses or None
+    return {"eval_loss": loss, "eval_s": time.perf_counter() - begin, "eval_losses": several}
 
 
 def _export(session: Session, outcome: Outcome) -> None:

@@ -31,7 +31,6 @@ from arriero.events import (
     EventLog,
     LineFile,
     TolerantWriter,
-    finite,
 )
 from arriero.files import publish_file
 from arriero.interrupt import Interrupted
@@ -81,6 +80,11 @@ class StepMetrics:
         optional = (*evaluation, "save_s", "hfu", "reserved_mem_gib", "alloc_retries", "ooms")
         optional += ("joules_per_token", "energy_kwh")
         return {k: value for k, value in asdict(self).items() if value is not None or k not in optional}
+
+    def scalars(self) -> dict[str, float]:
+        """Return the finite numbers of the line, without the step and without evaluations."""
+        numbers = {k: v for k, v in self.line().items() if isinstance(v, int | float) and math.isfinite(v)}
+        return {k: v for k, v in numbers.items() if k not in ("step", "eval_loss")}
 
 
 class Stopwatch:
@@ -232,10 +236,7 @@ class MetricsFile(Hook):
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
         self._file.line(metrics.line() | {"time": round(time.time(), 3)})
 
-    def on_end(self, session: "Session", outcome: "Outcome") -> None:
-        self._file.close()
-
-    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
+    def on_stop(self) -> None:
         self._file.close()
 
 
@@ -355,7 +356,7 @@ class EventsFile(Hook):
             self._events.write("rollback", to_step=to_step, **about)
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
-        several = session.evaluator.metrics() if session.evaluator else {}
+        several = {"eval_losses": session.eval_losses} if session.eval_losses else {}
         self._events.write("evaluation", step=step, tokens=tokens, eval_loss=loss, **several)
 
     def on_save(self, session: "Session", report: SaveReport) -> None:
@@ -377,6 +378,11 @@ class EventsFile(Hook):
         self._events.close()
 
 
+def evaluation_scalars(session: "Session", loss: float) -> dict[str, float]:
+    """Return the validation loss and, if there are several sources, that of each."""
+    return {"eval_loss": loss} | {f"eval_loss/{name}": each for name, each in session.eval_losses.items()}
+
+
 class TensorBoard(Hook):
     """Write TensorBoard files without torch's SummaryWriter, which does not recover from a full disk."""
 
@@ -386,20 +392,12 @@ class TensorBoard(Hook):
         self._has_header = False
 
     def on_metrics(self, session: "Session", metrics: StepMetrics) -> None:
-        line = metrics.line()
-        step = line.pop("step")
-        line.pop("eval_loss", None)
-        line.pop("eval_losses", None)
-        self._add(step, {name: value for name, value in line.items() if finite(value) is not None})
+        self._add(metrics.step, metrics.scalars())
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
-        several = session.evaluator.metrics().get("eval_losses", {}) if session.evaluator else {}
-        self._add(step, {"eval_loss": loss} | {f"eval_loss/{name}": mean for name, mean in several.items()})
+        self._add(step, evaluation_scalars(session, loss))
 
-    def on_end(self, session: "Session", outcome: "Outcome") -> None:
-        self._file.close()
-
-    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
+    def on_stop(self) -> None:
         self._file.close()
 
     def _add(self, step: int, scalars: dict[str, float]) -> None:

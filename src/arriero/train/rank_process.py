@@ -161,12 +161,6 @@ class GarbageCollection(Hook):
         if step % self._every == 0:
             gc.collect()
 
-    def on_end(self, session: "Session", outcome: "Outcome") -> None:
-        self._restore()
-
-    def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
+    def on_stop(self) -> None:
         gc.unfreeze()
         gc.enable()

@@ -117,6 +117,11 @@ class Session:
         return None if self.total_steps is None else self.timeline.tokens_after(self.total_steps)
 
     @property
+    def eval_losses(self) -> dict[str, float]:
+        """Return the last validation loss of each source, if there are several."""
+        return self.evaluator.several if self.evaluator is not None else {}
+
+    @property
     def is_timed(self) -> bool:
         config = self.config
         spans = (config.train.horizon, config.eval.every, config.checkpoint.every)

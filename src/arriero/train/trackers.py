@@ -17,10 +17,11 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from arriero.errors import UserError
-from arriero.events import finite, warn
+from arriero.events import warn
 from arriero.files import publish_file
 from arriero.interrupt import Interrupted
 from arriero.train.hooks import Hook
+from arriero.train.metrics import evaluation_scalars
 
 if TYPE_CHECKING:
     from arriero.train.metrics import StepMetrics
@@ -179,16 +180,10 @@ class Tracker(Hook):
         self._attempt(start)
 
     def on_metrics(self, session: "Session", metrics: "StepMetrics") -> None:
-        line = metrics.line()
-        step = line.pop("step")
-        scalars = {k: v for k, v in line.items() if isinstance(v, int | float) and finite(v) is not None}
-        scalars.pop("eval_loss", None)
-        self._send((step, scalars))
+        self._send((metrics.step, metrics.scalars()))
 
     def on_evaluation(self, session: "Session", step: int, tokens: int, loss: float) -> None:
-        several = session.evaluator.metrics().get("eval_losses", {}) if session.evaluator else {}
-        scalars = {"eval_loss": loss} | {f"eval_loss/{name}": mean for name, mean in several.items()}
-        self._send((step, scalars))
+        self._send((step, evaluation_scalars(session, loss)))
 
     def on_end(self, session: "Session", outcome: "Outcome") -> None:
         self._close("finished")
