@@ -1,7 +1,6 @@
 """Learning-rate schedules, and the intervals of evaluations and checkpoints."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,8 +20,41 @@ class Shape:
     decay: int
 
     def at(self, tokens: int, step: int) -> float:
-        """Return the fraction of the peak for a step of `step` tokens after `tokens` tokens."""
-        return _SHAPES[self.kind](self, tokens, step)
+        """Return the fraction of the peak for a step of `step` tokens after `tokens` tokens.
+
+        The warm-up is linear: the step that completes it has the full rate, and no step has rate zero.
+        """
+        done = tokens + step
+        # 0 at the end of the warm-up, and 1 at the last step
+        passed = min(1.0, max(0.0, (done - self.warmup) / max(1, self.horizon - self.warmup)))
+        match self.kind:
+            case "linear":
+                share = 1 - (1 - self.floor) * passed
+            case "cosine":
+                share = self._above_floor(_cosine(passed))
+            case "wsd":
+                share = self._above_floor(min(1.0, max(0.0, (self.horizon - done) / max(1, self.decay))))
+            case "frontier":
+                # frontier-torchtitan: (s + 1)/(w + 1), then linear to zero one step after the last
+                if tokens < self.warmup:
+                    return done / (self.warmup + step)
+                return max(self.floor, 1 - (tokens - self.warmup) / max(1, self.horizon - self.warmup))
+            case "fms":
+                # fms-fsdp: the smaller of a quadratic warm-up and a cosine that starts at token 0
+                left = 1 - min(tokens, self.warmup) / self.warmup if self.warmup else 0.0
+                return min(1 - left**2, self._above_floor(_cosine(min(1.0, tokens / self.horizon))))
+            case "fms-annealing":
+                return max(self.floor, 1 - tokens / self.horizon)
+            case _:
+                share = 1.0
+        return (min(1.0, done / self.warmup) if self.warmup else 1.0) * share
+
+    def _above_floor(self, share: float) -> float:
+        return self.floor + (1 - self.floor) * share
+
+
+def _cosine(passed: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * passed))
 
 
 def make_shape(schedule: ScheduleSection, train: TrainSection, timeline: Timeline) -> Shape:
@@ -60,66 +92,6 @@ class LearningRates:
 
     def fraction(self, step: int) -> float:
         return self._shape.at(self.timeline.tokens_after(step), self.timeline.at(step).batch)
-
-
-def _warmup(shape: Shape, tokens: int, step: int) -> float:
-    """Rise linearly; the step that completes the warm-up has the full rate, and no step has rate zero."""
-    done = tokens + step
-    return min(1.0, done / shape.warmup) if shape.warmup else 1.0
-
-
-def _after_warmup(shape: Shape, tokens: int, step: int) -> float:
-    """Return 0 at the end of the warm-up and 1 at the last step."""
-    done = tokens + step
-    return min(1.0, max(0.0, (done - shape.warmup) / max(1, shape.horizon - shape.warmup)))
-
-
-def _constant(shape: Shape, tokens: int, step: int) -> float:
-    return _warmup(shape, tokens, step)
-
-
-def _linear(shape: Shape, tokens: int, step: int) -> float:
-    return _warmup(shape, tokens, step) * (1 - (1 - shape.floor) * _after_warmup(shape, tokens, step))
-
-
-def _cosine(shape: Shape, tokens: int, step: int) -> float:
-    cosine = 0.5 * (1 + math.cos(math.pi * _after_warmup(shape, tokens, step)))
-    return _warmup(shape, tokens, step) * (shape.floor + (1 - shape.floor) * cosine)
-
-
-def _wsd(shape: Shape, tokens: int, step: int) -> float:
-    left = (shape.horizon - tokens - step) / max(1, shape.decay)
-    return _warmup(shape, tokens, step) * (shape.floor + (1 - shape.floor) * min(1.0, max(0.0, left)))
-
-
-def _frontier(shape: Shape, tokens: int, step: int) -> float:
-    """frontier-torchtitan: (s + 1)/(w + 1), then linear to zero one step after the last."""
-    if tokens < shape.warmup:
-        return (tokens + step) / (shape.warmup + step)
-    passed = (tokens - shape.warmup) / max(1, shape.horizon - shape.warmup)
-    return max(shape.floor, 1 - passed)
-
-
-def _fms(shape: Shape, tokens: int, _: int) -> float:
-    """fms-fsdp: the smaller of a quadratic warm-up and a cosine that starts at token 0."""
-    left = 1 - min(tokens, shape.warmup) / shape.warmup if shape.warmup else 0.0
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, tokens / shape.horizon)))
-    return min(1 - left**2, shape.floor + (1 - shape.floor) * cosine)
-
-
-def _fms_annealing(shape: Shape, tokens: int, _: int) -> float:
-    return max(shape.floor, 1 - tokens / shape.horizon)
-
-
-_SHAPES: dict[str, Callable[[Shape, int, int], float]] = {
-    "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
-    "wsd": _wsd,
-    "frontier": _frontier,
-    "fms": _fms,
-    "fms-annealing": _fms_annealing,
-}
 
 
 class Cadence:
