@@ -3,7 +3,7 @@
 The functions here are the Python API. They import torch when they need it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from arriero.errors import UserError
     from arriero.model.family import Family, register_model
     from arriero.train.hooks import Hook
-    from arriero.train.run import RunResult
+    from arriero.train.run import run
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,6 +36,7 @@ _LAZY = {
     "Hook": "arriero.train.hooks",
     "UserError": "arriero.errors",
     "register_model": "arriero.model.family",
+    "run": "arriero.train.run",
 }
 
 
@@ -59,18 +60,6 @@ def load_config(
     if isinstance(overrides, Mapping):
         overrides = [f"{key}={toml_value(value)}" for key, value in overrides.items()]
     return load_run(None if path is None else Path(path), overrides, expand).config
-
-
-def run(config: "RunConfig", hooks: "Sequence[Hook]" = (), nproc: int | None = None) -> "RunResult":
-    """Train a run to its end and return what it reached; a run that was stopped resumes.
-
-    Without `nproc` it trains in this process, which is one rank if torchrun, srun or mpirun started several.
-    With `nproc` it forks that many ranks on this machine; the caller must not have used a GPU before. Hooks
-    are called in the process of rank 0, whose output is shown only if there are hooks.
-    """
-    from arriero.train.run import run as run_config
-
-    return run_config(config, hooks, nproc)
 
 
 def load_model(

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from arriero.bench.machine import Meter, describe_code, describe_device
-from arriero.bench.result import CATEGORIES, Breakdown, CodeVersion, DeviceInfo, Losses
+from arriero.bench.result import (
+    CATEGORIES,
+    Breakdown,
+    CodeVersion,
+    DeviceInfo,
+    Energy,
+    Losses,
+    Memory,
+    Timing,
+)
 from arriero.config.schema import MemorySection, RunConfig
 from arriero.events import finite
 from arriero.model.spec import Recompute
@@ -47,8 +56,7 @@ class StepCounts:
 class Measured:
     """Measurements over all ranks; device and code are those of rank 0.
 
-    `memory` is the section with the derived activation checkpointing, `real_tokens` the number of tokens of a
-    step without padding, `joules` the energy of all timed steps.
+    `memory_section` has the derived activation checkpointing.
     """
 
     device: DeviceInfo
@@ -58,16 +66,13 @@ class Measured:
     layout: str
     ranks: int
     micro_batch: int
-    memory: MemorySection
-    step_ms: list[float]
-    real_tokens: int
+    memory_section: MemorySection
     flops_per_token: float
     recompute: Recompute
-    start_up_s: float
+    timing: Timing
+    memory: Memory
+    energy: Energy | None
     losses: Losses
-    joules: float | None
-    allocated: int
-    reserved: int | None
     breakdown: Breakdown | None
 
 
@@ -79,6 +84,8 @@ def measure(config: RunConfig, counts: StepCounts, trace: Path | None = None) ->
         return None
     session = end.session
     world = session.mesh.world
+    # tokens of a step without padding
+    tokens, joules = clock.real_tokens(), clock.joules / counts.timed if clock.joules else None
     return Measured(
         device=describe_device(session.device, world.size, clock.sm_mhz),
         code=describe_code(),
@@ -87,16 +94,13 @@ def measure(config: RunConfig, counts: StepCounts, trace: Path | None = None) ->
         layout=str(session.mesh.layout),
         ranks=world.size,
         micro_batch=session.resolved.micro_batch,
-        memory=session.resolved.memory,
-        step_ms=clock.step_ms(),
-        real_tokens=clock.real_tokens(),
+        memory_section=session.resolved.memory,
         flops_per_token=clock.flops_per_token(),
         recompute=session.recompute,
-        start_up_s=clock.start_up_s,
+        timing=Timing.of(clock.step_ms(), tokens, counts.warmup, clock.start_up_s),
+        memory=end.memory,
+        energy=Energy(joules_per_step=joules, tokens_per_joule=tokens / joules) if joules else None,
         losses=clock.losses(),
-        joules=clock.joules,
-        allocated=end.allocated,
-        reserved=end.reserved,
         breakdown=profiler.breakdown,
     )
 
@@ -108,14 +112,13 @@ class EndOfRun(Hook):
 
     def __init__(self) -> None:
         self.session: Session | None = None
-        self.allocated = 0
-        self.reserved: int | None = None
 
     def on_end(self, session: Session, outcome: object) -> None:
         device, largest = session.device, session.mesh.max_over_all
-        self.allocated = int(largest(device.peak_memory()))
+        allocated, reserved = largest(device.peak_memory()) / 2**30, None
         if device.is_gpu:
-            self.reserved = int(largest(torch.cuda.max_memory_reserved(device.torch_device)))
+            reserved = largest(torch.cuda.max_memory_reserved(device.torch_device)) / 2**30
+        self.memory = Memory(allocated_gib=allocated, reserved_gib=reserved)
         if session.mesh.world.is_leader:
             self.session = session
 

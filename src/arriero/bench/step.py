@@ -20,13 +20,10 @@ from arriero.bench.measure import Measured, StepCounts, measure
 from arriero.bench.parity import Parity
 from arriero.bench.result import (
     CodeVersion,
-    Energy,
     Gate,
     MeasuredWork,
-    Memory,
     Rate,
     StepResult,
-    Timing,
 )
 from arriero.config.schema import RunConfig, SourceSection
 from arriero.data.store.manifest import write_manifest
@@ -352,7 +349,7 @@ def benchmark(
         return None
     # stored without the temporary directories, and with what "auto" became
     data = run.data.model_copy(update={"sources": config.data.sources})
-    stored = run.model_copy(update={"run": config.run, "data": data, "memory": found.memory})
+    stored = run.model_copy(update={"run": config.run, "data": data, "memory": found.memory_section})
     return _result(stored, name, counts, found, gate, documents)
 
 
@@ -368,9 +365,6 @@ def _result(
     gate: Gate,
     documents: DocumentLengths | None,
 ) -> StepResult:
-    work = _work(config, found, documents)
-    timing = Timing.of(found.step_ms, found.real_tokens, counts.warmup, found.start_up_s)
-    joules = found.joules / counts.timed if found.joules else None
     return StepResult(
         name=name,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -379,16 +373,11 @@ def _result(
         layout=found.layout,
         ranks=found.ranks,
         micro_batch=found.micro_batch,
-        work=work,
-        timing=timing,
-        rates=_rates(config, found, timing),
-        memory=Memory(
-            allocated_gib=found.allocated / 2**30,
-            reserved_gib=found.reserved / 2**30 if found.reserved else None,
-        ),
-        energy=Energy(joules_per_step=joules, tokens_per_joule=found.real_tokens / joules)
-        if joules
-        else None,
+        work=_work(config, found, documents),
+        timing=found.timing,
+        rates=_rates(config, found),
+        memory=found.memory,
+        energy=found.energy,
         breakdown=found.breakdown,
         losses=found.losses,
         gate=gate,
@@ -419,7 +408,7 @@ def _work(config: RunConfig, found: Measured, documents: DocumentLengths | None)
     )
 
 
-def _rates(config: RunConfig, found: Measured, timing: Timing) -> list[Rate]:
+def _rates(config: RunConfig, found: Measured) -> list[Rate]:
     """Return the speed by every FLOP formula: MFU of the bf16 peak, for float8 also of its own peak."""
     spec = _spec(config)
     # what the run counted itself, per document if documents are masked
@@ -429,7 +418,7 @@ def _rates(config: RunConfig, found: Measured, timing: Timing) -> list[Rate]:
     rates = []
     for name, convention in FLOP_FORMULAS.items():
         count = flops_per_token(spec, config.data.seq_len, name, found.recompute, attended)
-        speed = count * timing.tokens_per_s / found.ranks
+        speed = count * found.timing.tokens_per_s / found.ranks
         rates.append(
             Rate(
                 convention=name,

@@ -113,6 +113,11 @@ def store(target: Tensor, new: Tensor, accepted: Tensor | None = None) -> None:
     target.copy_(new if accepted is None else torch.where(accepted, new, target))
 
 
+def store_all(targets: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor | None = None) -> None:
+    for target, written in zip(targets, new, strict=True):
+        store(target, written, accepted)
+
+
 class Format(Protocol):
     """A number format of optimizer state.
 
@@ -269,8 +274,5 @@ class Moment:
         return self.format.read(self.stored, self._shape.numel()).view(self._shape)
 
     def load(self, values: Tensor) -> None:
-        self.store(self.format.write(values.to(self.stored[0].device, torch.float32).flatten(), None))
-
-    def store(self, written: Sequence[Tensor], accepted: Tensor | None = None) -> None:
-        for mine, new in zip(self.stored, written, strict=True):
-            store(mine, new, accepted)
+        values = values.to(self.stored[0].device, torch.float32).flatten()
+        store_all(self.stored, self.format.write(values, None))

@@ -28,6 +28,7 @@ from arriero.train.optim.number_formats import (
     random_bits,
     split_fp32,
     store,
+    store_all,
     third_half,
     to_bf16,
 )
@@ -60,22 +61,21 @@ class GroupRates(NamedTuple):
     weight_decay: float
 
 
+@dataclass(eq=False)
 class Rule:
     """`weights` are those that this rule updates, `rates` has the group settings of all weights."""
 
-    def __init__(
-        self,
-        weights: Mapping[str, Weight],
-        rates: Mapping[str, GroupRates],
-        config: OptimSection,
-        noise: Noise,
-    ) -> None:
-        self._weights, self._rates, self._config, self._noise = weights, rates, config, noise
-        self.moments = {name: self._new_moments(weight.local) for name, weight in weights.items()}
+    weights: Mapping[str, Weight]
+    rates: Mapping[str, GroupRates]
+    config: OptimSection
+    noise: Noise
+
+    def __post_init__(self) -> None:
+        self.moments = {name: self._new_moments(weight.local) for name, weight in self.weights.items()}
 
     def _new_moments(self, like: Tensor) -> dict[str, Moment]:
         """Return the initial state of a parameter."""
-        return {"momentum": Moment(SIGNED[self._config.state], like)}
+        return {"momentum": Moment(SIGNED[self.config.state], like)}
 
     def step(self, gradients: Mapping[str, Tensor], update: Update) -> None:
         """Update the weights with local gradients; those of other rules' weights are ignored."""
@@ -83,10 +83,10 @@ class Rule:
 
     def _apply(self, name: str, direction: Tensor, update: Update, scale: float = 1.0) -> None:
         """Decay the weight and subtract the direction times learning rate and scale."""
-        weight, (factor, decay) = self._weights[name], self._rates[name]
+        weight, (factor, decay) = self.weights[name], self.rates[name]
         lr = update.lr * factor
         values = weight.values() * (1 - lr * decay) - lr * scale * direction
-        bits = weight.noise_bits(self._noise, update.number) if weight.is_rounded else None
+        bits = weight.noise_bits(self.noise, update.number) if weight.is_rounded else None
         weight.write(values, bits, update.accepted)
 
     def _add_to_momentum(self, name: str, gradient: Tensor, decay: float, update: Update) -> Tensor:
@@ -95,8 +95,8 @@ class Rule:
         total = moment.values().float() * decay + gradient
         half = None
         if moment.format.is_rounded:
-            half = low_half(self._weights[name].noise_bits(self._noise, update.number))
-        moment.store(moment.format.write(total.flatten(), half), update.accepted)
+            half = low_half(self.weights[name].noise_bits(self.noise, update.number))
+        store_all(moment.stored, moment.format.write(total.flatten(), half), update.accepted)
         return total
 
 
@@ -104,15 +104,15 @@ class Sgd(Rule):
     """Stochastic gradient descent, with or without momentum."""
 
     def _new_moments(self, like: Tensor) -> dict[str, Moment]:
-        return super()._new_moments(like) if self._config.momentum else {}
+        return super()._new_moments(like) if self.config.momentum else {}
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], update: Update) -> None:
-        for name in self._weights:
+        for name in self.weights:
             if name not in gradients or not gradients[name].numel():
                 continue
             gradient = gradients[name].float() * update.factor
-            if momentum := self._config.momentum:
+            if momentum := self.config.momentum:
                 gradient = self._add_to_momentum(name, gradient, momentum, update)
             self._apply(name, gradient, update)
 
@@ -125,11 +125,11 @@ class Muon(Rule):
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], update: Update) -> None:
-        momentum = _MUON_MOMENTUM if self._config.momentum is None else self._config.momentum
-        names = [name for name in self._weights if name in gradients]
+        momentum = _MUON_MOMENTUM if self.config.momentum is None else self.config.momentum
+        names = [name for name in self.weights if name in gradients]
         done: dict[str, Tensor] = {}
         for turn, name in enumerate(names):
-            parameter, gradient = self._weights[name].parameter, gradients[name].float() * update.factor
+            parameter, gradient = self.weights[name].parameter, gradients[name].float() * update.factor
             nesterov = gradient
             if gradient.numel():
                 nesterov = gradient + momentum * self._add_to_momentum(name, gradient, momentum, update)
@@ -138,7 +138,7 @@ class Muon(Rule):
             if shard_index(parameter) == turn % shard_count(parameter):
                 done[name] = orthogonalize(whole)
         for turn, name in enumerate(names):
-            parameter = self._weights[name].parameter
+            parameter = self.weights[name].parameter
             direction = _broadcast(done.pop(name, None), parameter, turn % shard_count(parameter))
             # the root mean square of an AdamW update is about 0.2
             scale = 0.2 * math.sqrt(max(parameter.shape))
@@ -181,52 +181,47 @@ def _broadcast(direction: Tensor | None, like: Tensor, source_shard: int) -> Ten
 class AdamW(Rule):
     """AdamW: one fused kernel for all parameters on a GPU; elsewhere, and for 8-bit state, one at a time."""
 
-    def __init__(
-        self,
-        weights: Mapping[str, Weight],
-        rates: Mapping[str, GroupRates],
-        config: OptimSection,
-        noise: Noise,
-    ) -> None:
-        super().__init__(weights, rates, config, noise)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config = self.config
         (self._beta1, self._beta2), self._eps = config.betas, config.eps
         self._constants: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
         self._plain = isinstance(SIGNED[config.state], PlainFormat)
         self._all_fp32 = config.state == "fp32" and all(
-            weight.parameter.dtype == torch.float32 for weight in weights.values()
+            weight.parameter.dtype == torch.float32 for weight in self.weights.values()
         )
 
     def _new_moments(self, like: Tensor) -> dict[str, Moment]:
-        state = self._config.state
+        state = self.config.state
         return {"exp_avg": Moment(SIGNED[state], like), "exp_avg_sq": Moment(UNSIGNED[state], like)}
 
     def step(self, gradients: Mapping[str, Tensor], update: Update) -> None:
-        names = [name for name in self._weights if name in gradients and gradients[name].numel()]
+        names = [name for name in self.weights if name in gradients and gradients[name].numel()]
         scalars: dict[float, Tensor] = {}
         if local := self._kernel_weights(names, update.factor):
             for group in grouped(names, lambda name: self._kernel_group(name, local[name], gradients[name])):
-                lr = update.lr * self._rates[group[0]].lr_factor
+                lr = update.lr * self.rates[group[0]].lr_factor
                 self._step_by_kernel(group, local, gradients, update, lr, self._scalars(update, lr, scalars))
         elif self._all_fp32:
-            for group in grouped(names, lambda name: self._rates[name]):
+            for group in grouped(names, lambda name: self.rates[name]):
                 self._step_by_torch(group, gradients, update)
         else:
             for name in names:
-                lr = update.lr * self._rates[name].lr_factor
+                lr = update.lr * self.rates[name].lr_factor
                 self._step_one(name, gradients[name], update, lr, self._scalars(update, lr, scalars))
 
     def _kernel_weights(self, names: Sequence[str], factor: Tensor) -> dict[str, Tensor] | None:
         """Return the local weights if the fused kernel supports them all."""
         if not self._plain or not usable(factor):
             return None
-        local = {name: self._weights[name].local for name in names}
-        has_masters = any(self._weights[name].master is not None for name in names)
+        local = {name: self.weights[name].local for name in names}
+        has_masters = any(self.weights[name].master is not None for name in names)
         return local if not has_masters and all(part.is_contiguous() for part in local.values()) else None
 
     def _kernel_group(self, name: str, local: Tensor, gradient: Tensor) -> tuple[Any, ...]:
         """Return what is constant in a launch: the learning rate and what the kernel is compiled for."""
         aligned = is_aligned(local) and is_aligned(gradient)
-        return self._rates[name].lr_factor, local.dtype, gradient.dtype, aligned
+        return self.rates[name].lr_factor, local.dtype, gradient.dtype, aligned
 
     def _step_by_kernel(
         self,
@@ -238,7 +233,7 @@ class AdamW(Rule):
         scalars: Tensor,
     ) -> None:
         kernel = kernels("multi_tensor")
-        lows = [self._weights[name].low for name in names]
+        lows = [self.weights[name].low for name in names]
         moments = [self.moments[name] for name in names]
         decays, keys = self._constants_of(tuple(names))
         parameters = kernel.Parameters(
@@ -252,13 +247,13 @@ class AdamW(Rule):
         )
         betas = (self._beta1, 1 - self._beta1, self._beta2, 1 - self._beta2)
         rates = kernel.Rates(lr, *betas, self._eps)
-        kernel.adamw_(parameters, rates, scalars, self._noise.step_key(update.number))
+        kernel.adamw_(parameters, rates, scalars, self.noise.step_key(update.number))
 
     def _constants_of(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """Return weight decay and noise key of each parameter, on the device."""
         if names not in self._constants:
-            keys = torch.stack([self._weights[name].noise_key(self._noise) for name in names])
-            decays = torch.tensor([self._rates[name].weight_decay for name in names], device=keys.device)
+            keys = torch.stack([self.weights[name].noise_key(self.noise) for name in names])
+            decays = torch.tensor([self.rates[name].weight_decay for name in names], device=keys.device)
             self._constants[names] = decays, keys
         return self._constants[names]
 
@@ -278,9 +273,9 @@ class AdamW(Rule):
     def _step_by_torch(self, names: list[str], gradients: Mapping[str, Tensor], update: Update) -> None:
         scaled = [gradients[name] for name in names]
         torch._foreach_mul_(scaled, update.factor)
-        lr_factor, weight_decay = self._rates[names[0]]
+        lr_factor, weight_decay = self.rates[names[0]]
         torch._fused_adamw_(
-            [self._weights[name].local for name in names],
+            [self.weights[name].local for name in names],
             scaled,
             [self.moments[name]["exp_avg"].values() for name in names],
             [self.moments[name]["exp_avg_sq"].values() for name in names],
@@ -297,7 +292,7 @@ class AdamW(Rule):
         )
 
     def _step_one(self, name: str, gradient: Tensor, update: Update, lr: float, scalars: Tensor) -> None:
-        weight = self._weights[name]
+        weight = self.weights[name]
         first, second = self.moments[name]["exp_avg"], self.moments[name]["exp_avg_sq"]
         device = gradient.device
         change = adamw_reference_ if device.type == "cpu" else _compiled()
@@ -312,10 +307,10 @@ class AdamW(Rule):
             second.stored,
             first.format,
             second.format,
-            weight.noise_key(self._noise) if weight.is_rounded or first.format.is_rounded else None,
-            torch.full((), self._noise.step_key(update.number), dtype=torch.int32, device=device),
+            weight.noise_key(self.noise) if weight.is_rounded or first.format.is_rounded else None,
+            torch.full((), self.noise.step_key(update.number), dtype=torch.int32, device=device),
             # tensors, for the same reason
-            torch.full((), 1 - lr * self._rates[name].weight_decay, device=device),
+            torch.full((), 1 - lr * self.rates[name].weight_decay, device=device),
             scalars,
             self._beta1,
             self._beta2,
@@ -361,8 +356,8 @@ def adamw_reference_(
     values = weight.float() if low is None else merge_fp32(weight, low)
     values = values * left - rate * m / (v.sqrt() * unbias + eps)
     bits = None if key is None else random_bits(key, step_key, count)
-    _store_all(first, first_format.write(m, None if bits is None else low_half(bits)), taken)
-    _store_all(second, second_format.write(v, None if bits is None else high_half(bits)), taken)
+    store_all(first, first_format.write(m, None if bits is None else low_half(bits)), taken)
+    store_all(second, second_format.write(v, None if bits is None else high_half(bits)), taken)
     if low is not None:
         upper, lower = split_fp32(values)
         store(low, lower, taken)
@@ -371,8 +366,3 @@ def adamw_reference_(
         store(weight, to_bf16(values, third_half(bits)), taken)
     else:
         store(weight, values.to(weight.dtype), taken)
-
-
-def _store_all(stored: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor) -> None:
-    for mine, written in zip(stored, new, strict=True):
-        store(mine, written, accepted)
