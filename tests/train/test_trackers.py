@@ -113,7 +113,7 @@ def tracker(monkeypatch, tmp_path):
     monkeypatch.setattr(trackers, "PATIENCE_S", 0.2)
     about = dict.fromkeys(("device", "ranks", "layout", "parameters", "versions"))
     config = SimpleNamespace(model_dump=lambda **_: {}, run=SimpleNamespace(name="run"))
-    session = SimpleNamespace(config=config, describe=lambda: about, evaluator=None)
+    session = SimpleNamespace(config=config, describe=lambda: about, eval_losses={})
     (tmp_path / "trackers.json").write_text('{"mlflow": "7"}')
     yield trackers.Tracker("mlflow", tmp_path), session, told
     answers.set()

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -164,25 +164,18 @@ def _each_alone(nodes: _Nodes, asked: Examination, answers: Path) -> None:
 def _collect(
     nodes: _Nodes, answers: Path, until: float, steps: list[list[str]], arguments: Sequence[str]
 ) -> None:
+    """Run the steps, some at once, and read the answers of their nodes until all have answered or ended."""
     waiting, running = list(steps), []
-    try:
-        while (waiting or running) and time.monotonic() < until:
+    with ExitStack() as started:
+        while time.monotonic() < until:
             while waiting and len(running) < _RETRIES_AT_ONCE:
-                context = _step(waiting.pop(0), 1, arguments)
-                running.append((context, context.__enter__()))
-            for path in answers.glob("*.json"):
-                if path.stem not in nodes.answers:
-                    nodes.answers[path.stem] = json.loads(path.read_text())
-            if all(name in nodes.answers for step in steps for name in step):
+                running.append(started.enter_context(_step(waiting.pop(0), 1, arguments)))
+            # before the answers are read, because a step leaves its answers before it ends
+            running = [step for step in running if step.poll() is None]
+            nodes.answers |= {path.stem: json.loads(path.read_text()) for path in answers.glob("*.json")}
+            if not (waiting or running) or all(name in nodes.answers for step in steps for name in step):
                 return
-            for context, step in list(running):
-                if step.poll() is not None:
-                    running.remove((context, step))
-                    context.__exit__(None, None, None)
             time.sleep(0.1)
-    finally:
-        for context, _ in running:
-            context.__exit__(None, None, None)
 
 
 def _facts(answer: dict[str, Any], check: str) -> dict[str, Any]:

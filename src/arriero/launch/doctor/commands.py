@@ -89,8 +89,14 @@ def doctor(
         take_part(fabric_store, timeout)
         return
     if allocation:
-        _allocation(directory, devices, commands, timeout, out, exclude, exclude_slow, wrap, as_json)
-        return
+        from arriero.launch.doctor.allocation import Examination, examine, print_report
+
+        if out is None:
+            raise UserError("--allocation needs --out FOLDER", "name a folder that all nodes can write")
+        asked = Examination(directory, out, tuple(commands), devices, timeout, exclude, exclude_slow, wrap)
+        report = examine(asked, make_console(as_json))
+        print_json(report) if as_json else print_report(report)
+        raise typer.Exit(bool(report["failing"]))
     if out is not None:
         raise UserError("--out is for --allocation", "use `arriero doctor --json > FILE` for one node")
     checks, results = node_checks(directory, devices, commands), []
@@ -142,27 +148,3 @@ def _detect(as_json: bool) -> None:
     console.print("\nProposed for the environment of a run:")
     for each in proposals:
         console.plain(f'{each.variable} = "{each.value}"   # {each.reason}')
-
-
-def _allocation(
-    directory: Path,
-    devices: int | None,
-    commands: list[str],
-    timeout: float,
-    out: Path | None,
-    exclude: str,
-    exclude_slow: bool,
-    wrap: str,
-    as_json: bool,
-) -> None:
-    from arriero.launch.doctor.allocation import Examination, examine, print_report
-
-    if out is None:
-        raise UserError("--allocation needs --out FOLDER", "name a folder that all nodes can write")
-    asked = Examination(directory, out, tuple(commands), devices, timeout, exclude, exclude_slow, wrap)
-    report = examine(asked, make_console(as_json))
-    if as_json:
-        print_json(report)
-    else:
-        print_report(report)
-    raise typer.Exit(bool(report["failing"]))

@@ -54,15 +54,14 @@ def take_part(address: str, timeout: float) -> None:
         device = torch.device("cuda", local % torch.cuda.device_count())
         torch.cuda.set_device(device)
     per_node, index = present["per_node"], present["ranks"].index(rank)
-    group = _Groups(store, device, timeout)
     for number in range(ROUNDS):
         for a, b in pairs(len(present["ranks"]) // per_node, number):
             if index // per_node in (a, b):
                 within = index % per_node + (per_node if index // per_node == b else 0)
-                found = group.measure(f"pair-{number}-{a}-{b}", within, 2 * per_node)
+                found = _measure(f"pair-{number}-{a}-{b}", store, device, within, 2 * per_node, timeout)
                 if within == 0:
                     store.set(f"pair/{number}/{a}/{b}", json.dumps(found))
-    found = group.measure("world", index, len(present["ranks"]), clocks=True)
+    found = _measure("world", store, device, index, len(present["ranks"]), timeout, clocks=True)
     phases |= {"process group": found.pop("init"), "first collective": found.pop("first")}
     if index == 0:
         store.set("world", json.dumps(found))
@@ -70,64 +69,56 @@ def take_part(address: str, timeout: float) -> None:
     store.add("done", 1)
 
 
-class _Groups:
-    """Process groups of some ranks, one after the other, each through its own prefix of the store."""
+def _measure(
+    name: str, store: Any, device: Any, rank: int, size: int, timeout: float, clocks: bool = False
+) -> dict[str, Any]:
+    """Return the bus bandwidth of all-reduce in GB/s and the seconds that the group needed to start.
 
-    def __init__(self, store: Any, device: Any, timeout: float) -> None:
-        self._store, self._device, self._timeout = store, device, timedelta(seconds=timeout)
+    Each group has its own prefix of the store.
+    """
+    import torch
+    import torch.distributed as dist
 
-    def measure(self, name: str, rank: int, size: int, clocks: bool = False) -> dict[str, Any]:
-        """Return the bus bandwidth of all-reduce in GB/s and the seconds that the group needed to start."""
-        import torch
-        import torch.distributed as dist
-
-        is_gpu = self._device.type == "cuda"
+    is_gpu = device.type == "cuda"
+    start = time.time()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+        store=dist.PrefixStore(name, store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
+    )
+    init = time.time() - start
+    # 4 MiB are enough to fill a CPU's loopback, 256 MiB are needed for an NVLink domain
+    values = torch.ones((64 if is_gpu else 1) * 2**20, device=device)
+    seconds, correct = [], True
+    for _ in range(1 + _REPEATS):
+        values.fill_(1.0)
         start = time.time()
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
-            store=dist.PrefixStore(name, self._store),
-            rank=rank,
-            world_size=size,
-            timeout=self._timeout,
-        )
-        init = time.time() - start
-        # 4 MiB are enough to fill a CPU's loopback, 256 MiB are needed for an NVLink domain
-        values = torch.ones((64 if is_gpu else 1) * 2**20, device=self._device)
-        seconds, correct = [], True
-        for _ in range(1 + _REPEATS):
-            values.fill_(1.0)
-            start = time.time()
-            self._reduce(values)
-            seconds.append(time.time() - start)
-            correct = correct and bool((values == size).all())
-        first, *later = seconds
-        bus = 2 * (size - 1) / size * values.nbytes / median(later) / 1e9
-        found = {"gb_per_s": bus, "init": init, "first": first, "correct": correct}
-        if clocks:
-            found["clocks"] = self._clock_offsets(size)
-        dist.barrier()
-        dist.destroy_process_group()
-        return found
-
-    def _reduce(self, values: Any) -> None:
-        import torch
-        import torch.distributed as dist
-
         dist.all_reduce(values)
-        if values.device.type == "cuda":
-            torch.cuda.synchronize(values.device)
+        if is_gpu:
+            torch.cuda.synchronize(device)
+        seconds.append(time.time() - start)
+        correct = correct and bool((values == size).all())
+    first, *later = seconds
+    bus = 2 * (size - 1) / size * values.nbytes / median(later) / 1e9
+    found = {"gb_per_s": bus, "init": init, "first": first, "correct": correct}
+    if clocks:
+        found["clocks"] = _clock_offsets(size)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
 
-    def _clock_offsets(self, size: int) -> list[float]:
-        """Return how far the clock of each rank is from the median: all leave a barrier at about one time."""
-        import torch
-        import torch.distributed as dist
 
-        rows = []
-        for _ in range(5):
-            dist.barrier()
-            own = torch.tensor([time.time()], dtype=torch.float64)
-            rows_of_all = [torch.empty_like(own) for _ in range(size)]
-            dist.all_gather(rows_of_all, own)
-            every = torch.cat(rows_of_all)
-            rows.append(every - every.median())
-        return torch.stack(rows).median(dim=0).values.tolist()
+def _clock_offsets(size: int) -> list[float]:
+    """Return how far the clock of each rank is from the median: all leave a barrier at about one time."""
+    import torch
+    import torch.distributed as dist
+
+    rows = []
+    for _ in range(5):
+        dist.barrier()
+        every = torch.zeros(size, dtype=torch.float64)
+        dist.all_gather(list(every.split(1)), torch.tensor([time.time()], dtype=torch.float64))
+        rows.append(every - every.median())
+    return torch.stack(rows).median(dim=0).values.tolist()
