@@ -302,6 +302,7 @@ def _on_a_gpu() -> list[Case]:
     bf16, compiled = {"precision.compute": "bf16"}, {"precision.compile": True}
     gather = {"precision.float8": "tensorwise", "precision.float8_all_gather": True}
     shards, spread, ring = axes(dp_shard=2), axes(dp_shard=2, tp=2), {"parallel.context": "ring"}
+    packed = bf16 | compiled | _MASK
     offload = [("state", "memory.offload_state"), ("activations", "memory.offload_activations")]
     return [
         Case("GPU", "compiled bf16, dp_shard 2 x tp 2", spread | bf16 | compiled, tolerance=BF16),
@@ -317,12 +318,9 @@ def _on_a_gpu() -> list[Case]:
             shards | bf16 | gather | compiled,
             tolerance=FLOAT8,
         ),
-        Case("GPU", "documents, compiled bf16, cp 2", axes(cp=2) | bf16 | compiled | _MASK, _MASK, BF16),
-        Case(
-            "GPU",
-            "documents, compiled bf16, cp 2, ring",
-            axes(cp=2) | ring | bf16 | compiled | _MASK,
-            _MASK,
-            BF16,
+        # against bf16 in one process: with documents bf16 alone changes the first gradient norm by 0.2 %
+        *(
+            Case("GPU", f"documents, compiled bf16, cp 2{name}", axes(cp=2) | how | packed, packed, BF16)
+            for name, how in (("", {}), (", ring", ring))
         ),
     ]
