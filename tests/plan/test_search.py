@@ -9,7 +9,8 @@ from arriero.errors import UserError
 from arriero.model.family import families
 from arriero.model.presets import expand
 from arriero.plan.advice import Question, fewest_devices
-from arriero.plan.hardware import load_cluster
+from arriero.plan.hardware import load_cluster, machine_named
+from arriero.plan.resolve import resolve
 from arriero.plan.search import plan_run
 
 H100 = load_cluster("8xh100")
@@ -36,6 +37,17 @@ def test_every_candidate_is_accepted_by_resolve_and_fits():
         assert resolved.layout == candidate.choice.layout
         assert resolved.micro_batch == candidate.choice.micro_batch
         assert resolved.predicted_bytes <= candidate.free
+
+
+def test_a_plan_and_a_run_choose_the_same_settings_for_one_layout():
+    """`arriero plan` and `arriero config check` may not disagree."""
+    given = ("model.preset=llama3.1-8b", "parallel.dp_replicate=2", "parallel.dp_shard=8")
+    run = config(*LARGE, *given)
+    best = plan_run(run, load_cluster("8xh200"), 16, keep=1).best
+    resolved = resolve(run, machine_named("h200"), 16)
+    assert resolved.predicted_bytes == best.memory
+    for key, value in resolved.open_settings.items():
+        assert str(best.choice.keys.get(key, value)) in str(value), key
 
 
 def test_keys_that_the_run_file_sets_are_kept():

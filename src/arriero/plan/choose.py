@@ -69,14 +69,9 @@ class Chooser:
             return fitting[0], True
         work = [self.draft.work(each.choices, each.micro_batches[0]) for each in fitting]
         seconds = [step_time(each, self.rates).seconds for each in work]
-        limit = min(seconds) * (_INDIFFERENT if self.draft.machine.is_gpu else 1.0)
-        # a last micro-batch of another size is compiled too
-        near = [
-            (each.micro_batch % 1 > 0, setting.bytes, taken, number)
-            for number, (each, setting, taken) in enumerate(zip(work, fitting, seconds, strict=True))
-            if taken <= limit
-        ]
-        return fitting[min(near)[-1]], True
+        rows = zip(seconds, work, fitting, strict=True)
+        options = [(taken, each.micro_batch, setting.bytes) for taken, each, setting in rows]
+        return fitting[preferred(options, self.draft.machine.is_gpu)], True
 
     def settings(self) -> Iterator[Setting]:
         """Yield combinations with their predicted peak, also those that do not fit.
@@ -212,6 +207,21 @@ class Chooser:
             sizes.append(max(fitting, default=min(small)))
             peak = max(peak, estimate.bytes(sizes[-1]))
         return Setting(choices, tuple(sizes), peak)
+
+
+def preferred(options: Sequence[tuple[float, float, int]], on_gpu: bool) -> int:
+    """Return the number of the best option of a layout, from seconds, micro-batch and bytes of each.
+
+    Of those that are almost as fast as the fastest, it is the one that needs least memory. A last micro-batch
+    of another size is avoided, because it is compiled too.
+    """
+    limit = min(seconds for seconds, _, _ in options) * (_INDIFFERENT if on_gpu else 1.0)
+    near = [
+        (micro_batch % 1 > 0, needed, seconds, number)
+        for number, (seconds, micro_batch, needed) in enumerate(options)
+        if seconds <= limit
+    ]
+    return min(near)[-1]
 
 
 def loss_chunk(draft: Draft) -> int | Literal[False]:

@@ -18,7 +18,7 @@ from arriero.config.timeline import Timeline
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 from arriero.plan.candidates import Candidate, Choice, Constraint, Plan, Rejection
-from arriero.plan.choose import Chooser, loss_chunk, micro_batch_sizes
+from arriero.plan.choose import Chooser, loss_chunk, micro_batch_sizes, preferred
 from arriero.plan.hardware import Cluster, Machine
 from arriero.plan.layout import AXES, SCHEDULES, Layout, divisors
 from arriero.plan.memory import usable_bytes
@@ -45,7 +45,6 @@ class _Search:
     exclude: Collection[str]
     rates: Rates
     rejected: dict[str, list[Any]] = field(default_factory=dict)
-    considered: int = 0
     least: float = inf
 
     @cached_property
@@ -67,14 +66,12 @@ class _Search:
         return Timeline.of(self.config).phases[0].sequences
 
     def reject(self, reason: str, what: object, count: int = 1) -> None:
-        self.considered += count
         # reasons that differ in numbers only are one
         found = self.rejected.setdefault(re.sub(r"\d+", "#", reason), [reason, 0, str(what)])
         found[1] += count
 
     def too_large(self, what: Callable[[], str], needed: float) -> None:
         """Count a candidate that does not fit; the example is the one that needs least."""
-        self.considered += 1
         found = self.rejected.setdefault(_TOO_LARGE, [self.too_large_reason, 0, ""])
         found[1] += 1
         if needed < self.least:
@@ -114,7 +111,8 @@ def plan_run(
     layouts = _layouts(search)
     found: list[Candidate] = []
     for layout in layouts:
-        found += _candidates_of(search, layout)
+        found += _without_wasteful(search, list(_candidates_of(search, layout)))
+    considered = len(found) + sum(count for _, count, _ in search.rejected.values())
     found.sort(key=lambda each: each.rank)
     checked = tuple(_checked(search, found, keep))
     rejections = sorted((Rejection(*each) for each in search.rejected.values()), key=lambda each: -each.count)
@@ -125,7 +123,7 @@ def plan_run(
         devices,
         checked,
         tuple(rejections),
-        search.considered,
+        considered,
         search.rates.used,
     )
 
@@ -201,6 +199,19 @@ def _candidates_of(search: _Search, layout: Layout) -> Iterator[Candidate]:
         yield from _candidates_in(search, layout, schedule, per_rank)
 
 
+def _without_wasteful(search: _Search, every: list[Candidate]) -> list[Candidate]:
+    """Leave out what is hardly faster than the settings that a run would choose, and needs more memory."""
+    if not every:
+        return []
+    options = [(each.time.seconds, each.work.micro_batch, each.memory) for each in every]
+    best = every[preferred(options, search.machine.is_gpu)]
+    kept = [each for each in every if each.rank >= best.rank]
+    if wasteful := [each.choice for each in every if each.rank < best.rank]:
+        reason = "at most 1 % faster than the same layout with less memory"
+        search.reject(reason, wasteful[0], len(wasteful))
+    return kept
+
+
 def _schedules(search: _Search, layout: Layout) -> Iterator[tuple[str, int]]:
     section = search.config.parallel
     if layout.pp == 1:
@@ -235,7 +246,6 @@ def _candidates_in(search: _Search, layout: Layout, schedule: str, per_rank: int
         if needed > search.usable:
             search.too_large(choice.__str__, needed)
             continue
-        search.considered += 1
         work = draft.work(choices, size)
         yield Candidate(choice, work, step_time(work, search.rates), needed, search.machine.memory_free)
 
