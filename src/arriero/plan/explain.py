@@ -142,16 +142,20 @@ def whole_run(plan: Plan, candidate: Candidate, rates: Rates) -> dict[str, Any]:
     }
 
 
+_DURATIONS = ((1 / 24, "days", 2), (1, "hours", 1), (60, "minutes", 1), (3600, "seconds", 0))
+
+
 def whole_run_text(run: Mapping[str, Any]) -> str:
     """Return what the whole run costs in one line."""
     hours = run["hours"]
     parts = [
         f"{human_count(run['tokens'])} tokens in {counted(run['steps'], 'step')}",
-        f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.2g} hours",
+        next(f"{hours * n:,.1f} {unit}" for n, unit, least in _DURATIONS if hours * n >= least),
         f"{human_count(run['device_hours'])} device-hours",
         f"{run['energy_mwh']:.3g} MWh",
     ]
-    parts += [f"${human_count(run['cost_usd'])}"] if run["cost_usd"] is not None else []
+    if (cost := run["cost_usd"]) is not None:
+        parts.append(f"${human_count(cost)}" if cost >= 0.01 else "less than $0.01")
     return ", ".join(parts)
 
 

@@ -4,6 +4,7 @@ Charts are positioned HTML elements instead of pictures: text keeps its size on 
 reached by keyboard, and no library is embedded.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -82,7 +83,9 @@ def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
 
 
 def sentences(texts: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
+    """Return sentences as a list; words in backticks are code."""
+    items = (re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)) for text in texts)
+    return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], highlight: int | None = None) -> str:

@@ -212,6 +212,8 @@ def _settings(best: Facts) -> str:
 
 
 def _duration(hours: float) -> str:
+    if hours < 1:
+        return _seconds(3600 * hours)
     return f"{hours / 24:,.0f} days" if hours >= 72 else f"{hours:,.1f} h"
 
 
