@@ -62,7 +62,7 @@ class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run; its directory is DIR/NAME."""
     dir: str = "runs"
-    """Where run directories live."""
+    """Directory that holds the run directories."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """Seed of initial weights and data order."""
     deterministic: bool = False
@@ -129,7 +129,7 @@ class ModelSection(Section):
     """Number of tokens that a token attends to, itself included (mistral, qwen2, qwen3); false removes the
     preset's window."""
     max_window_layers: Annotated[int, Field(ge=0)] | None = None
-    """The first blocks that attend to all tokens in spite of sliding_window."""
+    """Number of first blocks that attend to all tokens in spite of sliding_window."""
     extra: dict[str, bool | int | float | str | tuple[int | float, ...]] | None = None
     """Fields that only this model family has, for example { activation = 'gelu' }."""
 
@@ -219,8 +219,8 @@ class TrainSection(Section):
     """Micro-batch size: sequences per rank and forward pass; 'auto' is derived from the device memory, and
     gradient accumulation follows. The last micro-batch of a step may be smaller."""
     gc_every: Positive | Literal[False] = 100
-    """Steps between collections of Python's garbage, which all ranks make at the same step; false leaves them
-    to Python, at any time and on one rank after another."""
+    """Steps between Python's garbage collections, which all ranks run at the same step; false leaves their
+    time to Python, where one rank after another delays a step."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the z-loss, the squared log of the softmax's denominator, which keeps logits small. Reported
     losses do not include it."""
@@ -301,7 +301,8 @@ class LlamaAdapterSection(Section):
 
 class ScheduleSection(Section):
     kind: Literal["constant", "linear", "cosine", "wsd", "frontier", "fms", "fms-annealing"] = "cosine"
-    """Shape of the learning rate over tokens; 'wsd' is warm-up, stable, decay."""
+    """Shape of the learning rate over tokens. 'wsd' is warm-up, stable, decay; 'frontier' is the schedule of
+    frontier-torchtitan, 'fms' and 'fms-annealing' are those of fms-fsdp."""
     warmup: ProgressOrZero | None = None
     """Linear warm-up; false or '0 steps' has none. 'auto' has none either, except that 'fms' derives one."""
     floor: Fraction | None = None
@@ -334,7 +335,7 @@ class ParallelSection(Section):
     schedule: Literal[
         "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
     ] = "1f1b"
-    """Pipeline schedule."""
+    """Pipeline schedule; docs/parallel.md says what each needs."""
     stages_per_rank: Positive | None = None
     """Pipeline stages per rank; 'auto' is what the schedule needs."""
     reshard: Literal["auto", "always", "never"] | Positive = "auto"
@@ -349,8 +350,8 @@ class ParallelSection(Section):
     """Number of blocks whose weights are prefetched."""
     sync: Literal["auto", "last", "each"] = "auto"
     """With gradient accumulation, reduce gradients after the 'last' micro-batch, or after 'each': more
-    communication, but only a shard of the gradients is kept. 'auto' is 'each' where the run would else not
-    fit or would recompute more."""
+    communication, but only a shard of the gradients is kept. 'auto' is 'each' where the run would
+    otherwise not fit or would recompute more."""
     init_timeout: WallTime = Field("30min", validate_default=True)
     """How long ranks wait for each other until the first step has been taken, which may compile or load for
     minutes; the error names the ranks that did not start."""
@@ -392,7 +393,7 @@ class PrecisionSection(Section):
 class MemorySection(Section):
     loss_chunk: Positive | Literal[False, "auto"] = "auto"
     """Tokens per chunk of the loss, which bounds the memory of logits; with 'auto' they take a sixteenth of a
-    GPU's memory, or less if the run else does not fit; false computes a whole micro-batch at once."""
+    GPU's memory, or less if the run would not fit otherwise; false computes a whole micro-batch at once."""
     activation_checkpointing: CheckpointingField = Field("auto", validate_default=True)
     """Activation checkpointing (recompute in the backward pass): 'none', 'full' (all blocks), 'every:K' (each
     K-th), 'fraction:P' (that share of blocks, evenly spread), 'attention' (keeps the output of attention),
@@ -456,7 +457,7 @@ class CheckpointSection(Section):
 class GuardSection(Section):
     nonfinite: Literal["skip", "rollback"] = "skip"
     """After a loss or gradient norm that is not finite: 'skip' the update, or 'rollback' to the last
-    checkpoint before it and pass over the batch. events.jsonl names its documents."""
+    checkpoint before it and skip the batch. events.jsonl names its documents."""
     spike: Literal["off", "skip", "rollback"] = "off"
     """The same after a loss spike: a loss whose robust z-score over the last guard.window losses exceeds
     guard.spike_z."""
@@ -466,7 +467,7 @@ class GuardSection(Section):
     window: Annotated[int, Field(ge=8, le=10_000)] = 128
     """Losses that a spike is compared with; it is looked for once half of them are known."""
     skip_batches: Positive = 1
-    """Batches that a rollback passes over: the bad one and those before it. A spike may have its cause some
+    """Batches that a rollback skips: the bad one and those before it. A spike may have its cause some
     steps earlier."""
     max_rollbacks: Annotated[int, Field(ge=0)] = 5
     """Rollbacks within 10,000 steps, also over restarts, after which the run stops."""
