@@ -218,3 +218,5 @@ def test_a_tokenizer_may_hold_several_templates(tmp_path):
     assert read_chat_template(tmp_path).template == "one"
     (tmp_path / "chat_template.jinja").write_text("three")
     assert read_chat_template(tmp_path).template == "three"
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    assert read_chat_template(tmp_path).bos == ""

@@ -129,6 +129,17 @@ def test_half_of_the_texts_ending_with_the_end_token_are_enough_to_reject(tmp_pa
         prepare(PrepareRequest((str(source),), tmp_path / "set", tokenizer_file), 1, PrepareWatcher())
 
 
+@pytest.mark.parametrize("content", ['{"settings": {', "{}", "[]", '{"settings": {}, "inputs": [1]}'])
+def test_a_damaged_plan_of_an_interrupted_prepare_is_reported(tmp_path, tokenizer_file, content):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "set/.prepare").mkdir(parents=True)
+    (tmp_path / "set/.prepare/plan.json").write_text(content)
+    with pytest.raises(UserError, match=r"plan\.json is damaged"):
+        prepare(
+            PrepareRequest((str(tmp_path / "a.txt"),), tmp_path / "set", tokenizer_file), 1, PrepareWatcher()
+        )
+
+
 @pytest.mark.parametrize(
     ("shards", "first", "last"),
     [(1, "00000", "00000"), (100_000, "00000", "99999"), (100_001, "000000", "100000")],

@@ -52,6 +52,17 @@ def test_a_crowd_of_empty_documents_hides_no_beginning(make_store):
     assert store.document_start_before(1) == 1
 
 
+def test_any_flipped_bit_in_the_positions_of_an_index_is_an_error(make_store):
+    store = make_store([[[1, 2, 3], [4], [5, 6]]])
+    path, lengths_before_the_last = store.directory / "00000.idx", range(34, 34 + 4 * 2)
+    content = path.read_bytes()
+    for at in [*lengths_before_the_last, *range(34 + 4 * 3, 34 + 12 * 3)]:
+        for bit in range(8):
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
+            with pytest.raises(UserError, match=r"00000\.idx is damaged"):
+                TokenStore.open(store.directory).document_starts(0, 6)
+
+
 def test_the_index_has_megatrons_bytes(make_store):
     store = make_store([[[1, 2, 3], [4]]])
     expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)

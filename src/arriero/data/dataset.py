@@ -110,7 +110,8 @@ class Dataset:
         shard, first, length = self.store.locate_document(number)
         wanted = length if max_tokens is None else min(length, max_tokens)
         path, offset = self.store.shard_path(shard, ".bin"), first * self.store.dtype.itemsize
-        ids = np.fromfile(path, self.store.dtype, wanted, offset=offset) if path.is_file() else ()
+        is_possible = path.is_file() and min(wanted, offset) >= 0
+        ids = np.fromfile(path, self.store.dtype, wanted, offset=offset) if is_possible else ()
         if len(ids) != wanted:
             raise UserError(
                 f"{path} has no {wanted} tokens from byte {offset} on",

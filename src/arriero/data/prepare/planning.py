@@ -185,23 +185,27 @@ def load_preparation(request: PrepareRequest) -> Preparation:
     path = request.directory / WORK / PLAN
     try:
         plan = json.loads(path.read_bytes())
+        found = Preparation(
+            directory=request.directory,
+            settings=plan["settings"],
+            inputs=[Input(*each) for each in plan["inputs"]],
+            shards=[[TextRange(*part) for part in shard] for shard in plan["shards"]],
+            separators=Separators(*(token and SpecialToken(*token) for token in plan["separators"])),
+            backend=EncoderChoice(*plan["backend"]),
+            vocab_size=plan["vocab_size"],
+            eos_id=plan["eos_id"],
+            text=request.text,
+        )
     except FileNotFoundError:
         raise UserError(f"{path} does not exist", "begin the prepare without --part first") from None
-    check_same_settings(request, plan["settings"])
-    backend = EncoderChoice(*plan["backend"])
-    if request.encoder not in (AUTO, backend.used):  # all encoders give the same ids
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        todo = f"remove {request.directory} and begin the prepare again"
+        raise UserError(f"{path} is damaged ({type(error).__name__})", todo) from None
+    check_same_settings(request, found.settings)
+    if request.encoder not in (AUTO, found.backend.used):  # all encoders give the same ids
         backend = choose_encoder(_tokenizer_of(request)[0], [], request.encoder)
-    return Preparation(
-        directory=request.directory,
-        settings=plan["settings"],
-        inputs=[Input(*each) for each in plan["inputs"]],
-        shards=[[TextRange(*part) for part in shard] for shard in plan["shards"]],
-        separators=Separators(*(token and SpecialToken(*token) for token in plan["separators"])),
-        backend=backend,
-        vocab_size=plan["vocab_size"],
-        eos_id=plan["eos_id"],
-        text=request.text,
-    )
+        found = replace(found, backend=backend)
+    return found
 
 
 def check_same_settings(request: PrepareRequest, known: dict[str, Any]) -> None:

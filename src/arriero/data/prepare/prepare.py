@@ -391,10 +391,13 @@ def _finish(request: PrepareRequest, preparation: Preparation) -> None:
 
 
 def _record(preparation: Preparation, number: int) -> dict[str, Any]:
+    path = preparation.record_path(number)
     try:
-        return json.loads(preparation.record_path(number).read_bytes())
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"shard {number} is not finished", "repeat the command") from None
+    except ValueError:
+        raise UserError(f"{path} is damaged", "remove it and repeat the command") from None
 
 
 def _count_sources(request: PrepareRequest, records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -289,6 +289,13 @@ class DocumentIndex:
         }
         if (magic, version, *counts) != (IDX_MAGIC, IDX_VERSION, n, n + 1) or code not in codes:
             raise UserError(f"{self._path} is not the index of this dataset", REMAKE)
+        if size <= SMALL_INDEX:
+            # a large one is not read as a whole
+            lengths = np.frombuffer(content, "<i4", n, IDX_HEADER.size)
+            pointers = np.frombuffer(content, "<i8", n, IDX_HEADER.size + lengths.nbytes)
+            ends = np.cumsum(lengths, dtype=np.int64) * self._itemsize
+            if pointers[:1].any() or (pointers[1:] != ends[:-1]).any():
+                raise UserError(f"{self._path} is damaged: its documents do not follow each other", REMAKE)
         return content
 
 
