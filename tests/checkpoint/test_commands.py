@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from arriero.checkpoint.directory import Manifest
 from arriero.checkpoint.manager import Checkpoints, SaveRequest
+from arriero.checkpoint.scores import attach_evaluation, read_evaluations
 from arriero.checkpoint.state import describe_parts, local_parts
 from arriero.cli import app
 
@@ -80,6 +81,15 @@ def test_the_verbs_print_one_json_object(ckpt, command):
     assert list(facts("verify", newest, code=1)["problems"]) == ["manifest.json"]
     missing = command("ckpt", "verify", folder / "nowhere", "--json")
     assert (missing.returncode, missing.stdout) == (2, "")
+
+
+def test_a_damaged_evaluation_beside_a_checkpoint_is_ignored(tmp_path):
+    (tmp_path / "manifest.json").touch()
+    attach_evaluation(tmp_path, "perplexity", {"loss": 2.5}, {}, {})
+    whole = {"kind": "a", "scores": {}, "settings": {}, "details": {}, "time": 1.0}
+    for number, content in enumerate([[], whole | {"time": None}, whole | {"scores": 1}, {"kind": "a"}]):
+        (tmp_path / f"evaluation-{number}.json").write_text(json.dumps(content))
+    assert [str(each) for each in read_evaluations(tmp_path)] == ["loss 2.5"]
 
 
 def test_a_bad_interval_for_prune_is_refused_in_a_sentence(ckpt, command):

@@ -7,12 +7,14 @@ while holding the GIL; here numpy assembles the same pickle. Private torch API, 
 """
 
 import pickle
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -21,15 +23,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # isort: skip
-import zlib
-from collections.abc import Mapping
-from typing import Protocol
-
 from arriero.checkpoint.ranks import Ranks
 from arriero.files import sha256_of
-
-# private, but part of the file format
 
 Ints = np.ndarray
 VERSION = "1.0.0"
@@ -66,19 +61,10 @@ class Chunks:
 def metadata_bytes(tensors: Tensors, chunks: Chunks, files: Sequence[str]) -> bytes:
     """Return the content of `.metadata`, which unpickles to the same objects as torch's own."""
     writer = _Writer()
-    for each in (
-        Metadata,
-        TensorStorageMetadata,
-        ChunkStorageMetadata,
-        MetadataIndex,
-        _StorageInfo,
-        torch.Size,
-    ):
+    classes = (Metadata, TensorStorageMetadata, ChunkStorageMetadata, MetadataIndex, _StorageInfo, torch.Size)
+    words = "properties size chunks offsets sizes fqn offset index relative_path length"
+    for each in (*classes, *words.split()):
         writer.remember(each)
-    for word in ("properties", "size", "chunks", "offsets", "sizes", "fqn", "offset", "index"):
-        writer.remember(word)
-    for word in ("relative_path", "length"):
-        writer.remember(word)
     for dtype in dict.fromkeys(tensors.dtypes):
         writer.remember(TensorProperties(dtype=dtype), key=dtype)
     for name in [*files, *tensors.names]:
@@ -96,15 +82,7 @@ def metadata_bytes(tensors: Tensors, chunks: Chunks, files: Sequence[str]) -> by
         if rows.stop > rows.start:
             places = (first_file + chunks.file[rows], chunks.begin[rows], chunks.length[rows])
             writer.places(name, chunks.offsets[rows, : len(tensors.shapes[i])], places)
-    writer.out += [
-        b"u",
-        _plain("storage_meta"),
-        _plain(None),
-        _plain("version"),
-        _plain(VERSION),
-        _DONE,
-        b".",
-    ]
+    writer.out += [b"u", *map(_plain, ("storage_meta", None, "version", VERSION)), _DONE, b"."]
     return b"".join(writer.out)
 
 

@@ -7,9 +7,13 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from arriero.checkpoint.directory import MANIFEST
 from arriero.files import publish_file, sha256_of_json
@@ -61,11 +65,14 @@ def read_evaluations(directory: Path) -> list[Evaluation]:
     """Return the evaluations of a checkpoint, oldest first; a file that is not one is ignored."""
     found = []
     for path in directory.glob(_NAME.format("*")):
-        try:
-            found.append(Evaluation(**json.loads(path.read_bytes())))
-        except (OSError, ValueError, TypeError, RecursionError):
-            continue
+        with suppress(OSError, ValidationError):
+            found.append(_reader().validate_json(path.read_bytes()))
     return sorted(found, key=lambda each: each.time)
+
+
+@cache
+def _reader() -> TypeAdapter[Evaluation]:
+    return TypeAdapter(Evaluation)
 
 
 def _key(kind: str, settings: Mapping[str, Any]) -> str:

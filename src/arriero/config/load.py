@@ -1,5 +1,6 @@
 """Load a run file and --set into a frozen RunConfig, with the origin of each value and all problems."""
 
+import inspect
 import json
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -265,11 +266,15 @@ _MOST_SEQUENCES = 2**22
 
 
 def cross_check(sections: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of keys that depend on each other; rules about layout and device are in plan/."""
+    """Return the problems of keys that depend on each other; rules about layout and device are in plan/.
+
+    The parameters of a rule are the sections that it needs.
+    """
     problems: list[Problem] = []
-    for names, rule in _RULES:
-        if all(name in sections for name in names):
-            problems += rule(*(sections[name] for name in names))
+    for rule in _RULES:
+        names = inspect.signature(rule).parameters
+        if names.keys() <= sections.keys():
+            problems += rule(**{name: sections[name] for name in names})
     return problems
 
 
@@ -362,8 +367,8 @@ def _decay_is_wsd(schedule) -> Iterator[Problem]:
         yield Problem("schedule.decay", what, "remove it, or set schedule.kind = 'wsd'")
 
 
-def _eval_has_data(evaluation) -> Iterator[Problem]:
-    if evaluation.every and not evaluation.heldout:
+def _eval_has_data(eval) -> Iterator[Problem]:
+    if eval.every and not eval.heldout:
         what = "there is nothing held out to evaluate on"
         yield Problem("eval.every", what, "give eval.heldout, like '1M tok'")
 
@@ -374,9 +379,14 @@ def _momentum_is_used(optim) -> Iterator[Problem]:
         yield Problem("optim.momentum", what, "remove it, or set optim.name to 'muon' or 'sgd'")
 
 
-def _adapter_fits_the_rest(lora, prefix, llama_adapter, optim, precision, memory) -> Iterator[Problem]:
+def _adapter_keys(lora, prefix, llama_adapter) -> list[str]:
+    """Return the keys that ask for an adapter."""
     sizes = {"lora.rank": lora.rank, "prefix.tokens": prefix.tokens}
-    keys = [key for key, size in (sizes | {"llama_adapter.tokens": llama_adapter.tokens}).items() if size]
+    return [key for key, size in (sizes | {"llama_adapter.tokens": llama_adapter.tokens}).items() if size]
+
+
+def _adapter_fits_the_rest(lora, prefix, llama_adapter, optim, precision, memory) -> Iterator[Problem]:
+    keys = _adapter_keys(lora, prefix, llama_adapter)
     if not keys and precision.base_weights != "master":
         what = f"'{precision.base_weights}' is for frozen weights, and the run has no adapter"
         yield Problem("precision.base_weights", what, "set lora.rank, or remove the key")
@@ -405,10 +415,8 @@ def _speculator_fits_the_rest(
         if getattr(parallel, axis) != 1:
             what = f"speculator.n_predict is trained with data parallelism, and {axis} is given"
             yield Problem(f"parallel.{axis}", what, "set it to 1, and parallel.dp_shard to -1")
-    sizes = {"lora.rank": lora.rank, "prefix.tokens": prefix.tokens}
-    for key, size in (sizes | {"llama_adapter.tokens": llama_adapter.tokens}).items():
-        if size:
-            yield Problem(key, "does not work with speculator.n_predict", "train one after the other")
+    for key in _adapter_keys(lora, prefix, llama_adapter):
+        yield Problem(key, "does not work with speculator.n_predict", "train one after the other")
     if optim.freeze:
         what = "has no meaning with speculator.n_predict: only the speculator is trained"
         yield Problem("optim.freeze", what, "remove it")
@@ -421,20 +429,17 @@ def _speculator_fits_the_rest(
         yield Problem("checkpoint.start_from", what, "name the base model: a run, a directory or hf://NAME")
 
 
-_RULES: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
-    (("data", "model"), _sequence_fits_model),
-    (("data", "train"), _batch_is_whole_sequences),
-    (("data",), _phases_change_something),
-    (("data",), _prompts_need_whole_documents),
-    (("data",), _shares_sum_to_one),
-    (("data", "train"), _phases_are_in_order),
-    (("train", "schedule"), _schedule_has_an_end),
-    (("schedule",), _decay_is_wsd),
-    (("eval",), _eval_has_data),
-    (("optim",), _momentum_is_used),
-    (("lora", "prefix", "llama_adapter", "optim", "precision", "memory"), _adapter_fits_the_rest),
-    (
-        ("speculator", "lora", "prefix", "llama_adapter", "optim", "parallel", "precision", "checkpoint"),
-        _speculator_fits_the_rest,
-    ),
-]
+_RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
+    _sequence_fits_model,
+    _batch_is_whole_sequences,
+    _phases_change_something,
+    _prompts_need_whole_documents,
+    _shares_sum_to_one,
+    _phases_are_in_order,
+    _schedule_has_an_end,
+    _decay_is_wsd,
+    _eval_has_data,
+    _momentum_is_used,
+    _adapter_fits_the_rest,
+    _speculator_fits_the_rest,
+)

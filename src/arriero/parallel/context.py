@@ -62,8 +62,8 @@ def apply_context_parallel(
             assert ulysses is not None, (
                 "a recurrent mixer needs whole sequences, which a ring does not gather"
             )
-            exchange = Exchange(partial(_all_to_heads, group=ulysses), partial(_to_tokens, group=ulysses))
-            module.divide_heads(exchange, ulysses.rank(), ulysses.size())
+            there, back = (partial(move, group=ulysses) for move in (_tokens_for_heads, _heads_for_tokens))
+            module.divide_heads(Exchange(there, back), ulysses.rank(), ulysses.size())
 
 
 class ContextParallelAttention(AttentionCore):
@@ -84,7 +84,7 @@ class ContextParallelAttention(AttentionCore):
     def forward(self, q_BtHE: Tensor, k_BtKE: Tensor, v_BtKE: Tensor, mask: Mask) -> Tensor:
         q, k, v = q_BtHE, k_BtKE, v_BtKE
         if self.ulysses is not None:
-            q, k, v = _tokens_for_heads(q, k, v, self.ulysses)
+            q, k, v = _tokens_for_heads((q, k, v), self.ulysses)
         if self.ring is None:
             out = super().forward(q, k, v, mask)
         else:
@@ -101,8 +101,11 @@ class ContextParallelAttention(AttentionCore):
 
 
 @torch.compiler.disable
-def _all_to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[Tensor]:
-    """Exchange tokens for heads in one all-to-all; where there are fewer heads than ranks, some share one."""
+def _tokens_for_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[Tensor]:
+    """Exchange all heads of this rank's tokens for some heads of all tokens of the Ulysses group.
+
+    All tensors go in one all-to-all; where there are fewer heads than ranks, some ranks share one.
+    """
     size = group.size()
     copied = [x.repeat_interleave(max(1, size // x.shape[2]), dim=2) for x in tensors]
     shares = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in copied]
@@ -113,23 +116,6 @@ def _all_to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Sequen
 
 
 @torch.compiler.disable
-def _to_tokens(out_BThE: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _heads_for_tokens(out_BThE, group)
-
-
-def _tokens_for_heads(
-    q_BtHE: Tensor, k_BtKE: Tensor, v_BtKE: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, ...]:
-    """Exchange all heads of this rank's tokens for some heads of all tokens of the Ulysses group."""
-    size = group.size()
-    if (copies := size // k_BtKE.shape[2]) > 1:
-        k_BtKE, v_BtKE = (x.repeat_interleave(copies, dim=2) for x in (k_BtKE, v_BtKE))
-    shares = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in (q_BtHE, k_BtKE, v_BtKE)]
-    arrived_UBthE = _AllToAll.apply(torch.cat(shares, dim=3), group)
-    whole_BThE = arrived_UBthE.transpose(0, 1).flatten(1, 2)
-    return whole_BThE.split([x.shape[3] for x in shares], dim=2)
-
-
 def _heads_for_tokens(out_BThE: Tensor, group: dist.ProcessGroup) -> Tensor:
     arrived_UBthE = _AllToAll.apply(out_BThE.unflatten(1, (group.size(), -1)).transpose(0, 1), group)
     return arrived_UBthE.movedim(0, 2).flatten(2, 3)
