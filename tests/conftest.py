@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -84,6 +85,12 @@ def pytest_collection_modifyitems(items):
     if gpu_items and not has_gpu():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {item.originalname}"))
+
+
+def pytest_collection_finish():
+    """Keep collections, of which every run starts with one, away from what imports left: half a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 def has_gpu():

@@ -144,15 +144,17 @@ class GarbageCollection(Hook):
     """Collect Python's garbage every `every` steps, on all ranks at the same step, and at no other time.
 
     An automatic collection stops one rank at a time, and all others wait for it. What exists at the start is
-    never garbage and is not looked at again.
+    never garbage and is not looked at again; what was frozen before stays so.
     """
 
     on_all_ranks = True
 
     def __init__(self, every: int) -> None:
         self._every = every
+        self._stays_frozen = False
 
     def on_start(self, session: "Session") -> None:
+        self._stays_frozen = gc.get_freeze_count() > 0
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -162,5 +164,6 @@ class GarbageCollection(Hook):
             gc.collect()
 
     def on_stop(self) -> None:
-        gc.unfreeze()
+        if not self._stays_frozen:
+            gc.unfreeze()
         gc.enable()
