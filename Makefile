@@ -4,7 +4,8 @@ VENV ?= .venv
 PYTHON ?= python3
 OLDEST_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 # Tests of one file run in one process, because they share fixtures; tests/conftest.py puts long files first.
-PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
+# Three on two cores: tests that wait for Slurm, a timeout or the disk leave a core to the others.
+PARALLEL = -n 3 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo check quick test docs gpu peers-gpu parity planner-accuracy bench-small bench-costs bench-data reliability scaling test-oldest test-peers clean

@@ -61,16 +61,23 @@ def working_directory_of_tests(tmp_path, monkeypatch):
 
 # Files that take longest run first, so that the workers of `make test` finish at about the same time.
 LONGEST_FIRST = (
+    "federate/test_two_clusters.py",
     "bench/test_parity.py",
-    "bench/test_mutations.py",
-    "checkpoint/test_resume.py",
-    "checkpoint/test_kill.py",
-    "train/test_training.py",
-    "bench/test_matrix.py",
+    "launch/test_doctor_allocation.py",
+    "launch/test_supervise.py",
+    "launch/test_jobs.py",
     "test_docs.py",
-    "parallel/",
+    "train/test_model_state.py",
+    "checkpoint/test_resume.py",
+    "bench/",
+    "plan/test_search.py",
+    "plan/test_new_run.py",
     "train/",
     "checkpoint/",
+    "parallel/",
+    "federate/",
+    "model/",
+    "evaluate/",
 )
 
 
@@ -88,7 +95,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Keep collections, of which every run starts with one, away from what imports left: half a second each."""
+    """Let collections pass over what imports left: half a second of each, and every run starts with one."""
     gc.collect()
     gc.freeze()
 
@@ -150,26 +157,37 @@ PRELOADED = ["arriero.cli", "arriero.train.build", "arriero.train.run", "torch.u
 
 
 @pytest.fixture(scope="session")
-def forked_arriero(tmp_path_factory):
-    """Run the command line in a process forked from one with its modules loaded: 4 CPU-seconds less."""
+def start_arriero(tmp_path_factory):
+    """Start the command line in a process forked from one with its modules loaded: 4 CPU-seconds less.
+
+    `more` are environment variables. What is started has `wait` and `pid`; `wait` returns its result.
+    """
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOADED)
-    printed = tmp_path_factory.mktemp("printed")
 
-    def run(*arguments, cwd):
-        environment = {**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
-        files = [printed / "stdout", printed / "stderr"]
+    def start(*arguments, cwd, **more):
+        environment = {**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", **more}
+        files = [tmp_path_factory.mktemp("printed") / name for name in ("stdout", "stderr")]
         given = (list(map(str, arguments)), cwd, environment, files)
         process = server.Process(target=run_command_line, args=given)
         process.start()
-        process.join(300)
-        if process.exitcode is None:
-            process.kill()
-            raise subprocess.TimeoutExpired(["arriero", *arguments], 300)
-        out, err = (path.read_text() for path in files)
-        return SimpleNamespace(returncode=process.exitcode, stdout=out, stderr=err)
 
-    return run
+        def wait(seconds=300):
+            process.join(seconds)
+            if process.exitcode is None:
+                process.kill()
+                raise subprocess.TimeoutExpired(["arriero", *arguments], seconds)
+            out, err = (path.read_text() for path in files)
+            return SimpleNamespace(returncode=process.exitcode, stdout=out, stderr=err)
+
+        return SimpleNamespace(wait=wait, pid=process.pid)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def forked_arriero(start_arriero):
+    return lambda *arguments, cwd: start_arriero(*arguments, cwd=cwd).wait()
 
 
 @pytest.fixture

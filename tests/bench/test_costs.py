@@ -9,11 +9,12 @@ import pytest
 from arriero.bench.result import replace_section
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
-from benchmarks.costs.__main__ import RESULTS, measure_costs
+from benchmarks.costs.__main__ import RESULTS, main, measure_costs
 from benchmarks.costs.result import Costs, section
 from benchmarks.costs.sizes import Place, Sizes
-from benchmarks.costs.steps import growth, overhead, saves
-from benchmarks.costs.waits import data_wait, start_up
+from benchmarks.costs.steps import saves
+from benchmarks.costs.waits import start_up
+from benchmarks.script import run_script
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -47,8 +48,12 @@ def found(synthetic_cache):
     return measure_costs(quick, "cpu", synthetic_cache, lambda _: None, TINY)
 
 
-def test_overhead_is_measured_at_two_logging_intervals(place):
-    rows = overhead(place).rows
+def rows_of(found, name):
+    return next(cost.rows for cost in found.costs if cost.name == name)
+
+
+def test_overhead_is_measured_at_two_logging_intervals(found):
+    rows = rows_of(found, "overhead")
     assert [row.what for row in rows] == ["observe.log_every = 1", "observe.log_every = 10"]
     for row in rows:
         assert [len(samples) for samples in row.samples.values()] == [2, 2]
@@ -73,8 +78,8 @@ def _model(sets):
     return {"vocab_size": 4096, "max_seq_len": 64} | dims
 
 
-def test_data_is_consumed_at_the_given_rate(place):
-    rows = data_wait(place).rows
+def test_data_is_consumed_at_the_given_rate(found):
+    rows = rows_of(found, "data-wait")
     assert [row.what for row in rows] == [
         "sequences of 16",
         "sequences of 64",
@@ -85,8 +90,8 @@ def test_data_is_consumed_at_the_given_rate(place):
     assert all(0 < row.values["% of the time"] < 100 for row in rows)
 
 
-def test_growth_is_compared_with_the_flops(place):
-    rows = growth(place).rows
+def test_growth_is_compared_with_the_flops(found):
+    rows = rows_of(found, "growth")
     assert [row.what for row in rows] == ["16 tokens", "32 tokens", "1 layers", "3 layers"]
     for first in (rows[0], rows[2]):
         assert (first.values["times as long"], first.values["times the FLOPs"]) == (1, 1)
@@ -148,14 +153,17 @@ def test_costs_of_another_version_are_rejected(found, tmp_path):
         section(tmp_path, tmp_path)
 
 
-def test_a_mistake_ends_in_one_sentence(python, tmp_path, monkeypatch):
+def test_a_mistake_ends_in_one_sentence(python, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    for arguments, words in [
-        (["--only", "save"], "there is no 'save' (did you mean 'saves'?)"),
-        (["--only", "growth", "--device", "cuda"], "torch sees no GPU here"),
-    ]:
-        result = python("-m", "benchmarks.costs", *arguments)
-        assert result.returncode == 2, result.stderr
-        assert words in result.stderr
-        assert len(result.stderr.strip().splitlines()) == 1
+    result = python("-m", "benchmarks.costs", "--only", "growth", "--device", "cuda")
+    assert result.returncode == 2, result.stderr
+    monkeypatch.setattr("sys.argv", ["costs", "--only", "save"])
+    with pytest.raises(SystemExit, match="2"):
+        run_script(main)
+    said = [result.stderr, capsys.readouterr().err]
+    for text, words in zip(
+        said, ("torch sees no GPU here", "there is no 'save' (did you mean 'saves'?)"), strict=True
+    ):
+        assert words in text
+        assert len(text.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []

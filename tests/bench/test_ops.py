@@ -1,9 +1,6 @@
 """`bench ops` and `bench comm` measure what the planner reads, with the shapes and kernels of training."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -139,17 +136,17 @@ def test_collectives_of_local_ranks_are_measured(arriero, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_launcher_may_start_the_ranks_of_several_nodes(tmp_path):
+def test_a_launcher_may_start_the_ranks_of_several_nodes(start_arriero, tmp_path):
     """Four ranks that their launcher places on two nodes; one of them writes the result."""
     ranks = []
     for rank in range(4):
         place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
-        environment = os.environ | {name: str(value) for name, value in place.items()}
+        environment = {name: str(value) for name, value in place.items()}
         environment |= {"ARRIERO_RENDEZVOUS": f"file://{tmp_path}/meeting"}
-        command = [sys.executable, "-m", "arriero", "bench", "comm", "--device", "cpu"]
-        command += ["--max-size", "0.25MiB", "--seconds", "0.001", "--collectives", "all_reduce,p2p"]
-        ranks.append(subprocess.Popen([*command, "--out", f"{tmp_path}/{rank}.json"], env=environment))
-    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0, 0, 0]
+        command = ["bench", "comm", "--device", "cpu", "--max-size", "0.25MiB", "--seconds", "0.001"]
+        command += ["--collectives", "all_reduce,p2p", "--out", tmp_path / f"{rank}.json"]
+        ranks.append(start_arriero(*command, cwd=tmp_path, **environment))
+    assert [rank.wait().returncode for rank in ranks] == [0, 0, 0, 0]
     assert sorted(path.name for path in tmp_path.glob("?.json")) == ["0.json"]
     found = MeasuredFile.read(tmp_path / "0.json").collectives
     groups = [(row.collective, row.ranks, row.nodes) for row in found]

@@ -2,9 +2,6 @@
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,7 +18,6 @@ from arriero.model.family import build_model
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
 
-SOURCE = Path(__file__).parents[2] / "src"
 MODEL = {"vocab_size": 400, "dim": 32, "layers": 1, "heads": 4, "ffn": 48, "max_seq_len": 1024}
 TEXTS = [f"document {i}" for i in range(7)]
 
@@ -64,21 +60,18 @@ def hub(tmp_path_factory, tokenizer_file):
     put(pickled / "config.json", lambda path: path.write_bytes(config.read_bytes()))
     torch.save(load_file(folder / "made" / "model.safetensors"), pickled / "pytorch_model.bin")
     with hub_of(folder) as environment:
-        yield {**os.environ, **environment, "PYTHONPATH": str(SOURCE), "COLUMNS": "200"}
+        yield environment
 
 
-def arriero_of(hub, *arguments):
-    command = [sys.executable, "-m", "arriero", *map(str, arguments)]
-    return subprocess.run(command, env=hub, capture_output=True, text=True)
+@pytest.fixture
+def arriero_of(start_arriero, hub, tmp_path):
+    # huggingface_hub reads its environment when it is imported, which the started process does itself
+    return lambda *arguments: start_arriero(*arguments, cwd=tmp_path, **hub).wait()
 
 
-def prepare(hub, directory, *arguments):
-    return arriero_of(hub, "data", "prepare", *arguments, "-o", directory)
-
-
-def test_corpora_and_a_tokenizer_of_the_hub_are_downloaded_and_prepared(hub, tmp_path):
+def test_corpora_and_a_tokenizer_of_the_hub_are_downloaded_and_prepared(arriero_of, hub, tmp_path):
     sources = ["hf://owner/set", "hf://bookcorpus", "hf://clean-mc4-it"]
-    done = prepare(hub, tmp_path / "set", *sources, "--tokenizer", "hf://owner/model")
+    done = arriero_of("data", "prepare", *sources, "--tokenizer", "hf://owner/model", "-o", "set")
     assert done.returncode == 0, done.stderr
     store = TokenStore.open(tmp_path / "set")
     assert [each["documents"] for each in store.about["per_source"]] == [len(TEXTS)] * 3
@@ -87,24 +80,26 @@ def test_corpora_and_a_tokenizer_of_the_hub_are_downloaded_and_prepared(hub, tmp
     assert not {"pytorch_model.bin", "model.safetensors"} & fetched
 
 
-def test_a_name_the_hub_does_not_know_is_rejected_in_a_sentence(hub, tmp_path):
-    done = prepare(hub, tmp_path / "set", "builtin:synthetic:1MB", "--tokenizer", "hf://owner/absent")
+def test_a_name_the_hub_does_not_know_is_rejected_in_a_sentence(arriero_of):
+    done = arriero_of(
+        "data", "prepare", "builtin:synthetic:1MB", "--tokenizer", "hf://owner/absent", "-o", "set"
+    )
     assert done.returncode == 2
     assert "cannot load hf://owner/absent" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_model_of_the_hub_is_converted_and_gives_a_run_its_dimensions(hub, tmp_path):
-    done = arriero_of(hub, "ckpt", "convert", "hf://owner/model", tmp_path / "torch", "--to", "torch")
+def test_a_model_of_the_hub_is_converted_and_gives_a_run_its_dimensions(arriero_of, tmp_path):
+    done = arriero_of("ckpt", "convert", "hf://owner/model", tmp_path / "torch", "--to", "torch")
     assert done.returncode == 0, done.stderr
-    shown = arriero_of(hub, "config", "show", "--set", "checkpoint.start_from=hf://owner/model")
+    shown = arriero_of("config", "show", "--set", "checkpoint.start_from=hf://owner/model")
     assert shown.returncode == 0, shown.stderr
     assert f"dim = {MODEL['dim']}" in shown.stdout and "checkpoint.start_from" in shown.stdout
 
 
-def test_a_model_without_safetensors_is_downloaded_as_a_torch_file(hub, tmp_path):
+def test_a_model_without_safetensors_is_downloaded_as_a_torch_file(arriero_of, tmp_path):
     for name in ("model", "pickled"):
-        done = arriero_of(hub, "ckpt", "convert", f"hf://owner/{name}", tmp_path / name, "--to", "torch")
+        done = arriero_of("ckpt", "convert", f"hf://owner/{name}", tmp_path / name, "--to", "torch")
         assert done.returncode == 0, done.stderr
     expected, found = (torch.load(tmp_path / name / "model.pt") for name in ("model", "pickled"))
     assert expected.keys() == found.keys()

@@ -111,9 +111,11 @@ def run(trained, tmp_path):
     return run
 
 
-def test_a_run_is_pushed_with_its_card_and_loads_in_transformers(python, run, hub, tmp_path):
+def test_a_run_is_pushed_with_its_card_and_loads_in_transformers(forked_arriero, run, hub, tmp_path):
     # huggingface_hub reads its environment when it is imported
-    result = python("-m", "arriero", "ckpt", "push", run, "hf://me/tiny", "--private", "--license", "mit")
+    result = forked_arriero(
+        "ckpt", "push", run, "hf://me/tiny", "--private", "--license", "mit", cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     assert f"{hub['url']}/me/tiny/commit/1" in result.stdout
     made = hub["repository"]
@@ -143,9 +145,11 @@ def test_a_run_is_pushed_with_its_card_and_loads_in_transformers(python, run, hu
     assert loaded.num_parameters() > 100_000
 
 
-def test_a_checkpoint_is_converted_and_its_optimizer_state_stays(python, run, hub):
+def test_a_checkpoint_is_converted_and_its_optimizer_state_stays(forked_arriero, run, hub, tmp_path):
     checkpoint = run / "checkpoints" / "step-00000006"
-    result = python("-m", "arriero", "ckpt", "push", checkpoint, "hf://me/tiny", "--dtype", "bf16", "--json")
+    result = forked_arriero(
+        "ckpt", "push", checkpoint, "hf://me/tiny", "--dtype", "bf16", "--json", cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["files"].keys() == hub["files"].keys()
@@ -194,9 +198,11 @@ def test_a_damaged_record_of_the_training_is_explained(command, run, tmp_path, f
         assert "give a text file in UTF-8" in command(*push, "--card", tmp_path / "card.md").stderr
 
 
-def test_a_refusal_of_the_hub_and_a_wrong_name_are_explained(python, command, run, hub, monkeypatch):
+def test_a_refusal_of_the_hub_and_a_wrong_name_are_explained(
+    forked_arriero, command, run, hub, monkeypatch, tmp_path
+):
     monkeypatch.setenv("HF_TOKEN", "wrong")
-    result = python("-m", "arriero", "ckpt", "push", run, "hf://me/tiny")
+    result = forked_arriero("ckpt", "push", run, "hf://me/tiny", cwd=tmp_path)
     assert result.returncode == 2
     assert "hf auth login" in result.stderr
     assert hub["files"] == {}

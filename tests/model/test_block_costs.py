@@ -144,8 +144,10 @@ def test_a_registered_family_is_costed_with_the_cost_of_its_own_operator():
 @pytest.mark.parametrize(
     "name", ["llama3.1-8b", "llama3.2-3b", "gpt2-1.5b", "llama-test", "qwen3-0.6b", "qwen2.5-7b"]
 )
-@pytest.mark.parametrize(("compiled", "fused"), [(True, True), (True, False), (False, False)])
-@pytest.mark.parametrize("element", [2, 4])
+@pytest.mark.parametrize(
+    ("compiled", "fused", "element"),
+    [(True, True, 2), (True, False, 4), (False, False, 2), (False, False, 4)],
+)
 def test_memory_formulas_of_the_families_are_those_of_the_traced_module(name, compiled, fused, element):
     """An uncompiled module is traced as it runs on a CPU; a GPU has an operator for RMSNorm."""
     spec = load_preset(name)

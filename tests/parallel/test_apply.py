@@ -159,7 +159,6 @@ def gradients(spec, mesh, how):
     ("layout", "checkpointing"),
     [
         (Layout(tp=2), "none"),
-        (Layout(dp_shard=2, tp=2), "none"),
         (Layout(tp=2), "full"),
         (Layout(dp_shard=2, tp=2), "selective"),
     ],

@@ -1,6 +1,7 @@
 """The search for layouts: what it keeps, what it rejects and why."""
 
 import itertools
+from functools import cache
 
 import pytest
 
@@ -22,6 +23,12 @@ def config(*sets):
     return load_run(None, list(sets), expand).config
 
 
+@cache
+def large_plan(keep=None):
+    """The plan of the large model on 64 devices; without `keep` with all candidates."""
+    return plan_run(config(*LARGE), H100, 64, keep=keep)
+
+
 def test_ten_thousand_candidates_are_considered_for_70b_on_1024_devices():
     plan = plan_run(config(*LARGE, "train.batch=8388608 tok"), H100, 1024, keep=5)
     assert plan.considered >= 10_000
@@ -31,8 +38,8 @@ def test_ten_thousand_candidates_are_considered_for_70b_on_1024_devices():
 
 
 def test_every_candidate_is_accepted_by_resolve_and_fits():
-    plan = plan_run(config(*LARGE), H100, 64, keep=30)
-    for candidate in plan.candidates:
+    plan = large_plan()
+    for candidate in plan.candidates[:30]:
         resolved = plan.resolved(candidate)
         assert resolved.layout == candidate.choice.layout
         assert resolved.micro_batch == candidate.choice.micro_batch
@@ -83,17 +90,12 @@ def test_contradicting_constraints_are_named(sets, fix, most, message):
 
 
 def test_rejections_have_reasons_and_examples():
-    plan = plan_run(config(*LARGE), H100, 64, keep=1)
+    plan = large_plan(keep=3)
     reasons = " | ".join(each.reason for each in plan.rejections)
     assert "needs more memory than" in reasons
     assert "tp over more than the 8 devices of a node" in reasons
-    assert plan.considered == sum(each.count for each in plan.rejections) + _accepted(plan)
+    assert plan.considered == sum(each.count for each in plan.rejections) + len(large_plan().candidates)
     assert all(each.count > 0 and each.example for each in plan.rejections)
-
-
-def _accepted(plan):
-    everything = plan_run(plan.config, plan.cluster, plan.devices)
-    return len(everything.candidates)
 
 
 def test_a_small_model_stays_data_parallel():
@@ -137,8 +139,7 @@ def test_a_single_device_grows_to_nodes_of_its_type():
 
 
 def test_faster_candidates_come_first():
-    plan = plan_run(config(*LARGE), H100, 64, keep=40)
-    seconds = [each.time.seconds for each in plan.candidates]
+    seconds = [each.time.seconds for each in large_plan().candidates[:40]]
     assert all(b >= 0.999 * a for a, b in itertools.pairwise(seconds))
 
 
@@ -149,6 +150,6 @@ def test_a_memory_limit_is_respected():
     assert all(each.memory <= limit for each in plan.candidates)
 
 
-def test_two_processes_come_to_the_same_plan():
-    first, second = (plan_run(config(*LARGE), H100, 128, keep=3) for _ in range(2))
-    assert [each.choice for each in first.candidates] == [each.choice for each in second.candidates]
+def test_the_same_question_has_the_same_answer():
+    first, again = large_plan().candidates, large_plan(keep=3).candidates
+    assert [each.choice for each in first[:3]] == [each.choice for each in again]

@@ -91,18 +91,19 @@ def free_port():
         return str(probe.getsockname()[1])
 
 
-def test_torchrun_and_srun_start_the_run_that_nproc_starts(arriero, cache, tmp_path):
+def test_torchrun_and_srun_start_the_run_that_nproc_starts(arriero, start_arriero, cache, tmp_path):
     assert arriero("train", *flags(cache, "run.name=own"), "--nproc", "2").returncode == 0
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    started = [start([*torchrun, "-m", "arriero", "train", *flags(cache, "run.name=torchrun")], tmp_path)]
-    port = free_port()
+    elastic = start([*torchrun, "-m", "arriero", "train", *flags(cache, "run.name=torchrun")], tmp_path)
+    port, tasks = free_port(), []
     for rank in range(2):
         step = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": 2, "SLURM_JOB_ID": 7}
         step |= {"SLURM_STEP_ID": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = ["-m", "arriero", "train", *flags(cache, "run.name=srun")]
-        started.append(start(command, tmp_path, **{name: str(value) for name, value in step.items()}))
-    for process in started:
-        assert process.wait(timeout=200) == 0, process.stdout.read()
+        step = {name: str(value) for name, value in step.items()}
+        tasks.append(start_arriero("train", *flags(cache, "run.name=srun"), cwd=tmp_path, **step))
+    assert elastic.wait(timeout=300) == 0, elastic.stdout.read()
+    for task in tasks:
+        assert (done := task.wait()).returncode == 0, done.stderr
     runs = tmp_path / "runs"
     assert losses(runs / "torchrun") == losses(runs / "srun") == losses(runs / "own")
 
@@ -121,17 +122,18 @@ def children_of(parent):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-def test_a_rank_that_is_killed_ends_the_run_and_is_named(cache, tmp_path):
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(start_arriero, cache, tmp_path):
     run = tmp_path / "runs" / "killed"
-    command = ["-m", "arriero", "train", *flags(cache, "run.name=killed", "train.horizon=100000 steps")]
-    process = start([*command, "--nproc", "2"], tmp_path)
+    sets = flags(cache, "run.name=killed", "train.horizon=100000 steps")
+    process = start_arriero("train", *sets, "--nproc", "2", cwd=tmp_path)
     deadline = time.monotonic() + 200
-    while not (run / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
+    while not (run / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     ranks = children_of(process.pid)
     os.kill(ranks[1], signal.SIGKILL)
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode == EXIT_RESTART, output
+    done = process.wait()
+    output = done.stdout + done.stderr
+    assert done.returncode == EXIT_RESTART, output
     assert output.count("error:") == 1
     assert re.search(r"rank 1 was killed \(SIGKILL\).*; the others were stopped", " ".join(output.split()))
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)

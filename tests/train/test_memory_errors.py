@@ -27,6 +27,8 @@ def config(tmp_path, synthetic_cache):
                 "schedule.kind=constant",
                 "checkpoint.every=1 step",
                 "eval.every=false",
+                "eval.heldout=false",
+                "observe.sample=false",
             ),
             *(
                 f"run.dir={tmp_path}",

@@ -154,31 +154,28 @@ def test_phases_of_steps_that_were_taken_cannot_change(session):
         session(f"checkpoint.resume_from='{run.run_dir}'", "train.horizon=9 steps", name="fork")
 
 
-@pytest.mark.parametrize("degrees", [{"dp_shard": 3}, {"dp_replicate": 2}, {"cp": 2}, {"pp": 2}])
-def test_uneven_batches_and_phases_keep_the_loss_of_one_process(
-    session, sources, tmp_path, corpus_cache, degrees
-):
+def test_uneven_batches_and_phases_keep_the_loss_of_one_process(session, sources, tmp_path, corpus_cache):
     """8, then 7, then 5 sequences over 3 ranks; with accumulation."""
     phases = "data.phases=[{at='1 steps', batch='448 tok'}, {at='2 steps', seq_len=128, batch='640 tok'}]"
     sets = [f"data.sources={sources(3, 1)}", phases, "train.batch=512 tok", "train.horizon=4 steps"]
     sets += ["model.layers=2", "train.micro_batch=1", "run.deterministic=false"]
     alone = trained(session(*sets, "train.micro_batch=3", name="alone"))
-    layout = [f"parallel.{axis}={n}" for axis, n in ({"dp_shard": 1} | degrees).items()]
-    where = ["run.name=ranks", f"run.dir='{tmp_path}'", f"data.cache='{corpus_cache}'"]
-    config = load_run(None, [*BASE, *where, *sets, *layout], expand).config
+    for axis, degree in (("dp_shard", 3), ("dp_replicate", 2), ("cp", 2), ("pp", 2)):
+        layout = [f"parallel.{name}={n}" for name, n in ({"dp_shard": 1} | {axis: degree}).items()]
+        where = [f"run.name={axis}", f"run.dir='{tmp_path}'", f"data.cache='{corpus_cache}'"]
+        config = load_run(None, [*BASE, *where, *sets, *layout], expand).config
 
-    def work():
-        world = world_from()
-        plan = arrange(config, world)
-        with process_group(world, plan.device.torch_device):
-            run = build(plan, no_progress)
-            train(run)
-            return audited(run) if world.is_leader else None
+        def work(config=config):
+            world = world_from()
+            plan = arrange(config, world)
+            with process_group(world, plan.device.torch_device):
+                run = build(plan, no_progress)
+                train(run)
+                return audited(run) if world.is_leader else None
 
-    assert run_ranks(work, max(degrees.values()), leader_prints=False) == []
-    lines = [json.loads(line) for line in (tmp_path / "ranks/metrics.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in lines] == pytest.approx(
-        [alone[n]["loss"] for n in range(1, 5)], abs=2e-5
-    )
-    ledger = read_ledger(tmp_path / "ranks")
-    assert (ledger.samples, ledger.stretches[-1].slots) == (8 + 7 + 5 + 5, 512 + 448 + 640 + 640)
+        assert run_ranks(work, degree, leader_prints=False) == []
+        lines = [json.loads(line) for line in (tmp_path / axis / "metrics.jsonl").read_text().splitlines()]
+        found, expected = [line["loss"] for line in lines], [alone[n]["loss"] for n in range(1, 5)]
+        assert found == pytest.approx(expected, abs=2e-5), axis
+        ledger = read_ledger(tmp_path / axis)
+        assert (ledger.samples, ledger.stretches[-1].slots) == (8 + 7 + 5 + 5, 512 + 448 + 640 + 640)

@@ -63,8 +63,11 @@ def losses(run):
     return [line["loss"] for line in lines(run.run_dir / "metrics.jsonl")]
 
 
+LEARN = ("train.horizon=120 steps", "optim.lr=1e-2", "observe.log_every=10", "eval.every=60 steps")
+
+
 def test_training_starts_at_a_uniform_guess_and_learns(session):
-    run = session("model.tied=true", "train.horizon=120 steps", "optim.lr=1e-2", "observe.log_every=10")
+    run = session("model.tied=true", *LEARN)
     outcome = train(run)
     assert outcome.first_eval_loss == pytest.approx(math.log(4096), rel=0.02)
     assert outcome.last_eval_loss < 0.8 * outcome.first_eval_loss
@@ -72,9 +75,7 @@ def test_training_starts_at_a_uniform_guess_and_learns(session):
 
 
 def test_gpt2_learns_too(session):
-    run = session(
-        "model.preset=gpt2-test", "train.horizon=120 steps", "optim.lr=1e-2", "observe.log_every=10"
-    )
+    run = session("model.preset=gpt2-test", *LEARN)
     outcome = train(run)
     assert outcome.last_eval_loss < 0.8 * outcome.first_eval_loss
 
