@@ -7,6 +7,7 @@ import torch
 from arriero.checkpoint.formats.model_reader import ModelReader
 from arriero.federate.members import publish_first_model, write_member
 from arriero.federate.outer import OuterOptimizer, Part, outer_step, pseudo_gradient
+from arriero.federate.site import run_round
 from arriero.model.family import build_model
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
@@ -62,3 +63,12 @@ def outer_update(base, members, state, optimizer):
         for kind, values in new.items():
             kept[kind][name] = values
     return weights, kept
+
+
+def play_round(coordinator):
+    """Play one round in this process, site after site."""
+    for name, order in coordinator.assign_idle().items():
+        paths = coordinator.paths(coordinator.config.site(name), order)
+        paths.work.mkdir(parents=True, exist_ok=True)
+        run_round(order, paths)
+    return coordinator.rounds.try_to_close(coordinator.names)

@@ -19,42 +19,14 @@ from arriero.federate.members import MemberManifest, open_global, read_manifest
 from arriero.federate.site import run_round
 from arriero.model.presets import expand
 from arriero.train.run import run
-from benchmarks.federation_chaos import run_file
+from federate.models import play_round
 
 REPOSITORY = Path(__file__).parents[2]
-TINY = {"batch": 256, "schedule": "cosine", "warmup": 2, "lr": 1e-3, "every": 2}
-
-
-@pytest.fixture
-def federate(tmp_path, corpus_cache):
-    """Write a federation file with sites that differ in their data order."""
-
-    def write(sites="ab", rounds=2, federation="", outer="", **site_keys):
-        lines = [f"[federation]\nname = 'fed'\nrounds = {rounds}\ntokens = '4 steps'\n{federation}"]
-        lines += [f"[outer]\n{outer}"]
-        for number, name in enumerate(sites):
-            (tmp_path / f"{name}.toml").write_text(run_file(number + 1, corpus_cache, **TINY))
-            lines += [f"[[sites]]\nname = '{name}'\nrun_file = '{name}.toml'"]
-            lines += [f"{key} = {value}" for key, value in site_keys.items()]
-        path = tmp_path / "fed.toml"
-        path.write_text("\n".join(lines))
-        return path
-
-    return write
 
 
 def weights_at(path):
     source = open_model(path)
     return {name: source.load(name) for name in source.tensors}
-
-
-def play_round(coordinator):
-    """Play one round in this process, site after site."""
-    for name, order in coordinator.assign_idle().items():
-        paths = coordinator.paths(coordinator.config.site(name), order)
-        paths.work.mkdir(parents=True, exist_ok=True)
-        run_round(order, paths)
-    return coordinator.rounds.try_to_close(coordinator.names)
 
 
 def test_one_site_with_fedavg_is_ordinary_training_to_the_bit(federate, tmp_path):

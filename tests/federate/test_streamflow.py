@@ -23,7 +23,7 @@ from arriero.federate.streamflow import (
     write_turn,
 )
 from benchmarks.federation_chaos import run_file
-from federate.test_local import TINY
+from federate.conftest import TINY
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = REPOSITORY / ".venv-federation" / "bin" / "streamflow"

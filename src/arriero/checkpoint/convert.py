@@ -19,7 +19,7 @@ from arriero.checkpoint.formats.dcp_directory import (
 )
 from arriero.checkpoint.formats.hf_directory import open_hf, write_hf
 from arriero.checkpoint.formats.meta_directory import open_meta, write_meta
-from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, ModelReader, WriteOptions
+from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, Adapter, ModelReader, WriteOptions
 from arriero.checkpoint.formats.peft_directory import open_peft, write_peft
 from arriero.checkpoint.formats.tensor_files import Advance, no_progress
 from arriero.data.text.hub import local_model
@@ -29,6 +29,7 @@ from arriero.model.description import ADAPTER, base_of_adapter
 from arriero.model.family import build_model
 from arriero.model.language_model import LanguageModel
 from arriero.model.name_maps import own_tensors
+from arriero.model.spec import ModelSpec
 from arriero.units import counted
 
 Format = Literal["hf", "meta", "dcp", "torch", "peft"]
@@ -85,6 +86,23 @@ def _open_base(adapter: Path, name: str) -> ModelReader:
             f"{adapter} names {base} as its base, which is an adapter too", "merge that one first"
         )
     return open_model(_model_directory(base))
+
+
+def open_adapter(path: Path, spec: ModelSpec) -> Adapter:
+    """Open the adapter of a PEFT directory, a checkpoint or a run; its base model may be elsewhere."""
+    directory = _model_directory(path)
+    if (directory / ADAPTER).is_file():
+        base = ModelReader("memory", "the base model", spec, own_tensors(spec), _no_weights)
+        source = open_peft(directory, lambda _: base)
+    else:
+        source = open_model(directory)
+    if source.adapter is None:
+        raise UserError(f"{path} has no adapter", "give a PEFT directory, or a run with an adapter")
+    return source.adapter
+
+
+def _no_weights(name: str) -> Tensor:
+    raise AssertionError(f"{name} of a base model that was not opened")
 
 
 def find_model(path: str | Path) -> ModelReader:
@@ -158,7 +176,8 @@ def convert(
     todo = "free some space, or choose another place"
     try:
         with staged_directory(target) as making:
-            check_free_space(target, source.nbytes(writing.dtype), "the model", todo)
+            if to != "peft":
+                check_free_space(target, source.nbytes(writing.dtype), "the model", todo)
             WRITERS[to](source.with_dtype(writing.dtype), making, writing, advance)
     except OSError as error:
         raise UserError(f"{target} cannot be written ({error})", todo) from None

@@ -385,13 +385,19 @@ def _adapter_keys(lora, prefix, llama_adapter) -> list[str]:
     return [key for key, size in (sizes | {"llama_adapter.tokens": llama_adapter.tokens}).items() if size]
 
 
-def _adapter_fits_the_rest(lora, prefix, llama_adapter, optim, precision, memory) -> Iterator[Problem]:
+def _adapter_fits_the_rest(
+    lora, prefix, llama_adapter, optim, precision, memory, checkpoint
+) -> Iterator[Problem]:
     keys = _adapter_keys(lora, prefix, llama_adapter)
     if not keys and precision.base_weights != "master":
         what = f"'{precision.base_weights}' is for frozen weights, and the run has no adapter"
         yield Problem("precision.base_weights", what, "set lora.rank, or remove the key")
     if len(keys) > 1:
         yield Problem(keys[1], f"cannot be combined with {keys[0]}", "train one adapter at a time")
+    if checkpoint.adapter_from and not (keys and checkpoint.start_from):
+        what = "needs an adapter and its base model" if keys else "is for runs with an adapter"
+        todo = "set checkpoint.start_from to the base model" if keys else "set lora.rank, or remove the key"
+        yield Problem("checkpoint.adapter_from", what, todo)
     if not keys:
         return
     if precision.float8 != "off":

@@ -443,6 +443,9 @@ class CheckpointSection(Section):
     """Warm start: initialise the weights of a new run from a checkpoint, a run directory or a model in any
     format `arriero ckpt convert` reads, hf://OWNER/MODEL included. Step, optimizer and data start from
     scratch, unless resume_from names the checkpoint they come from."""
+    adapter_from: str | None = None
+    """A PEFT directory, or a checkpoint or run with an adapter, that gives the initial values of the run's
+    adapter ([lora], [prefix] or [llama_adapter]); start_from names the base model."""
     resume_from: str | None = None
     """A checkpoint or run directory that a new run continues: weights, optimizer, step and data position.
     With start_from, everything but the weights. A run that has a checkpoint of its own resumes from the

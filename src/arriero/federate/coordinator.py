@@ -12,10 +12,12 @@ from statistics import median
 from typing import Any, Self
 
 import tomlkit
+import torch
 
-from arriero.checkpoint.convert import open_model
+from arriero.checkpoint.convert import open_adapter, open_model
 from arriero.checkpoint.directory import resolve_checkpoint
-from arriero.checkpoint.formats.model_reader import ModelReader
+from arriero.checkpoint.formats.model_reader import Adapter, ModelReader
+from arriero.checkpoint.formats.peft_directory import CONFIG
 from arriero.config.fields import to_toml, toml_value
 from arriero.config.load import config_from_toml, load_run
 from arriero.config.schema import RunConfig
@@ -27,8 +29,9 @@ from arriero.federate.rounds import Assignment, Rounds, balanced_tokens, remaini
 from arriero.federate.schema import FederationConfig, SiteSection, load_federation, optimizer_values
 from arriero.federate.site import SitePaths
 from arriero.files import locked, publish_file
-from arriero.model.adapters import adapter_of
+from arriero.model.adapters import AdapterSettings, adapter_of, initial_std
 from arriero.model.family import build_model
+from arriero.model.language_model import InitRule, fill
 from arriero.model.name_maps import own_tensors
 from arriero.model.presets import expand
 from arriero.model.spec import ModelSpec
@@ -154,10 +157,15 @@ class Coordinator:
                 publish_file(path, content)
         first = self.config.sites[0].name
         for name, config in configs.items():
-            if adapter_of(config.model_dump()) is not None:
+            if _adapter(config) != _adapter(configs[first]):
                 raise UserError(
-                    f"{name} trains an adapter, and rounds aggregate whole models",
-                    "remove it from its run file; `arriero fed aggregate` averages finished adapters",
+                    f"{first} and {name} train different adapters, or only one of them trains an adapter",
+                    "give the run files of all sites the same [lora], [prefix] or [llama_adapter]",
+                )
+            if _adapter(config) is not None and not config.checkpoint.start_from:
+                raise UserError(
+                    f"{name} trains an adapter and names no base model",
+                    "set federation.model, or checkpoint.start_from in its run file",
                 )
             if (ours := _spec(configs[first]).to_dict()) != (theirs := _spec(config).to_dict()):
                 odd = next(key for key in ours if ours[key] != theirs.get(key))
@@ -173,7 +181,8 @@ class Coordinator:
             prompt = {} if site.prompt is None else {"prompt": site.prompt}
             sets.append(f"data.sources={toml_value([{'path': path, **prompt} for path in site.data])}")
         model = self.rounds.model(0)
-        start = str(model) if model.is_dir() else self.config.federation.model
+        is_whole = model.is_dir() and not (model / CONFIG).is_file()
+        start = str(model) if is_whole else self.config.federation.model
         return [*sets, f"checkpoint.start_from='{start}'"] if start else sets
 
     def _check_unchanged(self) -> None:
@@ -197,10 +206,12 @@ class Coordinator:
         files = {} if tokenizer is None else {"tokenizer.json": Path(tokenizer)}
         if tokenizer is not None and not Path(tokenizer).is_file():
             raise UserError(f"federation.tokenizer: there is no {tokenizer}", "give a tokenizer.json")
+        config = configs[self.config.sites[0].name]
+        if (settings := _adapter(config)) is not None:
+            return _first_adapter(config, settings, files)
         if given is not None:
             source = open_model(resolve_checkpoint(local_model(given)))
             return replace(source, extra_files={**source.extra_files, **files})
-        config = configs[self.config.sites[0].name]
         spec = _spec(config)
         model = build_model(spec)
         model.init_weights(config.run.seed)
@@ -289,6 +300,25 @@ class Coordinator:
                 shutil.rmtree(base)
             base = target
         return results
+
+
+def _adapter(config: RunConfig) -> AdapterSettings | None:
+    return adapter_of(config.model_dump())
+
+
+def _first_adapter(config: RunConfig, settings: AdapterSettings, files: dict[str, Path]) -> ModelReader:
+    """Return the adapter that the run file starts from, or initial values; the base model is not read."""
+    section, spec = config.checkpoint, _spec(config)
+    own = own_tensors(spec)
+    made = {name: torch.empty(meta.shape) for name, meta in settings.tensors(own).items()}
+    if section.adapter_from is not None:
+        stored = open_adapter(local_model(section.adapter_from), spec)
+        made = {name: stored.load(name) for name in stored.tensors}
+    else:
+        for name, tensor in made.items():
+            fill(tensor, name, InitRule(initial_std(name, tensor.shape[-1])), config.run.seed)
+    adapter = Adapter(settings, made, made.__getitem__, section.start_from)
+    return ModelReader("peft", "the first adapter", spec, own, own.__getitem__, files, adapter=adapter)
 
 
 def _spec(config: RunConfig) -> ModelSpec:

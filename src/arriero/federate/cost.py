@@ -8,6 +8,8 @@ from pathlib import Path
 from arriero.config.load import load_run
 from arriero.errors import UserError
 from arriero.federate.coordinator import Coordinator
+from arriero.model.adapters import adapter_of
+from arriero.model.name_maps import own_tensors
 from arriero.model.presets import expand
 from arriero.model.spec import ModelSpec
 
@@ -97,6 +99,10 @@ def planned_round(path: Path, tokens_per_s: float | None) -> PlannedRound:
         load_run(Path(site.run_file), [*site.set, *sets], expand).config for site in coordinator.config.sites
     ]
     spec = ModelSpec.from_dict(configs[0].model.model_dump(exclude={"preset"}))
+    adapter = adapter_of(configs[0].model_dump())
+    shipped = spec.parameters
+    if adapter is not None:
+        shipped = sum(tensor.numel() for tensor in adapter.tensors(own_tensors(spec)).values())
     batch = max(config.train.batch.amount for config in configs)
     source = "--tokens-per-s"
     if tokens_per_s is None:
@@ -112,7 +118,7 @@ def planned_round(path: Path, tokens_per_s: float | None) -> PlannedRound:
     codec = coordinator.config.outer.codec
     links = [len(configs) * parse_rate(site.bandwidth) for site in coordinator.config.sites if site.bandwidth]
     return PlannedRound(
-        spec.parameters,
+        shipped,
         len(configs),
         steps,
         batch / tokens_per_s,

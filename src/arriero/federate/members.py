@@ -97,7 +97,8 @@ class MemberManifest(Record):
     """What a site trained: from `first_step` to `step` of its own run, `tokens` in all, on the model `base`.
 
     `train_loss` is the last training loss. `eval_before` and `eval_after` are losses on the site's held-out
-    data: of the global model that the round began with, and of the site's model at its end.
+    data: of the global model that the round began with, and of the site's model at its end. `frozen`
+    identifies the base model of an adapter.
     """
 
     FILE: ClassVar = "member.json"
@@ -114,6 +115,7 @@ class MemberManifest(Record):
     seconds: Seconds = 0.0
     waited: Seconds = 0.0
     tokenizer: str | None = None
+    frozen: Sha256 | None = None
     train_loss: float | None = None
     eval_before: float | None = None
     eval_after: float | None = None

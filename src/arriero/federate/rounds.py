@@ -275,7 +275,7 @@ class Rounds:
         if target.exists():
             raise Refused(f"{site} has sent a member for round {number} already")
         self._check_order(member)
-        self._check_tokenizer(member)
+        self._check_same(member)
         at = self.clock()
         write_json(target.with_suffix(".json"), {"norm": norm, "at": at})
         path.rename(target)
@@ -303,15 +303,16 @@ class Rounds:
                     f"round {earlier}"
                 )
 
-    def _check_tokenizer(self, member: MemberManifest) -> None:
-        """Refuse a member that was trained on text of another tokenizer than the first one."""
-        for number in range(self.number + 1):
-            for other in self.members(number).values():
-                if None not in (other.manifest.tokenizer, member.tokenizer):
-                    if other.manifest.tokenizer != member.tokenizer:
-                        known = other.manifest.site
-                        raise Refused(f"the data of {member.site} has another tokenizer than that of {known}")
-                    return
+    def _check_same(self, member: MemberManifest) -> None:
+        """Refuse a member with another tokenizer, or another base model of an adapter, than the first one."""
+        others = [each.manifest for n in range(self.number + 1) for each in self.members(n).values()]
+        for key, what in (
+            ("tokenizer", "the tokenizer of the data"),
+            ("frozen", "the base model of the adapter"),
+        ):
+            known = next((other for other in others if getattr(other, key) is not None), None)
+            if known and getattr(member, key) not in (None, getattr(known, key)):
+                raise Refused(f"{member.site} and {known.site} differ in {what}")
 
     def _record_refusal(self, site: str, number: int, reason: str, final: bool, damaged: Path | None) -> None:
         """Write the reason, then move the member aside; it is never used and never deleted.

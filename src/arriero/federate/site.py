@@ -4,6 +4,7 @@ The site's run is one ordinary run directory, WORK/run, over all rounds. WORK/ro
 checkpoint the current round started, so a site that was killed continues inside the round.
 """
 
+import hashlib
 import math
 import shutil
 import time
@@ -12,8 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from arriero.checkpoint.convert import open_model
+from arriero.checkpoint.convert import find_model, open_model
 from arriero.checkpoint.directory import CHECKPOINTS, directory_name, find_checkpoints, find_damage
+from arriero.checkpoint.formats.peft_directory import CONFIG
 from arriero.config.load import config_from_toml, load_run
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
@@ -238,7 +240,7 @@ def round_config(order: Assignment, paths: SitePaths, started: Started) -> RunCo
         f"run.dir='{paths.work}'",
         f"run.name={RUN}",
         f"train.horizon='{last} steps'",
-        f"checkpoint.start_from='{paths.model}'",
+        *_weights(paths),
         f"checkpoint.resume_from='{started.resume_from}'" if started.resume_from else "",
         f"checkpoint.load.reset_optimizer={str(order.inner == 'reset').lower()}",
         "checkpoint.at_end=true",
@@ -250,6 +252,12 @@ def round_config(order: Assignment, paths: SitePaths, started: Started) -> RunCo
     given = config_from_toml(stored if stored.is_file() else paths.run_file).schedule.horizon
     sets.append(f"schedule.horizon='{given or f'{order.horizon} steps'}'")
     return load_run(paths.run_file, [each for each in sets if each], expand).config
+
+
+def _weights(paths: SitePaths) -> list[str]:
+    """Return the keys that give a run the global model, or the global adapter beside the base model."""
+    key = "adapter_from" if (paths.model / CONFIG).is_file() else "start_from"
+    return [f"checkpoint.{key}='{paths.model}'"]
 
 
 def _checkpoint(work: Path, step: int) -> Path | None:
@@ -287,10 +295,22 @@ def _publish(
         seconds=max(0.0, state["seconds"] - started.seconds),
         waited=waited,
         tokenizer=saved.manifest.tokenizer if saved.manifest else None,
+        frozen=_fingerprint(config.checkpoint.adapter_from and config.checkpoint.start_from),
         train_loss=_finite(state["last_loss"]),
         eval_before=_initial_evaluation(paths.work / RUN, started.first_step),
         eval_after=_finite(state["last_eval_loss"]),
     )
+
+
+def _fingerprint(base: str | None) -> str | None:
+    """Return a fingerprint of an adapter's base model in any format: the first row of every tensor."""
+    if base is None:
+        return None
+    source, digest = find_model(base), hashlib.sha256()
+    for name, meta in sorted(source.tensors.items()):
+        row = source.read_slice(name, (slice(0, 1), *(slice(None) for _ in meta.shape[1:])))
+        digest.update(name.encode() + row.float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _finite(loss: Any) -> float | None:
@@ -320,7 +340,7 @@ def evaluate_global(paths: SitePaths, launcher: Launcher = LOCAL) -> float | Non
             f"run.dir='{paths.work}'",
             f"run.name={_EVALUATION}",
             "train.horizon='1 steps'",
-            f"checkpoint.start_from='{paths.model}'",
+            *_weights(paths),
             "checkpoint.every=false",
             "checkpoint.at_end=false",
             "checkpoint.export=false",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from arriero import events
-from arriero.checkpoint.convert import open_model
+from arriero.checkpoint.convert import open_adapter, open_model
 from arriero.checkpoint.directory import (
     CHECKPOINTS,
     MANIFEST,
@@ -40,6 +40,7 @@ from arriero.errors import UserError
 from arriero.events import EVENTS, METRICS, EventLog, last_value
 from arriero.model.adapters import is_adapter
 from arriero.model.description import check_model_unchanged, require_description
+from arriero.model.lora import LoraLinear
 from arriero.model.quantized import PACKED, columns_of, kind_of, pack
 from arriero.model.spec import ModelSpec
 from arriero.model.speculator.settings import is_speculator
@@ -64,14 +65,19 @@ class CheckpointLoader:
     def ranks(self) -> Ranks:
         return checkpoint_ranks(self.mesh)
 
-    def load_weights(self, where: str, key: str = "checkpoint.start_from") -> Path:
-        """Load weights alone from a checkpoint, a run or a model in any format, hf://OWNER/MODEL included."""
+    def load_weights(
+        self, where: str, key: str = "checkpoint.start_from", adapter: str | None = None
+    ) -> Path:
+        """Load weights alone from a checkpoint, a run or a model in any format, hf://OWNER/MODEL included.
+
+        `adapter` is where the values of the model's adapter come from; else they stay as they are.
+        """
         # rank 0 downloads first; the others find the files in a shared cache or fetch their own
         self.ranks.on_leader(lambda: local_model(where))
         path = local_model(where)
         if not (path / MANIFEST).is_file() and not (path / CHECKPOINTS).is_dir():
             # together, so that a read error on one rank ends all of them
-            self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(path)))
+            self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(path), adapter))
             return path
         saved = self.open(str(path), key)
         assert saved.manifest is not None
@@ -84,7 +90,7 @@ class CheckpointLoader:
         names = (*stored, *self.model.tensors())
         if any(is_adapter(name) or name.endswith(PACKED) for name in names):
             # LoRA of the checkpoint is merged, that of the model starts from its initial values
-            self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(saved.directory)))
+            self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(saved.directory), adapter))
             return saved.directory
         self._load(saved, named_tensors(self.model.tensors(), {}), MODEL)
         return saved.directory
@@ -121,12 +127,15 @@ class CheckpointLoader:
             self.optimizer.load_moment(parameter, kind, tensor)
 
     @torch.no_grad()
-    def _load_from_source(self, source: ModelReader) -> None:
+    def _load_from_source(self, source: ModelReader, adapter: str | None = None) -> None:
         """Load tensor by tensor; each rank reads its own shards."""
         self._check_model(Path(source.where), source.spec)
         unmerged = source.unmerged
         if unmerged is not None:
-            self._check_adapter(source.where, unmerged)
+            self._check_adapter(source.where, unmerged, "which cannot be merged into weights")
+        if adapter is not None:
+            unmerged = open_adapter(local_model(adapter), self.model.parts[0].spec)
+            self._check_adapter(f"checkpoint.adapter_from: {adapter}", unmerged, "and the run has another")
         for name, weight in self.model.tensors().items():
             piece = local_parts({name: weight})[name]
             cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local.shape, strict=True))
@@ -150,14 +159,18 @@ class CheckpointLoader:
                 piece.local.copy_(source.read_slice(name, cut))
             self.model.load(name, weight)
 
-    def _check_adapter(self, where: str, stored: Adapter) -> None:
-        """Reject an adapter that cannot be merged, unless the model has the same one."""
+    def _check_adapter(self, where: str, stored: Adapter, why: str) -> None:
+        """Reject an adapter unless the model has one of the same dimensions, layers and scale."""
         blocks = {block for part in self.model.parts for block in part.blocks}
         wanted = {name: t.shape for name, t in stored.tensors.items() if name.split(".")[1] in blocks}
-        if wanted != {name: t.shape for name, t in self.model.tensors().items() if is_adapter(name)}:
-            settings = stored.settings
+        found = {name: t.shape for name, t in self.model.tensors().items() if is_adapter(name)}
+        layers = [layer for part in self.model.parts for layer in part.modules()]
+        settings = stored.settings
+        scale = getattr(settings, "scale", None)
+        other = any(isinstance(layer, LoraLinear) and layer.scale != scale for layer in layers)
+        if wanted != found or other:
             raise UserError(
-                f"{where} has {settings.label} ({settings.summary}), which cannot be merged into weights",
+                f"{where} has {settings.label} ({settings.summary}), {why}",
                 "start from its base model, or train the same adapter",
             )
 
@@ -284,7 +297,9 @@ def _warm_start(
     assert start is not None
     allowed = section.load.allow_other_tokenizer
     compared = loader.ranks.on_leader(lambda: compare_tokenizers(local_model(start), tokenizer, allowed))
-    return str(loader.load_weights(start)), compared
+    where = loader.load_weights(start, adapter=section.adapter_from)
+    adapter = f" with the adapter {section.adapter_from}" if section.adapter_from else ""
+    return f"{where}{adapter}", compared
 
 
 def compare_tokenizers(
