@@ -43,7 +43,7 @@ app = Verbs(
     rich_markup_mode="rich",
 )
 ckpt = Verbs(help="Inspect, verify, convert and prune models and checkpoints.", no_args_is_help=True)
-config = Verbs(help="Show run files, keys and model presets.", no_args_is_help=True)
+config = Verbs(help="Check and show run files, explain keys, list model presets.", no_args_is_help=True)
 data = Verbs(help="Turn text into tokens; inspect and verify datasets.", no_args_is_help=True)
 evaluation = Verbs(help="Evaluate models: perplexity, tasks, new checkpoints.", no_args_is_help=True)
 fed = Verbs(help="Train one model at several sites, which keep their data.", no_args_is_help=True)

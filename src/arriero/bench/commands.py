@@ -225,7 +225,7 @@ def matrix(
     small: Annotated[bool, typer.Option("--small", help="Use scaled-down models on the CPU.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Maximum seconds per cell.")] = 1800,
 ) -> None:
-    """Measure models in one process, DDP, FSDP and HSDP, in bf16, compiled, in float8 and with recompute.
+    """Measure models x {1 process, DDP, FSDP, HSDP} x {bf16, compile, float8, selective checkpointing, all}.
 
     Each cell is an `arriero bench step` in its own process. A cell that fails is shown with its reason, and
     the others still run. Writes matrix.md, matrix.json, matrix.html and the result of each cell.
