@@ -5,7 +5,7 @@ import json
 import pytest
 
 from arriero.bench.result import StepResult
-from arriero.bench.step import mode_of, reference_of, sets_of, tolerance_of
+from arriero.bench.step import mode_of, tolerance_of
 from arriero.config.load import load_run
 from arriero.model.presets import expand
 from arriero.train.optim.optimizer import GradientAccumulator
@@ -106,8 +106,8 @@ def test_a_reference_is_computed_without_the_kernels_it_is_to_judge():
     judged = mode(
         "precision.float8=tensorwise", "precision.float8_head=true", compute="bfloat16", kernels=True
     )
-    assert sets_of(judged)["precision.kernels"] is True
-    reference = sets_of(reference_of(judged))
+    assert judged.sets["precision.kernels"] is True
+    reference = judged.reference.sets
     assert reference["precision.kernels"] is False
     assert (reference["precision.float8"], reference["precision.float8_head"]) == ("off", False)
 

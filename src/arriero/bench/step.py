@@ -25,6 +25,7 @@ from arriero.bench.result import (
     Rate,
     StepResult,
 )
+from arriero.config.fields import flat
 from arriero.config.schema import RunConfig, SourceSection
 from arriero.data.store.manifest import write_manifest
 from arriero.data.store.shards import ShardWriter, dtype_for
@@ -47,12 +48,17 @@ _MICRO_BATCH = 8
 _LOSS_CHUNK, _FFN_TILE = 128, 24
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _PLAIN: dict[str, Any] = {
-    "master": "fp32",
-    "float8": "off",
-    "float8_exclude": [],
-    "float8_all_gather": False,
-    "float8_head": False,
-    "kernels": False,
+    "precision.compile": False,
+    "precision.master": "fp32",
+    "precision.float8": "off",
+    "precision.float8_exclude": (),
+    "precision.float8_all_gather": False,
+    "precision.float8_head": False,
+    "precision.kernels": False,
+    "memory.activation_checkpointing": "none",
+    "memory.offload_activations": False,
+    "memory.ffn_tile": False,
+    "optim.state": "fp32",
 }
 # compiled code sums in another order
 COMPILED = Tolerance(1e-4, 1e-4, inf)
@@ -143,121 +149,93 @@ def with_documents(config: RunConfig, lengths: DocumentLengths, steps: int, fold
 
 @dataclass(frozen=True)
 class Mode:
-    """Everything resolved about a run that can make its losses differ from those of plain fp32."""
+    """The keys of a run, resolved, that can make its losses differ from those of plain fp32."""
 
-    compute: str
-    compiled: bool
-    precision: Mapping[str, Any]
-    memory: Mapping[str, Any]
-    optim: Mapping[str, Any]
-    data: Mapping[str, Any]
-    parallel: Mapping[str, Any]
+    sets: Mapping[str, Any]
+
+    @property
+    def reference(self) -> "Mode":
+        """The same optimizer and documents in fp32; plain fp16 for fp16, because both skip first steps."""
+        compute = "fp16" if self.sets["precision.compute"] == "fp16" else "fp32"
+        kept = {key: value for key, value in self.sets.items() if not key.startswith("parallel.")}
+        return Mode(kept | _PLAIN | {"precision.compute": compute})
 
     @property
     def is_reference(self) -> bool:
         """Whether this is plain fp32 with PyTorch's own kernels, not compiled, without recomputation."""
-        return self.compute == "float32" and self == reference_of(self)
+        return self.sets["precision.compute"] == "fp32" and self == self.reference
 
     def __str__(self) -> str:
-        checkpointing = self.memory["activation_checkpointing"]
-        weights = ", bf16 weights" if self.precision["master"] == "bf16" else ""
+        checkpointing = self.sets["memory.activation_checkpointing"]
+        weights = ", bf16 weights" if self.sets["precision.master"] == "bf16" else ""
+        float8, state = self.sets["precision.float8"], self.sets["optim.state"]
         parts = [
-            _NAMES[self.compute] + weights,
-            "compiled" if self.compiled else "",
-            f"float8 {self.precision['float8']}" if self.precision["float8"] != "off" else "",
-            "float8 head" if self.precision["float8_head"] else "",
+            self.sets["precision.compute"] + weights,
+            "compiled" if self.sets["precision.compile"] else "",
+            f"float8 {float8}" if float8 != "off" else "",
+            "float8 head" if self.sets["precision.float8_head"] else "",
             f"{checkpointing} activation checkpointing" if checkpointing != "none" else "",
-            "activations in host memory" if self.memory["offload_activations"] else "",
-            "ffn in tiles" if self.memory["ffn_tile"] else "",
-            "" if self.optim["name"] == "adamw" else self.optim["name"],
-            f"{self.optim['state']} states" if self.optim["state"] != "fp32" else "",
+            "activations in host memory" if self.sets["memory.offload_activations"] else "",
+            "ffn in tiles" if self.sets["memory.ffn_tile"] else "",
+            "" if self.sets["optim.name"] == "adamw" else self.sets["optim.name"],
+            f"{state} states" if state != "fp32" else "",
         ]
         return ", ".join(filter(None, parts))
 
 
 def mode_of(config: RunConfig, compute: str, compiled: bool, kernels: bool) -> Mode:
-    precision = config.precision.model_dump(mode="json", include=set(_PLAIN)) | {"kernels": kernels}
-    memory = config.memory.model_dump(
-        mode="json", include={"activation_checkpointing", "offload_activations", "ffn_tile"}
-    )
-    chunk = _LOSS_CHUNK if config.memory.loss_chunk else False
-    memory["ffn_tile"] = _FFN_TILE if config.memory.ffn_tile else False
-    optim = config.optim.model_dump(mode="json", exclude={"lr"}, exclude_none=True)
-    data = config.data.model_dump(mode="json", include={"document_mask", "packing"})
-    parallel = _float8_layout(config)
-    return Mode(compute, compiled, precision, memory | {"loss_chunk": chunk}, optim, data, parallel)
-
-
-def _float8_layout(config: RunConfig) -> dict[str, int]:
-    """Return the layout of the check: split layers and float8 all-gather use other kernels."""
-    if config.precision.float8 == "off":
-        return {}
-    split = {"tp": 2} if config.parallel.tp not in (1, -1, "auto") else {}
-    return split | ({"dp_shard": 2} if config.precision.float8_all_gather else {})
-
-
-def reference_of(mode: Mode) -> Mode:
-    """Return the same optimizer and documents in fp32; plain fp16 for fp16, because both skip first steps."""
-    plain = {
-        **mode.memory,
-        "activation_checkpointing": "none",
-        "offload_activations": False,
-        "ffn_tile": False,
+    keys = [*_PLAIN, "data.document_mask", "data.packing"]
+    sets = flat(config.model_dump(mode="json", exclude_none=True))
+    sets = {key: sets[key] for key in sets if key in keys or (key.startswith("optim.") and key != "optim.lr")}
+    sets = {key: tuple(value) if isinstance(value, list) else value for key, value in sets.items()}
+    sets |= {
+        "precision.compute": _NAMES[compute],
+        "precision.compile": compiled,
+        "precision.kernels": kernels,
+        "train.micro_batch": _MICRO_BATCH,
+        "memory.loss_chunk": _LOSS_CHUNK if config.memory.loss_chunk else False,
+        "memory.ffn_tile": _FFN_TILE if config.memory.ffn_tile else False,
     }
-    return Mode(
-        mode.compute if mode.compute == "float16" else "float32",
-        False,
-        _PLAIN,
-        plain,
-        {**mode.optim, "state": "fp32"},
-        mode.data,
-        {},
-    )
+    # split layers and float8 all-gather use other kernels
+    if config.precision.float8 != "off" and config.parallel.tp not in (1, -1, "auto"):
+        sets["parallel.tp"] = 2
+    if config.precision.float8 != "off" and config.precision.float8_all_gather:
+        sets["parallel.dp_shard"] = 2
+    return Mode(sets)
 
 
 def tolerance_of(mode: Mode) -> Tolerance:
     """Add up the bounds of everything the mode does; final weights are compared by `bench parity` only."""
-    bounds = [FP32]
-    if mode.compiled:
+    sets, bounds = mode.sets, [FP32]
+    is_fp32 = sets["precision.compute"] == "fp32"
+    if sets["precision.compile"]:
         bounds.append(COMPILED)
-    if mode.precision["master"] == "bf16":
+    if sets["precision.master"] == "bf16":
         bounds.append(BF16_WEIGHTS)
-    elif mode.compute != "float32":
+    elif not is_fp32:
         bounds.append(BF16)
-    if mode.data["document_mask"] and mode.compute != "float32":
+    if sets["data.document_mask"] and not is_fp32:
         bounds.append(MASKED)
-    if mode.precision["float8"] != "off":
+    if sets["precision.float8"] != "off":
         bounds.append(FLOAT8)
-    if mode.optim["state"] != "fp32":
-        bounds.append(STATES[mode.optim["state"]])
+    if sets["optim.state"] != "fp32":
+        bounds.append(STATES[sets["optim.state"]])
     return Tolerance(sum(b.loss for b in bounds), sum(b.norm for b in bounds), inf)
-
-
-def sets_of(mode: Mode) -> dict[str, Any]:
-    sets: dict[str, Any] = {
-        "precision.compute": _NAMES[mode.compute],
-        "precision.compile": mode.compiled,
-        "train.micro_batch": _MICRO_BATCH,
-    }
-    for section in ("precision", "memory", "optim", "data", "parallel"):
-        for name, value in getattr(mode, section).items():
-            sets[f"{section}.{name}"] = tuple(value) if isinstance(value, list) else value
-    return sets
 
 
 def check_loss(mode: Mode, family: str, device: str, cache_dir: Path) -> Gate:
     """Train a small model in this mode and in its reference, in separate processes, and compare."""
-    if mode == reference_of(mode):
+    if mode == mode.reference:
         return Gate(needed=not mode.is_reference, holds=None)
-    bounds, sets = tolerance_of(mode), sets_of(mode)
-    case = Case("gate", str(mode), sets, sets_of(reference_of(mode)), bounds)
+    bounds = tolerance_of(mode)
+    case = Case("gate", str(mode), mode.sets, mode.reference.sets, bounds)
     common = {"run.device": device, "train.horizon": f"{GATE_STEPS} steps"}
     verdict = Parity(family, cache_dir, common).compare(case)
     return Gate(
         needed=True,
         holds=verdict.holds,
         model=f"{family}-test",
-        settings=as_written(sets),
+        settings=as_written(mode.sets),
         steps=GATE_STEPS,
         loss=finite(verdict.loss),
         loss_bound=bounds.loss,
@@ -299,7 +277,7 @@ def _gate(here: ResolvedMode, family: str, cache_dir: Path, earlier: StepResult 
     """Return the check of an earlier result of the same mode, device and code, or a new one."""
     if earlier is not None:
         gate = earlier.gate
-        same = (gate.model, gate.settings) == (f"{family}-test", as_written(sets_of(here.mode)))
+        same = (gate.model, gate.settings) == (f"{family}-test", as_written(here.mode.sets))
         if gate.holds and same and (earlier.device.name, earlier.code) == (here.device_name, here.code):
             return gate
     return check_loss(here.mode, family, here.device, cache_dir)

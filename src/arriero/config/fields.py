@@ -211,3 +211,11 @@ def _toml_item(value: Any) -> Item:
         array.extend([_toml_item(each) for each in value])
         return array
     return tomlkit.item(value)
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by their keys, like "train.batch"."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found

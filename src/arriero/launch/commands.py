@@ -2,13 +2,14 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from arriero import slurm
+from arriero.config.fields import flat
 from arriero.config.load import config_from_toml, load_run
 from arriero.config.options import Account, AsJson, Partition, SbatchOptions, Sets, SiteName, TimeLimit
 from arriero.config.schema import RunConfig
@@ -223,7 +224,7 @@ def _show(job: Job, site: Site, jobs: list[str], as_json: bool) -> None:
 
 def _show_site(console: Console, site: Site) -> None:
     rows: list[tuple[str, ...]] = []
-    for key, value in _flat(site.model_dump(exclude={"environment", "from_memory"})):
+    for key, value in flat(site.model_dump(exclude={"environment", "from_memory"})).items():
         if value not in (None, "", (), []):
             shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
             memory = any(key == each or key.startswith(f"{each}.") for each in site.from_memory)
@@ -233,11 +234,3 @@ def _show_site(console: Console, site: Site) -> None:
     for name, each in site.variables().items():
         table.row(name, each.value, each.reason, each.source or "")
     console.print(table)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        inner = isinstance(value, Mapping)
-        found += _flat(value, f"{prefix}{key}.") if inner else [(f"{prefix}{key}", value)]
-    return found

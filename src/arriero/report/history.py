@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from arriero.config.fields import flat
 from arriero.config.load import config_from_toml
 from arriero.config.timeline import total_steps
 from arriero.errors import UserError
@@ -49,7 +50,7 @@ class RunHistory:
     def settings(self) -> dict[str, Any]:
         """The resolved run file, as one value per key."""
         try:
-            return _flat(tomllib.loads((self.directory / _RUN_FILE).read_text(encoding="utf-8")))
+            return flat(tomllib.loads((self.directory / _RUN_FILE).read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.directory / _RUN_FILE} cannot be read ({error})") from None
 
@@ -125,13 +126,6 @@ class RunHistory:
     @property
     def _evaluations(self) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == "evaluation"]
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

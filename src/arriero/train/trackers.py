@@ -16,6 +16,7 @@ from queue import Full, Queue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
+from arriero.config.fields import flat
 from arriero.errors import UserError
 from arriero.events import warn
 from arriero.files import publish_file
@@ -91,7 +92,7 @@ class _MLflow:
         found = self._client.get_experiment_by_name(project)
         experiment = found.experiment_id if found else self._client.create_experiment(project)
         self.id = self._client.create_run(experiment, run_name=name).info.run_id
-        every = [Param(key, str(value)[:500]) for key, value in _flat(settings).items()]
+        every = [Param(key, str(value)[:500]) for key, value in flat(settings).items()]
         for first in range(0, len(every), 100):
             self._client.log_batch(self.id, params=every[first : first + 100])
 
@@ -217,10 +218,3 @@ class Tracker(Hook):
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             warn(f"{self._name} cannot be used ({why}); training continues without it")
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
