@@ -38,6 +38,18 @@ def test_every_operation_is_measured_forward_and_backward(command, tmp_path):
     assert [row.variant for row in rows_of(out, "optimizer")] == ["adamw fp32 fp32"] * 2
 
 
+def test_a_damaged_cache_is_replaced(command, cache):
+    def measure():
+        return command("bench", "ops", *SMALL, "--only", "norm", "--tokens", "64")
+
+    measure()
+    (file,) = cache.rglob("*.json")
+    file.write_bytes(file.read_bytes()[:40])
+    ran = measure()
+    assert ran.returncode == 0, ran.stderr
+    assert MeasuredFile.read(file).ops
+
+
 def test_linear_shapes_are_those_of_the_model_and_of_its_slices(command, tmp_path):
     out = tmp_path / "ops.json"
     command("bench", "ops", *SMALL, "--only", "linear", "--tokens", "64", "--tp", "1,2", "--out", out)

@@ -9,6 +9,8 @@ import typer
 from arriero.bench.commands import Documents, chosen
 from arriero.config.options import AsJson, RunFile, Sets, check_writable, read_size
 from arriero.errors import UserError
+from arriero.events import warn
+from arriero.files import sha256_of_json
 from arriero.plan.measured import OPS, Collective, CollectiveTime, MeasuredFile, OpTime, cache_folder
 from arriero.train.commands import Nproc
 from arriero.ui import Console, columns, make_console, print_json
@@ -85,7 +87,7 @@ def ops(
     )
     console = make_console(as_json)
     empty = _described(device)
-    cache = Cache.of(empty)
+    cache = Cache(empty)
     done = _measure_all(console, configs, request, cache, fresh)
     _publish(console, empty.model_copy(update={"ops": done}), out, as_json, cache.path)
 
@@ -196,7 +198,7 @@ def comm(
     )
     if found is None:
         return
-    cache = Cache.of(found)
+    cache = Cache(found)
     cache.keep(collectives=found.collectives)
     _publish(console, found, out, as_json, cache.path)
 
@@ -257,27 +259,23 @@ def _described(device: Any) -> MeasuredFile:
 
 
 class Cache:
-    """The file of the user's cache for one kind of device with one set of versions."""
+    """The file of the user's cache for one kind of device with one fabric and one set of versions."""
 
-    def __init__(self, path: Path, file: MeasuredFile) -> None:
-        self.path, self.file = path, file
-
-    @staticmethod
-    def of(empty: MeasuredFile) -> "Cache":
-        """Open the cache for this device, fabric and versions; other versions have other files."""
-        from arriero.files import sha256_of_json
-
+    def __init__(self, empty: MeasuredFile) -> None:
         digest = sha256_of_json([empty.device, empty.fabric, empty.versions])[:12]
         name = "".join(c if c.isalnum() else "-" for c in empty.device.lower())
-        path = cache_folder() / f"{name}-{digest}.json"
-        return Cache(path, MeasuredFile.read(path) if path.exists() else empty)
+        self.path, self.file = cache_folder() / f"{name}-{digest}.json", empty
+        if self.path.exists():
+            try:
+                self.file = MeasuredFile.read(self.path)
+            except UserError as error:
+                warn(f"{error.what}; it is replaced")
 
     def keep(self, **rows: list[Any]) -> None:
         """Add rows, which replace those of the same shape."""
         changes: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds")}
         for name, new in rows.items():
-            joined = {row.key: row for row in (*getattr(self.file, name), *new)}
-            changes[name] = list(joined.values())
+            changes[name] = list({row.key: row for row in (*getattr(self.file, name), *new)}.values())
         self.file = self.file.model_copy(update=changes)
         self.file.write(self.path)
 

@@ -62,14 +62,6 @@ _EXPORT_AGAIN = "free some space; the same command, or `arriero ckpt convert` of
 _TOP_K, _TEMPERATURE, _SAMPLED_TOKENS = 40, 0.7, 96
 
 
-def never() -> bool:
-    return False
-
-
-def finished_model(session: Session, stop: StopRequested = never) -> Path | None:
-    return export_model(session, stop) if session.config.checkpoint.export else None
-
-
 def check_export(
     config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, separators: Separators
 ) -> list[Decision]:
@@ -107,7 +99,7 @@ def check_export(
     return [Decision("export", str(run_dir / exported_name(config)), reason)]
 
 
-def export_model(session: Session, stop: StopRequested = never) -> Path | None:
+def export_model(session: Session, stop: StopRequested = lambda: False) -> Path | None:
     """Write the master weights and the tokenizer as a Hugging Face directory. Called by all ranks together.
 
     `stop` is asked before each tensor; if it is true on any rank, nothing is published.
@@ -283,7 +275,7 @@ class Gather:
         tensors: Mapping[str, Tensor],
         local: Mapping[str, Tensor],
         ranks: Ranks,
-        stop: StopRequested = never,
+        stop: StopRequested = lambda: False,
     ) -> None:
         self._tensors, self._parts = tensors, local_parts(local)
         self.ranks, self._stop = ranks, stop
@@ -312,7 +304,9 @@ class Gather:
             elif part.is_contiguous():
                 dist.recv(part, src=rank, group=self.ranks.group)
             else:
-                part.copy_(self._receive(shape, expected.dtype, rank))
+                buffer = torch.empty(shape, dtype=expected.dtype)
+                dist.recv(buffer, src=rank, group=self.ranks.group)
+                part.copy_(buffer)
         return whole
 
     def weight(self, name: str) -> Tensor:
@@ -332,11 +326,6 @@ class Gather:
         if self.ranks.size > 1:
             self._exchange(_FAILED, None)
             self.ranks.on_leader(partial(_raise, error))
-
-    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
-        buffer = torch.empty(shape, dtype=dtype)
-        dist.recv(buffer, src=rank, group=self.ranks.group)
-        return buffer
 
     def _agree(self, status: int, part: LocalPart | None) -> list[Location | None]:
         """Return where each rank's part lies; end the export on all ranks if one of them asks for it."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arriero.checkpoint.directory import SavedCheckpoint, delete, find_checkpoints
+from arriero.checkpoint.directory import delete, find_checkpoints
 from arriero.checkpoint.manager import verify_by_ranks
 from arriero.config.schema import GuardSection
 from arriero.data.order.loader import Batch
@@ -146,8 +146,9 @@ def roll_back(session: "Session", outcome: Outcome) -> None:
     reasons = ", ".join(sorted({each.reason for each in bad}))
     about = {"from_step": outcome.steps, "bad_steps": [each.step for each in bad], "reason": reasons}
     saver.wait(session)
-    found = ranks.on_leader(lambda: _saved_until(session, min(firsts) - 1))
-    saved = next((each for each in reversed(found) if verify_by_ranks(each, ranks) is None), None)
+    found = ranks.on_leader(lambda: find_checkpoints(session.run_dir))
+    older = [each for each in found if each.problem is None and each.step < min(firsts)]
+    saved = next((each for each in reversed(older) if verify_by_ranks(each, ranks) is None), None)
     if saved is None:
         session.record.hooks.on_rollback(session, None, about)
         return
@@ -164,10 +165,6 @@ def roll_back(session: "Session", outcome: Outcome) -> None:
     guard.load(state.get("guard"))
     saver.roll_back(session, outcome.steps, int(state["data"]["sample"]))
     session.record.hooks.on_rollback(session, saved.step, about)
-
-
-def _saved_until(session: "Session", step: int) -> list[SavedCheckpoint]:
-    return [each for each in find_checkpoints(session.run_dir) if each.problem is None and each.step <= step]
 
 
 def _delete_newer(session: "Session", step: int) -> None:

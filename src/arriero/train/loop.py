@@ -10,7 +10,7 @@ from torch import Tensor
 
 from arriero.data.order.loader import Batch
 from arriero.interrupt import Interrupted
-from arriero.train.finish import finished_model
+from arriero.train.finish import export_model
 from arriero.train.guard import roll_back
 from arriero.train.metrics import StepMetrics, Stopwatch, measure_step
 from arriero.train.saving import Outcome
@@ -135,11 +135,13 @@ def _export(session: Session, outcome: Outcome) -> None:
     """Export the model if the run file asks for it; a signal to any rank ends the export on all ranks."""
     requests = session.record.saver.requests
     session.mesh.set_timeout(session.config.parallel.init_timeout)
+    if not session.config.checkpoint.export:
+        return
     requests.answer_with(
         lambda: "ending the export, which the same command repeats, then exiting", deferred=True
     )
-    outcome.model = finished_model(session, lambda: bool(requests.stop))
-    if outcome.model is None and session.config.checkpoint.export:
+    outcome.model = export_model(session, lambda: bool(requests.stop))
+    if outcome.model is None:
         raise Interrupted(requests.stop or signal.SIGTERM)
 
 

@@ -83,16 +83,14 @@ class CheckpointLoader:
         assert saved.manifest is not None
         stored = {name.removeprefix(MODEL) for name in saved.manifest.tensors}
         speculator = {name for name in self.model.tensors() if is_speculator(name)}
-        if speculator and speculator <= stored:
-            # a second stage continues the speculator of the first
-            self._load(saved, named_tensors(self.model.tensors(), {}), MODEL)
-            return saved.directory
+        # a second stage continues the speculator of the first
+        has_speculator = bool(speculator) and speculator <= stored
         names = (*stored, *self.model.tensors())
-        if any(is_adapter(name) or name.endswith(PACKED) for name in names):
+        if not has_speculator and any(is_adapter(name) or name.endswith(PACKED) for name in names):
             # LoRA of the checkpoint is merged, that of the model starts from its initial values
             self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(saved.directory), adapter))
-            return saved.directory
-        self._load(saved, named_tensors(self.model.tensors(), {}), MODEL)
+        else:
+            self._load(saved, named_tensors(self.model.tensors(), {}), MODEL)
         return saved.directory
 
     def load_checkpoint(self, saved: SavedCheckpoint) -> None:

@@ -152,16 +152,7 @@ def _result(config: RunConfig, outcome: "Outcome", recorder: "Recorder") -> RunR
     from arriero.train.finish import exported_name
 
     exported = run_directory(config) / exported_name(config)
-    return RunResult(
-        run_dir=run_directory(config),
-        model=exported if config.checkpoint.export and exported.is_dir() else None,
-        steps=outcome.steps,
-        tokens=outcome.tokens,
-        seconds=outcome.seconds,
-        last_loss=outcome.last_loss,
-        last_eval_loss=outcome.last_eval_loss,
-        losses=recorder.losses,
-        grad_norms=recorder.grad_norms,
-        eval_losses=recorder.eval_losses,
-        has_trained=outcome.has_trained,
-    )
+    model = exported if config.checkpoint.export and exported.is_dir() else None
+    names = ("steps", "tokens", "seconds", "last_loss", "last_eval_loss", "has_trained")
+    reached = {name: getattr(outcome, name) for name in names}
+    return RunResult(run_dir=run_directory(config), model=model, **reached, **vars(recorder))
