@@ -4,12 +4,13 @@ All disjoint groups of one kind run at once, as they do in training, so that the
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from arriero.parallel.world import World
 from arriero.plan.measured import Collective, CollectiveTime
 from arriero.train.device import Device
 
-COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 _WARMUP, _FEWEST, _MOST = 2, 5, 50
 # torch 2.13 deprecates the older names
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -42,10 +42,6 @@ class GroupKind(NamedTuple):
     ranks: int
     nodes: int
     members: list[list[int]]
-
-    @property
-    def where(self) -> str:
-        return "one node" if self.nodes == 1 else f"{self.nodes} nodes"
 
 
 def group_kinds(world_size: int, per_node: int) -> list[GroupKind]:
@@ -195,21 +191,8 @@ def fabric(device: Device, world: World) -> str:
     if device.is_gpu:
         version = ".".join(map(str, torch.cuda.nccl.version()))  # pyrefly: ignore
         backend = f"{'NCCL' if torch.version.hip is None else 'RCCL'} {version}"
-    cards = sorted({f"{count} x {rate}" for rate, count in _card_rates().items()})
+    # the speeds of InfiniBand and RoCE ports
+    rates = Counter(path.read_text().strip() for path in Path("/sys/class/infiniband").glob("*/ports/*/rate"))
     nodes = world.size // world.local_size
     where = f"{nodes} nodes" if nodes > 1 else "one node"
-    return ", ".join([backend, where, *cards])
-
-
-def _card_rates() -> dict[str, int]:
-    rates: dict[str, int] = {}
-    for path in _rate_files():
-        rate = path.read_text().strip()
-        rates[rate] = rates.get(rate, 0) + 1
-    return rates
-
-
-def _rate_files() -> Iterator[Path]:
-    """Yield the files that name the speed of InfiniBand and RoCE ports."""
-    cards = Path("/sys/class/infiniband")
-    return cards.glob("*/ports/*/rate") if cards.is_dir() else iter(())
+    return ", ".join([backend, where, *sorted(f"{count} x {rate}" for rate, count in rates.items())])

@@ -18,7 +18,7 @@ from typing import Any
 
 from arriero.errors import UserError
 from arriero.files import publish_file
-from arriero.launch.doctor.check import Result
+from arriero.launch.doctor.check import Finding
 from arriero.launch.doctor.devices import SLOW
 from arriero.launch.doctor.interfaces import interfaces, selected
 from arriero.parallel.rendezvous import address_of
@@ -68,7 +68,7 @@ class _Nodes:
         return [name for name in self.names if name not in self.failing]
 
 
-def write_answer(folder: Path, results: Sequence[Result]) -> None:
+def write_answer(folder: Path, results: Sequence[Finding]) -> None:
     """Leave the results of this node where the examining process looks for them."""
     content = json.dumps({"node": node_name(), "checks": [asdict(each) for each in results]})
     publish_file(folder / f"{node_name()}.json", content.encode())

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -19,12 +19,17 @@ _COMMAND_S = 20.0
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check: what was found and, unless it passed, what to do. `facts` are its numbers."""
+    """The result of a check: what was found and, unless it passed, what to do. `facts` are its numbers.
+
+    The name of the check and the seconds that it took are set by `run_checks`.
+    """
 
     status: Status
     found: str
     todo: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -34,16 +39,6 @@ class Check:
     name: str
     function: Callable[[], Finding]
     bound_s: float = 10.0
-
-
-@dataclass(frozen=True)
-class Result:
-    name: str
-    status: Status
-    found: str
-    todo: str
-    seconds: float
-    facts: dict[str, Any]
 
 
 def worst(statuses: Sequence[Status]) -> Status:
@@ -57,7 +52,7 @@ def verdict(found: str, fails: Sequence[str], warns: Sequence[str], todo: str, *
     return Finding(status, problems or found, todo if problems else "", facts)
 
 
-def run_checks(checks: Sequence[Check], until: float | None = None) -> Iterator[Result]:
+def run_checks(checks: Sequence[Check], until: float | None = None) -> Iterator[Finding]:
     """Run the checks one after the other in a forked process and yield each result.
 
     A check that exceeds its bound, or the monotonic time `until`, is killed and fails; the checks after it
@@ -97,10 +92,10 @@ def _work(checks: Sequence[Check], sender: Connection) -> None:
             trace = traceback.format_exc().strip().splitlines()
             place = trace[-2].strip() if len(trace) > 1 else ""
             found = Finding("fail", f"{type(error).__name__}: {error}"[:400], place)
-        sender.send(_named(check, found, time.monotonic() - start))
+        sender.send(replace(found, name=check.name, seconds=round(time.monotonic() - start, 3)))
 
 
-def _received(check: Check, receiver: Connection, until: float | None) -> Result | None:
+def _received(check: Check, receiver: Connection, until: float | None) -> Finding | None:
     """Return the result of a check, or None if its process ends or exceeds the bound."""
     try:
         return receiver.recv() if receiver.poll(_bound(check, until)) else None
@@ -112,7 +107,7 @@ def _bound(check: Check, until: float | None) -> float:
     return check.bound_s if until is None else max(0.0, min(check.bound_s, until - time.monotonic()))
 
 
-def _lost(check: Check, worker: multiprocessing.process.BaseProcess, until: float | None) -> Result:
+def _lost(check: Check, worker: multiprocessing.process.BaseProcess, until: float | None) -> Finding:
     """Return the failure of a check whose process has ended or does not answer."""
     worker.join(0.5)
     code = worker.exitcode
@@ -124,11 +119,7 @@ def _lost(check: Check, worker: multiprocessing.process.BaseProcess, until: floa
         bound = "the time for all checks of the node" if late else f"{check.bound_s:.0f} s"
         todo = "a device, a file system or a driver does not answer: leave the node out and report it"
         found = Finding("fail", f"did not finish within {bound}", todo)
-    return _named(check, found, 0.0 if code is not None else check.bound_s)
-
-
-def _named(check: Check, found: Finding, seconds: float) -> Result:
-    return Result(check.name, found.status, found.found, found.todo, round(seconds, 3), found.facts)
+    return replace(found, name=check.name, seconds=0.0 if code is not None else check.bound_s)
 
 
 def user_check(command: str) -> Check:

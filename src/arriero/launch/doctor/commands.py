@@ -9,7 +9,7 @@ import typer
 
 from arriero.config.options import AsJson
 from arriero.errors import UserError
-from arriero.launch.doctor.check import Check, Result, Status, run_checks, user_check, worst
+from arriero.launch.doctor.check import Check, Finding, Status, run_checks, user_check, worst
 from arriero.launch.doctor.interfaces import default_interface, fabric_devices, interfaces, propose
 from arriero.ui import StageProgress, Table, make_console, print_json, styled
 
@@ -116,7 +116,7 @@ def doctor(
     raise typer.Exit(status == "fail")
 
 
-def _print_results(results: list[Result]) -> None:
+def _print_results(results: list[Finding]) -> None:
     table = Table("check", "", "found", "what to do", no_wrap=("check", ""))
     for each in results:
         table.row(each.name, styled(each.status, _COLOURS[each.status]), each.found, each.todo)
