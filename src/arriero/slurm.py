@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.resources import files
@@ -202,31 +202,27 @@ def fields_of(text: str) -> dict[str, str]:
     return lines[-1] if lines else {}
 
 
-def job_facts(jobs: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return what Slurm knows about these jobs: fields of `scontrol show job`, or of sacct.
+def job_facts(job: str) -> dict[str, str]:
+    """Return what Slurm knows about a job: fields of `scontrol show job`, or of sacct.
 
-    A forgotten job is left out. If the controller does not answer, JobState is NO_ANSWER.
+    Nothing of a forgotten job. If the controller does not answer, JobState is NO_ANSWER.
     """
-    return {job: facts for job in jobs if (facts := _facts(job)) is not None}
-
-
-def _facts(job: str) -> dict[str, str] | None:
     done = command("scontrol", "show", "job", "-o", job)
     facts = fields_of(done.stdout)
     if done.returncode == 0 and "JobState" in facts:
         return facts
     is_forgotten = done.returncode == 0 or "Invalid job id" in done.stderr
-    return _from_accounting(job) or (None if is_forgotten else {"JobState": NO_ANSWER})
+    return _from_accounting(job) or ({} if is_forgotten else {"JobState": NO_ANSWER})
 
 
-def _from_accounting(job: str) -> dict[str, str] | None:
+def _from_accounting(job: str) -> dict[str, str]:
     """Ask slurmdbd about a job that slurmctld has forgotten; many clusters have it."""
     names = ("JobState", "SubmitTime", "StartTime", "EndTime", "NodeList", "ExitCode", "Restarts")
     columns = "State,Submit,Start,End,NodeList,ExitCode,Restarts"
     shown = command("sacct", "-n", "-X", "-P", "-j", job, "-o", columns).stdout
     lines = [line.split("|") for line in shown.splitlines() if line.count("|") == len(names) - 1]
     if not lines or not lines[-1][0]:
-        return None
+        return {}
     return dict(zip(names, lines[-1], strict=True)) | {"JobState": lines[-1][0].split()[0]}
 
 
@@ -252,7 +248,7 @@ def wait_for(job: str, poll_s: float = 5.0) -> str:
     if shutil.which("scontrol") is None:
         raise UserError("scontrol is not on this machine", "run this on a login node of the cluster")
     while True:
-        facts = job_facts([job]).get(job, {"JobState": UNKNOWN})
+        facts = job_facts(job) or {"JobState": UNKNOWN}
         script = Path(facts.get("Command", script))
         if (state := facts["JobState"]) in (*ENDED, UNKNOWN):
             again = [each["job"] for each in submitted(script.parent) if each.get("replaces") == job]

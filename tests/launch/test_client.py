@@ -37,11 +37,11 @@ def job_of(slurm, folder, text, *options):
 def test_a_job_that_slurm_has_forgotten_differs_from_a_silent_controller(slurm, tmp_path, controller):
     job = job_of(slurm, tmp_path, "exit 3")
     assert client.wait_for(job, poll_s=0.1) == "FAILED"
-    assert client.job_facts([job])[job]["Command"] == str(tmp_path / "a job.sh")
+    assert client.job_facts(job)["Command"] == str(tmp_path / "a job.sh")
     assert client.wait_for("7", poll_s=0.1) == client.UNKNOWN
-    assert client.job_facts(["7"]) == {}
+    assert client.job_facts("7") == {}
     controller(False)
-    assert client.job_facts([job])[job] == {"JobState": client.NO_ANSWER}
+    assert client.job_facts(job) == {"JobState": client.NO_ANSWER}
 
 
 def test_waiting_for_a_job_outlives_a_silent_controller(slurm, tmp_path, controller, capfd):

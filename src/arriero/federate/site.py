@@ -72,19 +72,14 @@ class Launcher:
         from arriero.launch.jobs import JobRequest, launch_folder, render, submit_chain
 
         earlier = slurm.submitted(launch_folder(config))[-1:]
-        alive = [each["job"] for each in earlier if _is_alive(slurm.job_facts([each["job"]]), each["job"])]
+        states = {each["job"]: slurm.job_facts(each["job"]).get("JobState") for each in earlier}
+        alive = [job for job, state in states.items() if state not in (*slurm.ENDED, None)]
         given = Path(profile) if Path(profile).is_absolute() else work / profile
         site = chosen_site(str(given) if given.is_file() else profile)
         job = alive[0] if alive else submit_chain(render(config, site, JobRequest(nodes=self.nodes)), 1)[0]
         slurm.wait_for(job, poll_s=2.0)
-        said = slurm.job_facts([job]).get(job, {})
+        said = slurm.job_facts(job)
         return _seconds_between(said.get("SubmitTime"), said.get("StartTime"))
-
-
-def _is_alive(facts: dict[str, dict[str, str]], job: str) -> bool:
-    from arriero.slurm import ENDED
-
-    return job in facts and facts[job].get("JobState") not in (*ENDED, None)
 
 
 def _seconds_between(start: str | None, end: str | None) -> float:

@@ -214,7 +214,7 @@ class Allocation:
         return [words[0] for words in lines if len(words) == 2 and waits.search(words[1])]
 
     def _shown(self) -> dict[str, str]:
-        return slurm.job_facts([self.job]).get(self.job, {})
+        return slurm.job_facts(self.job)
 
 
 class Local:

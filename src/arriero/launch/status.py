@@ -77,10 +77,9 @@ def read_status(config: RunConfig) -> Status:
 def _jobs(folder: Path) -> list[dict[str, Any]]:
     """Return the submitted jobs with their state; 'UNKNOWN' for those that Slurm has forgotten."""
     records = slurm.submitted(folder)[-_RECENT:]
-    known = slurm.job_facts(record["job"] for record in records)
     found = []
     for record in records:
-        said = known.get(record["job"], {})
+        said = slurm.job_facts(record["job"])
         shown = {
             "job": record["job"],
             "state": said.get("JobState", slurm.UNKNOWN),
