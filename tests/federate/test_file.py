@@ -3,6 +3,7 @@
 import pytest
 
 from arriero.errors import UserError
+from arriero.federate.coordinator import Coordinator
 from arriero.federate.schema import load_federation
 
 SITES = "[[sites]]\nname = 'a'\nrun_file = 'a.toml'\n"
@@ -45,6 +46,26 @@ def test_paths_are_relative_to_the_file(tmp_path):
     config = load_federation(tmp_path / "fed.toml")
     assert config.sites[0].run_file == str(tmp_path / "a.toml")
     assert config.federation.dir == str(tmp_path / "federations")
+
+
+def test_the_momentum_follows_the_rounds_of_the_first_start(tmp_path):
+    run = "[model]\npreset = 'llama-test'\n[data]\nseq_len = 32\nsources = ['builtin:stdlib']\n"
+    (tmp_path / "a.toml").write_text(run)
+
+    def optimizer(text):
+        (tmp_path / "fed.toml").write_text(text + SITES)
+        coordinator = Coordinator.of(tmp_path / "fed.toml")
+        coordinator.prepare()
+        return coordinator.optimizer.momentum, coordinator.optimizer.lr
+
+    assert optimizer("[federation]\nrounds = 30\n") == (0.45, 0.85)
+    assert optimizer("[federation]\nrounds = 60\n") == (0.45, 0.85), "replays need the same numbers"
+    many = optimizer("[federation]\nname = 'many'\nrounds = 10000\n")
+    assert many == (pytest.approx(0.9, abs=0.01), pytest.approx(0.7, abs=0.01))
+    given = optimizer("[federation]\nname = 'given'\n[outer]\nmomentum = 0.6\n")
+    assert given == (0.6, 0.8)
+    with pytest.raises(UserError, match=r"outer.momentum of .* is 0.6, and the file now says 0.9"):
+        optimizer("[federation]\nname = 'given'\n[outer]\nmomentum = 0.9\nlr = 0.8\n")
 
 
 def test_init_writes_a_file_that_can_be_read(tmp_path, command):

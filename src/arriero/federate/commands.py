@@ -136,12 +136,24 @@ def _drive(coordinator: "Coordinator", console: Console, local: bool) -> None:
             f"{escape(str(coordinator.folder))}: {counted(len(coordinator.names), 'site')}, "
             f"{section.mode}, {done} of {counted(coordinator.last_round, 'round')} done"
         )
+        console.print(_outer_line(coordinator))
         if coordinator.is_finished:
             console.print("the federation is finished; raise federation.rounds to continue it")
         Driver(coordinator, local).run(lambda made: _show_round(coordinator, console, made))
     final = coordinator.rounds.model(coordinator.rounds.number)
     console.print(_loss_table(coordinator))
     console.print(f"[bold]model[/]  {escape(str(final))}")
+
+
+def _outer_line(coordinator: "Coordinator") -> str:
+    """Return the outer optimizer with the reason for its numbers."""
+    outer, given = coordinator.outer, coordinator.config.outer
+    if outer.optimizer == "fedavg":
+        return f"outer optimizer: fedavg, lr {outer.lr:g}"
+    why = ""
+    if outer.optimizer == "nesterov" and given.momentum is None:
+        why = "; few rounds need less momentum than DiLoCo's 0.9 (set outer.momentum to choose it)"
+    return f"outer optimizer: {outer.optimizer}, lr {outer.lr:g}, momentum {outer.momentum:g}{why}"
 
 
 def _show_round(coordinator: "Coordinator", console: Console, made: "GlobalManifest") -> None:
@@ -397,9 +409,10 @@ def aggregate(
     Example: arriero fed aggregate site-a site-b -o merged --weights 3 1
     """
     from arriero.federate.aggregation import aggregate_models
-    from arriero.federate.schema import OuterSection, optimizer_values
+    from arriero.federate.schema import OuterSection, with_numbers
 
-    values = optimizer_values(OuterSection(optimizer=optimizer, lr=lr, momentum=momentum))
+    outer = with_numbers(OuterSection(optimizer=optimizer, lr=lr, momentum=momentum), 1)
+    values = {"name": optimizer, "lr": outer.lr, "momentum": outer.momentum}
     console = make_console(as_json)
     with byte_progress(console, "aggregating", 0) as advance:
         made = aggregate_models(models, out, base, weights, values, advance)

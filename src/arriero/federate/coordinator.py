@@ -26,7 +26,7 @@ from arriero.errors import UserError
 from arriero.federate.members import MemberManifest, open_global, publish_first_model
 from arriero.federate.outer import OuterOptimizer
 from arriero.federate.rounds import Assignment, Rounds, balanced_tokens, remaining_tokens
-from arriero.federate.schema import FederationConfig, SiteSection, load_federation, optimizer_values
+from arriero.federate.schema import FederationConfig, OuterSection, SiteSection, load_federation, with_numbers
 from arriero.federate.site import SitePaths
 from arriero.files import locked, publish_file
 from arriero.model.adapters import AdapterSettings, adapter_of, initial_std
@@ -62,9 +62,22 @@ class Coordinator:
         weights = {site.name: site.weight for site in self.config.sites}
         return Rounds(self.folder, self.config.federation, self.optimizer, weights)
 
+    @cached_property
+    def outer(self) -> OuterSection:
+        """The outer optimizer with the numbers of the first start, also if rounds were added since."""
+        given, stored = self.config.outer, self.folder / _STORED
+        if stored.is_file():
+            first = load_federation(stored)
+            known = with_numbers(first.outer, first.federation.rounds)
+            same = known.optimizer == given.optimizer
+            missing = [key for key in ("momentum", "lr") if same and getattr(given, key) is None]
+            given = given.model_copy(update={key: getattr(known, key) for key in missing})
+        return with_numbers(given, self.config.federation.rounds)
+
     @property
     def optimizer(self) -> OuterOptimizer:
-        return OuterOptimizer(**optimizer_values(self.config.outer))
+        values = self.outer.model_dump(include={"lr", "momentum", "beta2", "eps"})
+        return OuterOptimizer(self.outer.optimizer, **values)
 
     @property
     def names(self) -> list[str]:
@@ -138,7 +151,8 @@ class Coordinator:
         """Check the run files of all sites and publish the first global model."""
         configs = self._resolve_sites()
         self._check_unchanged()
-        publish_file(self.folder / _STORED, _public(self.config).encode())
+        stored = self.config.model_copy(update={"outer": self.outer})
+        publish_file(self.folder / _STORED, _public(stored).encode())
         if self.rounds.model(0).is_dir():
             return
         publish_first_model(self._first_model(configs), self.rounds.model(0), self.optimizer)
@@ -192,8 +206,9 @@ class Coordinator:
             if self.folder.is_dir() and (self.folder / "rounds").exists():
                 raise UserError(f"{self.folder} has rounds but no {_STORED}", "choose another name")
             return
-        there = load_federation(path).outer.model_dump(mode="json")
-        here = self.config.outer.model_dump(mode="json")
+        first = load_federation(path)
+        there = with_numbers(first.outer, first.federation.rounds).model_dump(mode="json")
+        here = self.outer.model_dump(mode="json")
         for key in ("optimizer", "lr", "momentum", "beta2", "eps"):
             if there[key] != here[key]:
                 raise UserError(

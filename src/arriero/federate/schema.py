@@ -16,6 +16,8 @@ from arriero.errors import UserError, nearest
 
 Codec = Literal["bf16", "int8", "fp32"]
 OuterName = Literal["fedavg", "nesterov", "fedadam"]
+# the momentum of DiLoCo, and the rounds with which half of it is used
+_MOMENTUM, _ROUNDS_OF_HALF = 0.9, 30
 Name = Annotated[str, Field(pattern=r"^[a-z][a-zA-Z0-9-]*$", max_length=40)]
 
 
@@ -86,10 +88,14 @@ class OuterSection(Section):
         "nesterov", description="'nesterov' (DiLoCo), 'fedavg' (the plain mean with lr 1) or 'fedadam'."
     )
     lr: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Outer learning rate. Default: 0.7 for nesterov, 1 for fedavg, 0.01 for fedadam."
+        None,
+        description="Outer learning rate. Default: 1 - momentum / 3 for nesterov, which is 0.7 with momentum "
+        "0.9; 1 for fedavg, 0.01 for fedadam.",
     )
-    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.9, description="Momentum of nesterov, beta1 of fedadam."
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None,
+        description="Momentum of nesterov, beta1 of fedadam. Default: 0.9 for fedadam; for nesterov 0.9 x "
+        "rounds / (rounds + 30), because momentum that outlives the rounds only delays them.",
     )
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.99, description="beta2 of fedadam.")
     eps: Annotated[float, Field(gt=0)] = Field(1e-3, description="Epsilon of fedadam.")
@@ -249,8 +255,7 @@ late = "merge"                 # merge | discard a member that comes after its r
 
 [outer]
 optimizer = "nesterov"         # nesterov (DiLoCo) | fedavg | fedadam
-lr = 0.7
-momentum = 0.9
+# momentum = 0.9               # of nesterov; by default from the number of rounds, and lr from it
 codec = "bf16"                 # bf16 | int8 | fp32
 inner = "continue"             # optimizer state of a site over rounds: continue | reset
 """
@@ -277,21 +282,17 @@ REMOTE_SITE = """
 """
 
 
-def optimizer_values(outer: OuterSection) -> dict[str, Any]:
-    """Return the outer optimizer's numbers with the default learning rate of its kind."""
-    lr = (
-        outer.lr
-        if outer.lr is not None
-        else {"nesterov": 0.7, "fedavg": 1.0, "fedadam": 0.01}[outer.optimizer]
-    )
-    momentum = 0.0 if outer.optimizer == "fedavg" else outer.momentum
-    return {
-        "name": outer.optimizer,
-        "lr": lr,
-        "momentum": momentum,
-        "beta2": outer.beta2,
-        "eps": outer.eps,
-    }
+def with_numbers(outer: OuterSection, rounds: int) -> OuterSection:
+    """Return the outer optimizer with every number: a default depends on its kind and on the rounds."""
+    momentum, lr = outer.momentum, outer.lr
+    if outer.optimizer == "fedavg":
+        momentum, lr = 0.0, 1.0 if lr is None else lr
+    elif momentum is None:
+        few = round(_MOMENTUM * rounds / (rounds + _ROUNDS_OF_HALF), 3)
+        momentum = few if outer.optimizer == "nesterov" else _MOMENTUM
+    if lr is None:
+        lr = 0.01 if outer.optimizer == "fedadam" else round(1 - momentum / 3, 3)
+    return outer.model_copy(update={"momentum": momentum, "lr": lr})
 
 
 def keys(section: type[BaseModel] = FederationConfig, prefix: str = "") -> list[tuple[str, str, str]]:
