@@ -39,6 +39,7 @@ def test_the_commands_of_the_readme_table_run_one_after_the_other(arriero, corpu
 
 def test_the_readme_shows_the_output_of_config_check(command, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("COLUMNS", "120")
     check = re.search(r"^arriero (config check recipes/\S+ .*)$", README, flags=re.MULTILINE)
     result = command(*shlex.split(check[1]))
     assert result.returncode == 0, result.stderr

@@ -295,7 +295,8 @@ def _fsdp_decisions(
         if choices.sync == "each":
             why = "whole gradients of a step would not fit, or adding them up takes longer than reducing"
         why = _AS_STARTED if "parallel.sync" in kept else why
-        yield Decision("reduce gradients", f"after {choices.sync}", _reason(parallel.sync, why))
+        when = "after each micro-batch" if choices.sync == "each" else "after the last micro-batch"
+        yield Decision("reduce gradients", when, _reason(parallel.sync, why))
     value = f"to groups of {choices.reshard}"
     if isinstance(choices.reshard, bool):
         value = "always (ZeRO-3)" if choices.reshard else "never (gathered once per step)"
