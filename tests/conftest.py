@@ -110,21 +110,25 @@ def has_gpu():
 
 @pytest.fixture(scope="session")
 def corpus_cache(tmp_path_factory):
-    """Prepare the built-in corpus once for the whole suite."""
-    from arriero.data.prepare.builtin import prepare_builtin
-
-    cache = tmp_path_factory.mktemp("data")
-    prepare_builtin("builtin:stdlib", cache)
-    return cache
+    """The built-in corpus, prepared once for the whole suite."""
+    return prepared("builtin:stdlib", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def synthetic_cache(tmp_path_factory):
-    """Prepare the corpus of the parity cases once."""
+    """The corpus of the parity cases, prepared once."""
+    return prepared("builtin:synthetic", tmp_path_factory)
+
+
+def prepared(source, tmp_path_factory):
     from arriero.data.prepare.builtin import prepare_builtin
 
-    cache = tmp_path_factory.mktemp("synthetic")
-    prepare_builtin("builtin:synthetic", cache)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # of all test processes; one prepares, and the others wait
+        folder = folder.parent
+    cache = folder / source.replace(":", "-")
+    prepare_builtin(source, cache)
     return cache
 
 
