@@ -54,7 +54,7 @@ def test_lists_and_tables_of_the_markdown_are_lists_and_tables_of_the_site(site)
     for page in site.glob("docs/*.html"):
         text = re.sub(r"<(pre|code).*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         assert not re.search(r"<p>[^<]*\|---", text), page
-        assert not re.search(r"<p>[^<]*\n- ", text), page
+        assert not re.search(r"<p>[^<]*\n *(-|\d+\.) ", text), page
 
 
 @pytest.mark.slow

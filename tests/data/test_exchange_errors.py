@@ -140,7 +140,7 @@ def test_a_numpy_header_is_not_taken_for_tokens(tmp_path):
 
 def test_two_byte_tokens_do_not_belong_to_a_large_vocabulary(tmp_path):
     source = exported(tmp_path, "megatron")
-    assert "2 bytes a token, but" in refusal(tmp_path, "megatron", source, LARGE)
+    assert "2 bytes per token, but" in refusal(tmp_path, "megatron", source, LARGE)
 
 
 def test_widths_are_not_mixed_in_one_dataset(tmp_path):

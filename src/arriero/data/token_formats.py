@@ -61,7 +61,7 @@ def read_raw(format: str, path: Path, tokenizer: Tokenizer, dtype: str | None) -
         raise UserError(f"{path} holds {found.dtype} tokens by its index, not {dtype}", "leave out --dtype")
     if found.dtype == "uint16" and tokenizer.vocab_size > 2**16:
         raise UserError(
-            f"{path} has 2 bytes a token, but {tokenizer.path} has {tokenizer.vocab_size} ids",
+            f"{path} has 2 bytes per token, but {tokenizer.path} has {tokenizer.vocab_size} ids",
             "give the tokenizer the file was made with",
         )
     if (longest := found.lengths.max(initial=0)) > LONGEST_DOCUMENT:

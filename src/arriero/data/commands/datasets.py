@@ -186,7 +186,7 @@ def _facts(store: "TokenStore", lengths: "Lengths"):
     all_seen = lengths.documents == store.documents
     of = "" if all_seen else f"of {lengths.documents} sampled documents in {lengths.shards} shards"
     per_token = (
-        f"{store.text_bytes / store.tokens:.2f} bytes a token" if store.text_bytes and store.tokens else ""
+        f"{store.text_bytes / store.tokens:.2f} bytes per token" if store.text_bytes and store.tokens else ""
     )
     origin = ", ".join(map(str, store.about.get("from", [])))
     size = human_bytes(store.tokens * store.dtype.itemsize)

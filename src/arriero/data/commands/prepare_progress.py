@@ -64,7 +64,7 @@ class PrepareBar(PrepareWatcher):
         about = store.about
         if not self._progress.started:
             self._console.print("this dataset was finished by an earlier command")
-        per_token = f"{store.text_bytes / max(1, store.tokens):.2f} bytes a token"
+        per_token = f"{store.text_bytes / max(1, store.tokens):.2f} bytes per token"
         rows = [
             ("tokens", human_count(store.tokens), per_token),
             (
