@@ -152,12 +152,9 @@ def _use_fused_projections(
     if device.type != "cuda" or not plain:
         return
     for block in model.blocks.values():
-        if isinstance(block, Block) and type(block.attention) is Attention and _is_plain(block.attention):
-            block.attention = converted(block.attention, FusedQKVAttention)
-
-
-def _is_plain(attention: Attention) -> bool:
-    return all(type(layer) is nn.Linear for layer in (attention.q, attention.k, attention.v))
+        own = block.attention if isinstance(block, Block) else None
+        if type(own) is Attention and {type(own.q), type(own.k), type(own.v)} == {nn.Linear}:
+            block.attention = converted(own, FusedQKVAttention)
 
 
 def _use_kernels(model: LanguageModel, mesh: Mesh, options: ModelOptions, device: torch.device) -> None:

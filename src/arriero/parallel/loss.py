@@ -7,7 +7,7 @@ Shapes: C tokens of a chunk, N tokens of a batch, V local rows of the vocabulary
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -247,10 +247,14 @@ def _local_rows(weight_VD: DTensor) -> tuple[Tensor, _VocabularySlice]:
     return local, _VocabularySlice(rows * mesh.get_local_rank(), mesh.get_group())
 
 
-class _HeadMatmuls(Protocol):
+class _Matmuls:
     """The matmuls of the head for one chunk: logits, then the gradients of its states and the weight."""
 
-    def logits(self, x_CD: Tensor) -> Tensor: ...
+    def __init__(self, weight_VD: Tensor) -> None:
+        self._weight_VD = _padded_vocabulary(weight_VD)
+
+    def logits(self, x_CD: Tensor) -> Tensor:
+        return x_CD @ self._weight_VD.T
 
     def gradients(
         self,
@@ -258,26 +262,14 @@ class _HeadMatmuls(Protocol):
         x_CD: Tensor,
         x_grad_CD: Tensor | None,
         weight_grad: "_WeightGradient | None",
-    ) -> None: ...
-
-
-class _Matmuls(_HeadMatmuls):
-    """Matmuls in the dtype of states and weight."""
-
-    def __init__(self, weight_VD: Tensor) -> None:
-        self._weight_VD = _padded_vocabulary(weight_VD)
-
-    def logits(self, x_CD):
-        return x_CD @ self._weight_VD.T
-
-    def gradients(self, logits_grad_CV, x_CD, x_grad_CD, weight_grad):
+    ) -> None:
         if x_grad_CD is not None:
             torch.mm(logits_grad_CV, self._weight_VD, out=x_grad_CD)
         if weight_grad is not None:
             weight_grad.add_matmul(logits_grad_CV, x_CD)
 
 
-class _Float8Matmuls(_HeadMatmuls):
+class _Float8Matmuls(_Matmuls):
     """Matmuls in float8 with one scale for the weight, for the states and for the gradient of a chunk."""
 
     def __init__(self, weight_VD: Tensor) -> None:

@@ -10,7 +10,7 @@ Shapes: B batch, t queries, s keys, H heads, K kv heads, E head dim.
 from bisect import bisect
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -167,7 +167,15 @@ class _RingSend:
 def partial_attention(q_BtHE: Tensor, k_BsKE: Tensor, v_BsKE: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the output (BtHE) and the log of the sum of the softmax (BHt) over the given keys."""
     q, k, v = (x.transpose(1, 2) for x in (q_BtHE, k_BsKE, v_BsKE))
-    out, lse = _kernel(q).forward(q, k, v, causal)
+    if q.device.type == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    elif q.dtype == torch.float32:
+        # the flash kernel of GPUs does not support fp32, and this one no grouped-query attention
+        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
+        lse = lse[..., : q.shape[2]]
+    else:
+        out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     return out.transpose(1, 2), lse
 
 
@@ -182,8 +190,35 @@ def partial_attention_backward(
 ) -> Gradients:
     """Return the contribution to the gradients of q, k and v; out and lse are the merged ones."""
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_BtHE, q_BtHE, k_BsKE, v_BsKE, out_BtHE))
-    grads = _kernel(q).backward(grad, q, k, v, out, lse_BHt.contiguous(), causal)
+    saved = (grad, q, k, v, out, lse_BHt.contiguous())
+    if q.device.type == "cpu":
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*saved, 0.0, causal)
+    elif q.dtype == torch.float32:
+        grads = _efficient_backward(*saved, causal)
+    else:
+        lengths = (None, None, q.shape[2], k.shape[2])
+        grads = _aten._scaled_dot_product_flash_attention_backward(
+            *saved, *lengths, 0.0, causal, *_no_dropout(q)
+        )
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    return dq, dk, dv
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> Gradients:
+    """Call the memory-efficient kernel, which has no grouped-query attention and needs a padded lse."""
+    queries, kv_heads = q.shape[2], k.shape[1]
+    width = queries if torch.version.hip else -(-queries // 32) * 32
+    lse = F.pad(lse, (0, width - queries), value=float("inf"))
+    # it ignores some strides of the output
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    wanted = [True, True, True, False]
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, None, out, lse, *_no_dropout(q), 0.0, wanted, causal
+    )
+    dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32) for x in (dk, dv))
     return dq, dk, dv
 
 
@@ -194,67 +229,6 @@ def merge(
     lse = torch.logaddexp(lse_BHt, more_lse_BHt)
     share, more_share = ((part - lse).exp().transpose(1, 2)[..., None] for part in (lse_BHt, more_lse_BHt))
     return out_BtHE.float() * share + more_BtHE.float() * more_share, lse
-
-
-class _Kernel(Protocol):
-    """A fused attention kernel; all tensors are (B, heads, tokens, E)."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-    ) -> Gradients: ...
-
-
-def _kernel(q: Tensor) -> _Kernel:
-    if q.device.type == "cpu":
-        return _Cpu()
-    # the flash kernel on GPUs does not support fp32
-    return _Efficient() if q.dtype == torch.float32 else _Flash()
-
-
-class _Cpu:
-    def forward(self, q, k, v, causal):
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-
-    def backward(self, grad, q, k, v, out, lse, causal):
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal
-        )
-
-
-class _Flash:
-    def forward(self, q, k, v, causal):
-        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-
-    def backward(self, grad, q, k, v, out, lse, causal):
-        lengths, dropout = (None, None, q.shape[2], k.shape[2]), _no_dropout(q)
-        return _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, *lengths, 0.0, causal, *dropout
-        )
-
-
-class _Efficient:
-    """The memory-efficient kernel: without grouped-query attention, and with a padded lse."""
-
-    def forward(self, q, k, v, causal):
-        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
-        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
-        return out, lse[..., : q.shape[2]]
-
-    def backward(self, grad, q, k, v, out, lse, causal):
-        queries, kv_heads = q.shape[2], k.shape[1]
-        width = queries if torch.version.hip else -(-queries // 32) * 32
-        lse = F.pad(lse, (0, width - queries), value=float("inf"))
-        # it ignores some strides of the output
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)
-        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
-        wanted = [True, True, True, False]
-        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, None, out, lse, *_no_dropout(q), 0.0, wanted, causal
-        )
-        dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32) for x in (dk, dv))
-        return dq, dk, dv
 
 
 def _repeat_heads(x_BKsE: Tensor, q_BHtE: Tensor) -> Tensor:

@@ -77,18 +77,15 @@ def pack(
         if not len(tokens):
             continue
         request = Packing(packing, long_docs).request(TokenSource(store, tokens, prompt=ids), seq_len)
-        path, found = folder / request.name, find_plan(folder, request)
-        found = None if found is None or found.problems() else found
-        if found is None:
+        path, plan = folder / request.name, find_plan(folder, request)
+        if is_new := plan is None or bool(plan.problems()):
             with StageProgress(console) as progress:
                 plan = make_plan(folder, request, workers, progress)
-        else:
-            plan = found
         filled = plan.counts["tokens"] / max(1, plan.rows * seq_len)
         console.print(
             f"{part}: {plan.counts['documents']:,} documents in {plan.rows:,} rows of {seq_len}, "
             f"{filled:.2%} filled, {human_bytes(path.stat().st_size)} in {path}"
-            + (", made before" if found else ""),
+            + ("" if is_new else ", made before"),
         )
 
 
@@ -257,7 +254,6 @@ Format = Literal["megatron", "datatrove", "olmo", "fms-arrow", "hf-parquet"]
 Linking = Literal["auto", "hard", "symbolic", "copy"]
 
 _LINK_HELP = "How raw token files are placed: auto is a hard link, or a symbolic link across file systems."
-_SAMPLE_TOKENS = 120
 
 
 def import_tokens(
