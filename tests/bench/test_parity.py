@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from arriero.bench.cases import FP32, MODELS, Case, axes, cases
-from arriero.bench.parity import Parity, Verdict, nan_max, parity_page, weight_difference
+from arriero.bench.cases import BASE, FP32, MODELS, Case, axes, cases
+from arriero.bench.parity import Parity, Verdict, nan_max, parity_page, weight_difference, without_gradient
+from arriero.model.presets import load_preset, resolve
 from arriero.plan.layout import AXES
 
+IN_MAKE_QUICK = ["one axis: dp_shard 2", "one axis: tp 2"]
 QUICK = {
-    "llama": [case.title for case in cases("llama") if case.quick],
+    "llama": [case.title for case in cases("llama") if case.quick and case.title not in IN_MAKE_QUICK],
     "gpt2": ["one axis: tp 2", "one axis: pp 2", "two axes: dp_shard 2 x tp 2"],
     "mistral": ["document masks: cp 2"],
     "qwen2": ["one axis: tp 2"],
@@ -27,20 +29,32 @@ def proofs(synthetic_cache):
     return {model: Parity(model, synthetic_cache) for model in MODELS}
 
 
-MAKE_QUICK = {("llama", "one axis: dp_shard 2"), ("llama", "one axis: tp 2")}
-QUICK_CASES = [
-    pytest.param(model, title, marks=() if (model, title) in MAKE_QUICK else pytest.mark.slow)
-    for model in MODELS
-    for title in QUICK.get(model, [])
-]
+def differing(proof, model, titles):
+    """Compare the cases, which share processes, and return those that do not hold."""
+    chosen = [case for case in cases(model) if case.title in titles]
+    assert len(chosen) == len(titles) and all(case.tolerance == FP32 for case in chosen)
+    return [verdict for verdict in proof.compare_all(chosen) if not verdict.holds]
 
 
-@pytest.mark.parametrize(("model", "title"), QUICK_CASES)
-def test_a_layout_reproduces_losses_gradients_and_weights_of_one_process(proofs, model, title):
-    case = next(case for case in cases(model) if case.title == title)
-    assert case.tolerance == FP32
-    verdict = proofs[model].compare(case)
-    assert verdict.holds, verdict
+def test_shards_and_tensor_parallel_ranks_reproduce_one_process(proofs):
+    assert not differing(proofs["llama"], "llama", IN_MAKE_QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_layouts_reproduce_losses_gradients_and_weights_of_one_process(proofs, model):
+    assert not differing(proofs[model], model, QUICK[model])
+
+
+def test_a_case_that_fails_is_reported_and_the_next_ones_run(synthetic_cache):
+    """They share processes until one fails."""
+    good, bad = (Case("g", name, axes(**{name: 2})) for name in ("dp_shard", "tp"))
+    bad = replace(bad, sets={**bad.sets, "model.heads": 3, "model.dim": 48, "model.kv_heads": 3})
+    found = list(
+        Parity("llama", synthetic_cache, {"train.horizon": "2 steps"}).compare_all([good, bad, good])
+    )
+    assert [verdict.holds for verdict in found] == [True, False, True], found
+    assert "tp" in found[1].error
 
 
 def test_the_cases_cover_every_pair_of_axes_and_every_schedule_once():
@@ -82,7 +96,9 @@ def test_weights_are_compared_by_name_over_all_blocks():
     assert weight_difference(expected, expected) == 0.0
     assert math.isnan(weight_difference(found | {"more": torch.ones(1)}, expected))
     ignored = {"blocks.0.attention.k.bias": torch.ones(2)}
-    assert weight_difference(expected | ignored, expected | {k: -v for k, v in ignored.items()}) == 0.0
+    changed = expected | ignored, expected | {k: -v for k, v in ignored.items()}
+    assert weight_difference(*changed, without_gradient(load_preset("gpt2-test"))) == 0.0
+    assert weight_difference(*changed, without_gradient(load_preset("qwen2-test"))) == 2.0
 
 
 def test_the_page_marks_failed_cases():
@@ -90,4 +106,5 @@ def test_the_page_marks_failed_cases():
     assert "**1 of 2 cases hold**" in text
     assert "| n | 2 | 5.0e-01 | 0.0e+00 | 0.0e+00 | 1 | **fails** |" in text
     assert torch.__version__ in text
-    assert "721,472 parameters" in text
+    spec = resolve("llama-test", {"layers": BASE["model.layers"], "vocab_size": BASE["model.vocab_size"]})
+    assert f"{spec.parameters:,} parameters" in text

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arriero.bench.parity import IGNORED_BIAS
+from arriero.bench.parity import without_gradient
 from arriero.model.language_model import plain_name
 from arriero.model.presets import resolve
 from gpu.alone import DEVICE, alone, made, relative_error
@@ -25,7 +25,7 @@ def gradients(spec, dtype, compiled):
     loss.backward()
     found = {plain_name(name): p.grad for name, p in model.named_parameters()}
     assert all(gradient is not None for gradient in found.values())
-    return {name: gradient for name, gradient in found.items() if not name.endswith(IGNORED_BIAS)}
+    return {name: gradient for name, gradient in found.items() if not name.endswith(without_gradient(spec))}
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -68,4 +68,4 @@ def exact_gradients(spec):
     logits = model(rows[:, :-1])
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).backward()
     found = {plain_name(name): p.grad for name, p in model.named_parameters()}
-    return {name: gradient for name, gradient in found.items() if not name.endswith(IGNORED_BIAS)}
+    return {name: gradient for name, gradient in found.items() if not name.endswith(without_gradient(spec))}

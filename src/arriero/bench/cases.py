@@ -18,13 +18,13 @@ SEQUENCES = 16
 # settings of all runs, references included
 BASE: dict[str, Any] = {
     "model.layers": 4,
-    "model.vocab_size": 4096,
+    "model.vocab_size": 640,
     "data.sources": [{"path": "builtin:synthetic"}],
     "data.seq_len": 64,
     # one batch: evaluation is not compared here
     "eval.heldout": f"{64 * SEQUENCES} tok",
     "train.batch": f"{64 * SEQUENCES} tok",
-    "train.horizon": "20 steps",
+    "train.horizon": "10 steps",
     "optim.lr": 1e-3,
     "schedule.warmup": "4 steps",
     "checkpoint.at_end": False,
@@ -207,13 +207,13 @@ def _gradients() -> list[Case]:
         Case("loss", "whole logits, tp 2", axes(tp=2) | {"memory.loss_chunk": False}),
         Case("loss", "chunks of 100 tokens, tp 2", axes(tp=2) | {"memory.loss_chunk": 100}),
         Case("loss", "z-loss, tp 2", axes(tp=2) | _Z_LOSS, _Z_LOSS),
-        Case("loss", "a vocabulary of 4097, tp 2", axes(tp=2) | _ODD, _ODD),
-        Case("loss", "a vocabulary of 4097, dp_shard 2 x tp 2", axes(dp_shard=2, tp=2) | _ODD, _ODD),
+        Case("loss", "a vocabulary of 641, tp 2", axes(tp=2) | _ODD, _ODD),
+        Case("loss", "a vocabulary of 641, dp_shard 2 x tp 2", axes(dp_shard=2, tp=2) | _ODD, _ODD),
     ]
 
 
 _Z_LOSS = {"train.z_loss": 1e-2}
-_ODD = {"model.vocab_size": 4097}
+_ODD = {"model.vocab_size": 641}
 _MASK = {"data.document_mask": True, "data.packing": "bestfit"}
 
 

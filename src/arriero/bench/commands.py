@@ -321,7 +321,7 @@ def parity(
 ) -> None:
     """Train the same steps in every parallel layout and compare with one process.
 
-    Shows relative differences: the largest of 20 losses, the first gradient norm, and the final weights.
+    Shows relative differences: the largest of 10 losses, the first gradient norm, and the final weights.
 
     Example: arriero bench parity --quick --only 'two axes'
     """
@@ -368,13 +368,12 @@ def _compared(
 
     group, runs = None, Parity(model, cache, {"run.device": device, "run.share_gpu": device == "cuda"})
     console.print(columns(_PARITY_COLUMNS.values(), *_PARITY_COLUMNS), style="bold")
-    with console.status("") as status:
-        for number, case in enumerate(wanted, 1):
-            if case.group != group:
-                group = case.group
+    with console.status(f"{model}: 0 of {len(wanted)}") as status:
+        for number, verdict in enumerate(runs.compare_all(wanted), 1):
+            status.update(f"{model}: {number} of {len(wanted)}")
+            if verdict.case.group != group:
+                group = verdict.case.group
                 console.print(f"{model}: {group}", style="bold")
-            status.update(f"{number} of {len(wanted)}: {case.name}")
-            verdict = runs.compare(case)
             _show_verdict(console, verdict)
             yield verdict
 

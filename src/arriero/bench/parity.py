@@ -1,13 +1,14 @@
 """`bench parity`: train the same steps in every layout, compare with one process, and write the page."""
 
+import json
 import os
-import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
+from importlib import import_module
 from itertools import groupby
 from math import isnan
 from pathlib import Path
@@ -21,13 +22,24 @@ from arriero.checkpoint.formats.hf_directory import load_hf
 from arriero.config.fields import toml_value
 from arriero.config.load import load_run
 from arriero.errors import UserError
+from arriero.files import publish_file
 from arriero.model.presets import expand, resolve
+from arriero.model.spec import ModelSpec
 from arriero.parallel.spawn import RankFailed, run_ranks
+from arriero.parallel.world import RENDEZVOUS
 from arriero.train.device import choose_device
 from arriero.train.run import run
 
-# softmax ignores a bias on all keys: its gradient is rounding noise, which AdamW amplifies
-IGNORED_BIAS = "attention.k.bias"
+# runs that one group of processes trains one after the other
+_BATCH = 12
+
+
+def without_gradient(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the ends of names of weights whose gradient is rounding noise, which AdamW amplifies.
+
+    Softmax ignores a bias that is the same for all keys; RoPE makes it depend on the position.
+    """
+    return ("attention.k.bias",) if spec.rope_theta is None else ()
 
 
 @dataclass(frozen=True)
@@ -36,8 +48,9 @@ class ShortRun:
 
     losses: list[float]
     norms: list[float]
-    weights: Mapping[str, Tensor]
     seconds: float
+    weights: Mapping[str, Tensor]
+    spec: ModelSpec
 
 
 @dataclass(frozen=True)
@@ -69,43 +82,104 @@ class Parity:
     def __init__(self, model: str, cache_dir: Path, sets: Mapping[str, Any] | None = None) -> None:
         where = {"model.preset": f"{model}-test", "data.cache": str(cache_dir)}
         self._sets = BASE | where | dict(sets or {})
-        self._reference = cache(lambda key: self._trace(dict(key), 1))
+        self._references: dict[str, ShortRun | str] = {}
 
-    def expected(self, case: Case) -> ShortRun:
-        return self._reference(tuple(case.against.items()))
+    def expected(self, case: Case) -> "ShortRun | str":
+        """Return the run that a case is compared with, or why it failed."""
+        self._train_references([case])
+        return self._references[str(case.against)]
 
     def compare(self, case: Case) -> Verdict:
+        return next(self.compare_all([case]))
+
+    def compare_all(self, every: Sequence[Case]) -> Iterator[Verdict]:
+        """Compare all cases. Cases with the same number of ranks share processes, and come together."""
         with _single_thread():
-            return self._compare(case)
+            self._train_references(every)
+            for cases in _batches(every, lambda case: case.ranks, lambda case: self._alone(case.sets)):
+                for case, found in zip(
+                    cases, self._runs([c.sets for c in cases], cases[0].ranks), strict=True
+                ):
+                    yield _verdict(case, found, self._references[str(case.against)])
 
-    def _compare(self, case: Case) -> Verdict:
-        try:
-            expected = self.expected(case)
-            found = self._trace(case.sets, case.ranks)
-        except (UserError, RankFailed) as error:
-            nothing = float("nan")
-            return Verdict(case, nothing, nothing, nothing, 0.0, str(error))
+    def _train_references(self, every: Sequence[Case]) -> None:
+        new = {str(case.against): case.against for case in every}
+        new = {key: sets for key, sets in new.items() if key not in self._references}
+        for keys in _batches(list(new), lambda _: 1, lambda key: self._alone(new[key])):
+            found = self._runs([new[key] for key in keys], 1)
+            self._references |= dict(zip(keys, found, strict=True))
+
+    def _alone(self, sets: Mapping[str, Any]) -> bool:
+        """Whether a run needs new processes: compiled code and GPUs leave too much behind."""
+        every = self._sets | dict(sets)
+        return bool(every["precision.compile"]) or every["run.device"] != "cpu"
+
+    def _runs(self, every: Sequence[Mapping[str, Any]], ranks: int) -> "Iterator[ShortRun | str]":
+        """Train runs in one group of processes; after one that fails, the next has new ones."""
+        # imported once here, so that the forked ranks need not import it
+        import_module("arriero.train.build")
+        left = [self._sets | dict(sets) for sets in every]
+        while left:
+            with tempfile.TemporaryDirectory(prefix="arriero-parity-") as name:
+                try:
+                    run_ranks(partial(_run_each, left, Path(name)), ranks, leader_prints=False)
+                    error = ""
+                except (UserError, RankFailed) as raised:
+                    error = str(raised)
+                done = [file for i in range(len(left)) if (file := Path(name) / f"{i}.json").exists()]
+                for file in done:
+                    weights, spec = load_hf(file.with_suffix("") / "model")
+                    yield ShortRun(**json.loads(file.read_text()), weights=weights, spec=spec)
+            if len(done) < len(left):
+                yield error
+            left = left[len(done) + 1 :]
+
+
+def _run_each(runs: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Train runs one after the other, as one rank of several, and record each that ends."""
+    meeting = os.environ[RENDEZVOUS]
+    for i, sets in enumerate(runs):
+        os.environ[RENDEZVOUS] = f"{meeting}-{i}"
+        every = {**sets, "run.dir": str(folder), "run.name": str(i)}
+        config = load_run(None, [f"{key}={toml_value(value)}" for key, value in every.items()], expand).config
+        begin = time.monotonic()
+        result = run(config)
+        if os.environ["RANK"] == "0":
+            numbers = {"losses": [*result.losses.values()], "norms": [*result.grad_norms.values()]}
+            record = numbers | {"seconds": time.monotonic() - begin}
+            publish_file(folder / f"{i}.json", json.dumps(record).encode(), is_durable=False)
+        # a rank that fails in the next run must not end rank 0 before that
+        while not (folder / f"{i}.json").exists():
+            time.sleep(0.01)
+
+
+def _batches(
+    every: Sequence[Any], ranks: Callable[[Any], int], alone: Callable[[Any], bool]
+) -> Iterator[list[Any]]:
+    """Divide runs into those that share processes."""
+    for _, same in groupby(sorted(every, key=ranks), ranks):
+        together: list[Any] = []
+        for each in same:
+            if alone(each):
+                yield [each]
+            else:
+                together.append(each)
+        yield from (together[i : i + _BATCH] for i in range(0, len(together), _BATCH))
+
+
+def _verdict(case: Case, found: ShortRun | str, expected: ShortRun | str) -> Verdict:
+    if isinstance(found, str) or isinstance(expected, str):
+        nothing = float("nan")
         return Verdict(
-            case,
-            nan_max(_difference(a, b) for a, b in zip(found.losses, expected.losses, strict=True)),
-            _difference(found.norms[0], expected.norms[0]),
-            weight_difference(found.weights, expected.weights),
-            found.seconds,
+            case, nothing, nothing, nothing, 0.0, expected if isinstance(expected, str) else str(found)
         )
-
-    def _trace(self, sets: Mapping[str, Any], ranks: int) -> ShortRun:
-        folder = tempfile.mkdtemp(prefix="arriero-parity-")
-        try:
-            every = self._sets | dict(sets) | {"run.dir": folder, "run.name": "run"}
-            written = [f"{key}={toml_value(value)}" for key, value in every.items()]
-            config = load_run(None, written, expand).config
-            start = time.monotonic()
-            result = run(config, nproc=ranks)
-            seconds = time.monotonic() - start
-            weights, _ = load_hf(Path(folder) / "run" / "model")
-            return ShortRun([*result.losses.values()], [*result.grad_norms.values()], weights, seconds)
-        finally:
-            shutil.rmtree(folder)
+    return Verdict(
+        case,
+        nan_max(_difference(a, b) for a, b in zip(found.losses, expected.losses, strict=True)),
+        _difference(found.norms[0], expected.norms[0]),
+        weight_difference(found.weights, expected.weights, without_gradient(expected.spec)),
+        found.seconds,
+    )
 
 
 def check_device(device: str) -> None:
@@ -140,8 +214,11 @@ def nan_max(differences: Iterable[float]) -> float:
     return float("nan") if any(map(isnan, known)) else max(known)
 
 
-def weight_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the largest |found - expected| / |expected| over groups of weights.
+def weight_difference(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], ignored: tuple[str, ...] = ()
+) -> float:
+    """Return the largest |found - expected| / |expected| over groups of weights, without ends of names that
+    are `ignored`.
 
     A group is all tensors of one name over the blocks, so that small tensors count as much as large ones.
     """
@@ -150,7 +227,7 @@ def weight_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
     kinds: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, tensor in expected.items():
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
-        if not kind.endswith(IGNORED_BIAS):
+        if not kind.endswith(ignored):
             kinds.setdefault(kind, []).append((found[name], tensor))
     return nan_max(_relative(pairs) for pairs in kinds.values())
 
@@ -182,8 +259,8 @@ A case holds if the run ends without an error and these relative differences are
 - *weights*: |found - expected| / |expected| of the exported weights, computed for each kind of weight (its
   name without the number of the block); the largest value.
 
-GPT-2's `{unseen}` is excluded from *weights*: a bias that is the same for all keys does not change
-a softmax, so its gradient is zero except for rounding errors, which AdamW scales to full steps.
+GPT-2's `attention.k.bias` is excluded from *weights*: without RoPE, a bias that is the same for all keys does
+not change a softmax, so its gradient is zero except for rounding errors, which AdamW scales to full steps.
 
 | cases | loss | gradient | weights |
 |---|---:|---:|---:|
@@ -209,7 +286,6 @@ def parity_page(verdicts: Mapping[str, Sequence[Verdict]], device: str) -> str:
         torch=torch.__version__,
         place="one GPU that all ranks share" if device == "cuda" else "a CPU (gloo)",
         models="\n".join(f"- {_describe(model)}" for model in verdicts),
-        unseen=IGNORED_BIAS,
         bounds="\n".join(f"| {name} | {_cells(bounds)} |" for name, bounds in _BOUNDS.items()),
         **{key.partition(".")[2]: value for key, value in BASE.items()},
     )
@@ -233,7 +309,9 @@ def _cells(tolerance: Tolerance) -> str:
 def _tables(verdicts: Mapping[str, Sequence[Verdict]]) -> Iterator[str]:
     for model, judged in verdicts.items():
         yield f"\n## {model}"
-        for group, members in groupby(judged, lambda verdict: verdict.case.group):
+        order = {case.title: place for place, case in enumerate(cases(model, "cuda"))}
+        sorted_by_case = sorted(judged, key=lambda verdict: order.get(verdict.case.title, 0))
+        for group, members in groupby(sorted_by_case, lambda verdict: verdict.case.group):
             yield f"\n### {group}"
             yield _HEAD
             yield from map(_row, members)

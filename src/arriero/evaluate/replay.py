@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arriero.bench.cases import BF16, BF16_WEIGHTS, FLOAT8, FP32, STATES, Tolerance
-from arriero.bench.parity import IGNORED_BIAS
+from arriero.bench.parity import without_gradient
 from arriero.checkpoint.directory import SavedCheckpoint, find_damage
 from arriero.checkpoint.formats.dcp_directory import SafeDcpReader
 from arriero.checkpoint.manager import verify_by_ranks
@@ -95,7 +95,7 @@ def _compare(session: "Session", saved: SavedCheckpoint) -> dict[str, Any]:
         for there in parts.values():
             sums[name] = _difference(own[name].local.detach(), there.local)
     everyones = ranks.on_all_ranks(lambda: sums)
-    return _summary(everyones, list(saved.manifest.tensors))
+    return _summary(everyones, list(saved.manifest.tensors), without_gradient(session.spec))
 
 
 def _difference(here: torch.Tensor, there: torch.Tensor) -> list[float]:
@@ -107,13 +107,15 @@ def _difference(here: torch.Tensor, there: torch.Tensor) -> list[float]:
     return [1.0, float((here.double() - there.double()).square().sum()), size]
 
 
-def _summary(everyones: Sequence[Mapping[str, list[float]]], names: Sequence[str]) -> dict[str, Any]:
+def _summary(
+    everyones: Sequence[Mapping[str, list[float]]], names: Sequence[str], ignored: tuple[str, ...]
+) -> dict[str, Any]:
     """Return which tensors differ, and by how much: by the largest of the kinds that `bench parity` has."""
     unequal = [name for name in names if any(each.get(name, [0])[0] for each in everyones)]
     kinds: dict[str, list[float]] = {}
     alone: dict[str, float] = {}
     for name in names:
-        if name.startswith(MODEL) and not name.endswith(IGNORED_BIAS):
+        if name.startswith(MODEL) and not name.endswith(ignored):
             kind = ".".join(part for part in name.split(".") if not part.isdigit())
             totals = kinds.setdefault(kind, [0.0, 0.0])
             off, size = (sum(each[name][i] for each in everyones if name in each) for i in (1, 2))
