@@ -36,6 +36,16 @@ def test_the_values_given_are_in_the_file(command):
     assert (written["data"]["seq_len"], written["train"]["horizon"]) == (4096, "3B tok")
 
 
+def test_a_small_vocabulary_is_extended_to_that_of_the_data(command, corpus_cache):
+    (prepared,) = (path.parent for path in corpus_cache.glob("*/manifest.json"))
+    for data in ("builtin:stdlib", str(prepared)):
+        assert command("init", "--model", "llama-test", "--data", data, "-o", "new.toml").returncode == 0
+        assert tomllib.loads(Path("new.toml").read_text())["model"]["vocab_size"] == 4096
+        Path("new.toml").unlink()
+    assert command("init", "--model", "llama3.2-1b", "-o", "new.toml").returncode == 0
+    assert "vocab_size" not in Path("new.toml").read_text()
+
+
 def test_quotes_in_an_answer_are_kept_and_the_ranks_are_in_the_command(command):
     odd = 'my "text"\\new.jsonl'
     result = command("init", "--data", odd, "--nproc", "3", "-o", "new.toml")

@@ -1,6 +1,7 @@
 """Evaluate a stored model on tasks of lm-evaluation-harness, in any format and with any adapter."""
 
 import contextlib
+import logging
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -83,6 +84,8 @@ def evaluate_tasks(request: TasksRequest) -> TaskScores:
             from lm_eval.tasks import TaskManager
         except ImportError as error:
             raise UserError(f"tasks need lm-eval ({error})", "pip install 'arriero[eval]'") from None
+        # a model that is not of transformers is no reason for a warning
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
         source = find_model(request.model)
         manager = _manager(TaskManager, request)
         model = harness_model(source, request)

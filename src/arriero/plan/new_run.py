@@ -34,7 +34,7 @@ _FILE = """\
 name = "{name}"  # the run is stored in runs/{name}
 
 [model]
-preset = "{model}"  # {parameters} parameters; a dimension may be overridden: layers = 4
+preset = "{model}"  # {parameters} parameters; a dimension may be overridden: layers = 4{vocabulary}
 
 [data]
 sources = [{{ path = {data}{tokenizer} }}]  # several sources are mixed by weight = 0.9
@@ -122,6 +122,7 @@ def _content(
         raise UserError(f"--tokens: {error}", "write it like '20B tok' or '5000 steps'") from None
     if horizon < seq_len:
         raise UserError(f"--tokens: '{tokens}' is less than one sequence", "write it like '20B tok'")
+    needed = _vocabulary(data)
     # a short training needs smaller batches, or it would have too few updates
     sequences = max(1, min(usual, horizon // _LEAST_STEPS) // seq_len)
     batch = -(-sequences // nproc) * nproc * seq_len
@@ -130,6 +131,7 @@ def _content(
         name=out.stem if out.stem != "run" else model,
         model=model,
         parameters=human_count(spec.parameters),
+        vocabulary=f"\nvocab_size = {needed}  # that of the data" if needed > spec.vocab_size else "",
         data=toml_value(data),
         tokenizer=f", tokenizer = {toml_value(tokenizer)}" if tokenizer else "",
         seq_len=seq_len,
@@ -142,6 +144,19 @@ def _content(
         every=_exact(max(batch, horizon // 50)),
         save=max(1, min(1000, horizon // batch // 10)),
     )
+
+
+def _vocabulary(data: str) -> int:
+    """Return the size of the vocabulary of a dataset that is built in or prepared, else 0."""
+    if data == _BUILTIN:
+        from arriero.data.prepare.builtin import VOCAB_SIZE
+
+        return VOCAB_SIZE
+    if not (Path(data) / "manifest.json").is_file():
+        return 0
+    from arriero.data.store.store import TokenStore
+
+    return TokenStore.open(Path(data)).vocab_size
 
 
 def _exact(tokens: int) -> str:

@@ -122,7 +122,8 @@ def compare(
             console.print(table)
     table = Table("whole run", *(f">{name}" for name in names), title="\nspeed and memory")
     for key, pattern in _TOTALS.items():
-        table.row(key, *(_number(each[key], pattern) for each in totals))
+        if any(each[key] is not None for each in totals):
+            table.row(key, *(_number(each[key], pattern) for each in totals))
     console.print(table)
 
 
