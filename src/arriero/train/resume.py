@@ -235,6 +235,8 @@ def start_run(
         source, compared = _warm_start(section, loader, tokenizer)
         why = f"weights only; optimizer, step and data position start from scratch{compared}"
         return StartingPoint(Outcome(), 0, None, Decision("start from", source, why), remarks)
+    if any(is_adapter(name) for name in loader.model.weights):
+        remarks.append("the frozen weights are random; checkpoint.start_from names the model to adapt")
     return StartingPoint(Outcome(), 0, None, Decision("start", "from scratch", "no checkpoint yet"), remarks)
 
 
