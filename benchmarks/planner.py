@@ -16,6 +16,7 @@ from arriero.config.schema import RunConfig
 from arriero.model.presets import expand
 from arriero.plan.hardware import Cluster, load_cluster, read_cluster
 from arriero.plan.measured import Measured, read_measured
+from arriero.plan.memory import USABLE
 from arriero.plan.rates import Rates
 from arriero.plan.resolve import resolve
 from arriero.plan.timing import StepTime, step_time
@@ -25,8 +26,9 @@ _SECTIONS = ("model", "data", "train", "optim", "parallel", "precision", "memory
 _SHOWN_DEGREES = ("dp_replicate", "cp", "tp", "pp", "schedule")
 _ENOUGH = 2**50
 # bytes per logit beside Arriero's, which are overwritten by their gradient: a gradient in fp32; logits,
-# log-probabilities and gradient in fp32
+# log-probabilities and gradient in fp32; torch's loss_parallel also has their exponentials
 _COPIES = {"fused": 0, "compiled": 4, "eager": 12}
+_LOSS_PARALLEL = 16
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,13 @@ class Row:
         work = replace(resolved.work(), fused_kernels=self.loss != "eager", attended=self.attended)
         work = replace(work, early_stop=self.early_stop)
         time = step_time(work, Rates(self.cluster, measured, kernel=self.kernel))
-        logits = work.tokens * resolved.spec.vocab_size / resolved.layout.tp
-        return time, (resolved.predicted_bytes + _COPIES[self.loss] * logits) / 2**30
+        copies = _LOSS_PARALLEL if self.loss == "eager" and resolved.layout.tp > 1 else _COPIES[self.loss]
+        estimate, reported = resolved.estimates[0], 1.0
+        if copies:
+            # torchtitan computes all logits at once and reports reserved memory, which includes fragments
+            estimate = replace(estimate, copies=copies, choices=replace(estimate.choices, chunk=False))
+            reported = 1 / USABLE
+        return time, reported * estimate.bytes(resolved.micro_batch) / 2**30
 
 
 @dataclass(frozen=True)
@@ -252,8 +259,9 @@ _HEAD = """# Accuracy of the planner
 Predictions of `arriero plan` without measurements, beside what others published and what was measured with
 Arriero on one H200. One set of rates per device type (`src/arriero/plan/devices.toml`) is fitted on the rows
 that say so, and the H200's on the measured steps. The rows, their sources and what the sources leave open are
-in `tests/plan/published`; `tests/plan/test_accuracy.py` checks the bounds. To the memory estimate, which is
-for Arriero, the copies of the logits are added that other systems make.
+in `tests/plan/published`; `tests/plan/test_accuracy.py` checks the bounds. The published memory is what
+torchtitan reserved. To the memory estimate, which is for Arriero, the copies of the logits are added that
+torchtitan makes, and the share for fragments that the planner leaves free.
 """
 
 

@@ -49,6 +49,13 @@ def test_weights_that_are_not_resharded_are_gathered_once_per_step(sync):
     assert once["reduce-scatter", 8].count == 5 * (4 if sync == "each" else 1)
 
 
+@pytest.mark.parametrize("kind", ["none", "full", "selective", "attention"])
+def test_peak_of_tensor_parallelism_is_the_predicted_one(kind):
+    sets = ["train.micro_batch=4", f"memory.activation_checkpointing={kind}", "parallel.tp=4"]
+    found, _ = simulated(8, 8, *sets, "parallel.dp_shard=2", "model.tied=false")
+    assert 0.98 * found.peak <= found.predicted <= 1.15 * found.peak
+
+
 def test_tensor_parallel_layers_communicate_inside_their_group():
     found, collectives = simulated(4, 4, "parallel.tp=4", "parallel.dp_shard=1")
     assert found.parameters < 0.3 * 1.3e9

@@ -84,10 +84,15 @@ class _Recorder(DispatchMode):
         self.moved: Counter[tuple[str, int]] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            # it runs operators on its local parts, which come back here
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            self.add(tensor)
         library, _, name = func.name().partition("::")
+        # a fake collective and its wait return two tensors, where real ones return one
+        if library != "_c10d_functional" or name.startswith("wait_tensor"):
+            for tensor in _tensors(result):
+                self.add(tensor)
         if library in ("c10d", "_c10d_functional"):
             self._count(name.strip("_"), args, result)
         return result

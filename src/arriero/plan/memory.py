@@ -115,6 +115,7 @@ class MemoryEstimate:
     """The memory of the rank that needs most, as a function of the micro-batch size.
 
     `sequences` is the number of sequences per rank and step, `tokens` that of tokens of a sequence on a rank.
+    `copies` are bytes per logit that other systems need beside ours.
     """
 
     config: RunConfig
@@ -124,6 +125,7 @@ class MemoryEstimate:
     mode: Mode
     tokens: int
     sequences: int
+    copies: int = 0
 
     def with_choices(self, choices: Choices) -> "MemoryEstimate":
         """Return the estimate of other choices; it keeps the sizes that do not depend on them."""
@@ -415,9 +417,12 @@ class MemoryEstimate:
         block = self._block
         if mode == "none":
             return self._on_rank(block.kept, tokens, block.gathered)
+        states = self.mode.element * self.spec.dim * tokens / self.layout.tp
         if mode == "full":
-            return self.mode.element * self.spec.dim * tokens / self.layout.tp
-        return self._on_rank(block.selective if mode == "selective" else block.attention, tokens)
+            return states
+        kept = self._on_rank(block.selective if mode == "selective" else block.attention, tokens)
+        # the results of the two reduce-scatters are kept
+        return kept + (2 * states if self.layout.tp > 1 else 0)
 
     def _activations(self, stage: _Stage, tokens: int) -> float:
         """Return what the blocks of a rank keep for one micro-batch."""
@@ -434,6 +439,11 @@ class MemoryEstimate:
     def _working(self, mode: BlockMode, tokens: int) -> float:
         """Return what the backward pass of a block needs beyond what was kept for it."""
         working = self._on_rank(self._block.working, tokens)
+        if self.layout.tp > 1:
+            # the gradient of the result is gathered; asynchronous tensor parallelism needs no second copy
+            whole = self.mode.element * self.spec.dim * tokens
+            working += whole * (1 - 1 / self.layout.tp)
+            working = max(working, (1 if self.config.parallel.async_tp else 2) * whole)
         mode = "full" if self.choices.checkpointing.kind == "budget" else mode
         working += self._kept("none", tokens) - self._kept(mode, tokens)
         if self.config.precision.base_weights in _QUANTIZED:
@@ -452,7 +462,7 @@ class MemoryEstimate:
         rows += -rows % _ROW_MULTIPLE if self.mode.on_gpu else 0
         # a GPU writes the gradient of the logits in their place, and so does fp32
         scores = 0 if self.mode.on_gpu or size == FP32 else FP32
-        logits = chunk * rows * (size + cast + scores) + weight * (cast + (size if cast else 0))
+        logits = chunk * rows * (size + cast + scores + self.copies) + weight * (cast + (size if cast else 0))
         weight = 0 if "*" in self._frozen else weight
         summed = FP32 if tokens > chunk or self.config.precision.compute == "fp16" else size
         return [
