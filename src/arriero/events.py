@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,6 +24,16 @@ HEARTBEAT = "heartbeat.json"
 # environment variable of a command line: when it started
 STARTED = "ARRIERO_STARTED"
 START_OVER = "start over"
+_LATEST = 1e11
+# the types of fields that readers compute with; a measurement may be null
+_COUNTS = ("time", "step", "steps", "tokens", "seconds", "lr", "step_s", "startup_s", "to_step")
+_MEASURED = (
+    *("loss", "eval_loss", "grad_norm", "tokens_per_s", "data_wait", "mfu", "hfu", "eval_s", "save_s"),
+    *("peak_mem_gib", "reserved_mem_gib", "joules", "joules_per_token", "waited_s", "blocked_s", "written_s"),
+    *("started", "submitted", "tasks_per_node"),
+)
+_TYPES: dict[str, Any] = dict.fromkeys(_COUNTS, int | float) | dict.fromkeys(_MEASURED, int | float | None)
+_TYPES |= {"event": str, "ranks": int | list, "nodes": list, "eval_losses": dict | None}
 
 
 def events_since(path: Path, kind: str) -> list[dict[str, Any]]:
@@ -40,7 +50,7 @@ def events_since(path: Path, kind: str) -> list[dict[str, Any]]:
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a file; records without a kind or a time are ignored."""
     for record in read_records(path):
-        if "event" in record and isinstance(record.get("time"), int | float):
+        if "event" in record and 0 <= (record.get("time") or -1) < _LATEST:
             yield record
 
 
@@ -66,17 +76,26 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file with one per line. Half a line, left by a kill, is ignored."""
+    """Yield the JSON objects of a file with one per line. Damaged lines are ignored: see `parse_record`."""
     if not path.exists():
         return
     with path.open(errors="replace") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record
+        yield from filter(None, map(parse_record, file))
+
+
+def parse_record(line: str | bytes) -> dict[str, Any]:
+    """Return a line of events.jsonl, metrics.jsonl or jobs.jsonl; nothing if it is damaged.
+
+    Half a line is left by a kill. Numbers that are not finite become None. The readers rely on `_TYPES`.
+    """
+    try:
+        record = json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(record, dict):
+        return {}
+    known = ((value, _TYPES[key]) for key, value in record.items() if key in _TYPES)
+    return record if all(isinstance(value, kind) for value, kind in known) else {}
 
 
 def last_value(path: Path, name: str) -> Any:
@@ -187,9 +206,11 @@ class AppendedFile:
 
 
 def finite(value: Any) -> Any:
-    """Return None for numbers that are not finite, also inside tables, because JSON has none."""
-    if isinstance(value, dict):
+    """Return None for numbers that are not finite, also inside of others, because JSON has none."""
+    if isinstance(value, Mapping):
         return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

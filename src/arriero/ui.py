@@ -28,6 +28,8 @@ from rich.progress import (
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from arriero.events import finite
+
 __all__ = ["Text", "escape"]
 
 Advance = Callable[[int], None]
@@ -67,7 +69,7 @@ def make_console(as_json: bool = False) -> Console:
 
 def print_json(facts: Mapping[str, Any]) -> None:
     """Print one JSON object, the whole standard output of a verb with --json."""
-    sys.stdout.write(json.dumps(facts, indent=2, allow_nan=False, default=str) + "\n")
+    sys.stdout.write(json.dumps(finite(facts), indent=2, allow_nan=False, default=str) + "\n")
 
 
 def print_error(error: Exception) -> None:

@@ -71,6 +71,27 @@ def test_of_a_repeated_step_the_last_line_counts_and_half_a_line_is_ignored(tmp_
     assert run.last["step"] == 3
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"event": [], "time": 2.0},
+        {"event": "evaluation", "time": 10**30, "step": 1, "eval_loss": 2.0},
+        {"event": "end", "time": 2.0, "steps": {}},
+        {"step": [], "tokens": 100, "step_s": 1.0, "time": 3.0},
+        {"step": 2, "tokens": None, "step_s": 1.0, "time": 3.0, "loss": 1.0},
+        {"step": 2, "tokens": 200, "step_s": 2.0, "time": 3.0, "tokens_per_s": "x"},
+        {"step": 2, "tokens": 200, "step_s": 2.0, "time": 3.0, "loss": float("nan")},
+    ],
+)
+@pytest.mark.parametrize("verb", ["status a --json", "status a", "runs", "launch status runs/a"])
+def test_a_damaged_record_is_ignored(command, tmp_path, damage, verb):
+    directory = write_run(tmp_path / "runs", "a", [(1, 4.0)])
+    with (directory / ("events.jsonl" if "event" in damage else "metrics.jsonl")).open("a") as file:
+        file.write(json.dumps(damage) + "\n")
+    ran = command(*verb.split())
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_an_event_without_a_time_is_ignored(command, tmp_path):
     write_run(tmp_path / "runs", "a", [(1, 4.0)], (START, {"event": "start"}, {"time": "x", "event": "end"}))
     with (tmp_path / "runs" / "a" / "events.jsonl").open("a") as file:

@@ -103,7 +103,8 @@ class _Attempt:
 def goodput(run_dir: Path) -> Goodput | None:
     """Return the goodput of a run over all its jobs and restarts; None if it has not started."""
     events = events_since(run_dir / EVENTS, START_OVER)
-    attempts = _attempts(events, [x for x in read_records(run_dir / METRICS) if x.keys() >= _NEEDED])
+    lines = [line for line in read_records(run_dir / METRICS) if line.keys() >= _NEEDED]
+    attempts = _attempts(events, lines)
     if not attempts:
         return None
     kept, lost = 0.0, dict.fromkeys(CAUSES, 0.0)

@@ -1,6 +1,5 @@
 """What a run directory tells about a run: its state, curves, events and settings. Nothing is changed."""
 
-import json
 import os
 import tomllib
 from bisect import bisect_left
@@ -14,7 +13,7 @@ from arriero.config.fields import flat
 from arriero.config.load import config_from_toml
 from arriero.config.timeline import total_steps
 from arriero.errors import UserError
-from arriero.events import EVENTS, METRICS, metrics_of, read_events
+from arriero.events import EVENTS, METRICS, metrics_of, parse_record, read_events
 from arriero.files import is_locked
 from arriero.report.goodput import Goodput, goodput
 from arriero.train.rundir import lock_of
@@ -81,7 +80,7 @@ class RunHistory:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
             tail = file.read()
         for line in reversed(tail.splitlines()):
-            record = _parsed(line)
+            record = parse_record(line)
             if isinstance(record.get("step"), int):
                 return record
         return {}
@@ -119,21 +118,13 @@ class RunHistory:
         for line in self._evaluations if outer in ("eval_loss", "eval_losses") else self.metrics:
             value = line.get(outer)
             value = value.get(inner) if inner and isinstance(value, dict) else value
-            if isinstance(value, int | float) and "tokens" in line:
+            if isinstance(value, int | float) and isinstance(line.get("tokens"), int):
                 found[line["tokens"]] = value
         return sorted(found.items())
 
     @property
     def _evaluations(self) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == "evaluation"]
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def find_runs(folder: Path) -> list[RunHistory]:
