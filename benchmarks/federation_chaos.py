@@ -67,7 +67,7 @@ log_every = 1
 
 def run_file(seed: int, cache: Path, **changes: Any) -> str:
     """Return the run file of a site with a tiny model."""
-    given = {"batch": BATCH, "schedule": "constant", "warmup": 20, "lr": 2e-3, "every": 6}
+    given = {"batch": BATCH, "schedule": "constant", "warmup": 20, "lr": 2e-3, "every": 3}
     return RUN.format(seed=seed, cache=cache, **given | changes)
 
 
@@ -113,7 +113,7 @@ class Chaos:
     sites: int = 16
     seconds: float = 900
     interval: float = 20
-    steps: int = 30
+    steps: int = 45
     step_s: float = 2.0
     seed: int = 1
     injected: Counter = field(default_factory=Counter)
@@ -132,10 +132,10 @@ class Chaos:
     def _write(self) -> None:
         lines = [f"[federation]\nname = 'fed'\nrounds = 1000\ntokens = '{self.steps} steps'"]
         lines += ["retries = 8\nquorum = 0.5\n[outer]\nmomentum = 0.5"]
-        for number, name in enumerate(self._names):
+        for name in self._names:
             run = self.folder / f"{name}.toml"
             if not run.exists():
-                run.write_text(run_file(self.seed + number, self.cache))
+                run.write_text(run_file(self.seed + int(name[1:]), self.cache))
             lines += [f"[[sites]]\nname = '{name}'\nrun_file = '{name}.toml'"]
         path = self.folder / "fed.toml"
         path.with_suffix(".tmp").write_text("\n".join(lines))
@@ -338,7 +338,7 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=900)
     parser.add_argument("--interval", type=float, default=20)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=45)
     parser.add_argument("--step-s", type=float, default=2.0)
     parser.add_argument("--work", type=Path, help="keep everything here")
     parser.add_argument("--write", type=Path)
@@ -351,8 +351,21 @@ def main() -> None:
             return
         prepare_builtin("builtin:stdlib", folder / "data")
         command = [sys.executable, "-m", "benchmarks.federation_chaos", *sys.argv[1:], "--work", str(folder)]
-        both = [subprocess.Popen([*command, "--only", kind]) for kind in ("calm", "faults")]
-        codes = [each.wait() for each in both]
+        limit = time.monotonic() + 2 * given.seconds + 60
+        both = [
+            subprocess.Popen([*command, "--only", kind], start_new_session=True)
+            for kind in ("calm", "faults")
+        ]
+        try:
+            codes = [each.wait(max(0.0, limit - time.monotonic())) for each in both]
+        except subprocess.TimeoutExpired:
+            sys.exit(
+                f"not finished after {2 * given.seconds / 60:.0f} minutes: the machine is too slow or busy"
+            )
+        finally:
+            for each in both:
+                with suppress(ProcessLookupError):
+                    os.killpg(each.pid, signal.SIGKILL)
         if any(codes):
             sys.exit("a federation failed; see its output")
         calm, found = (json.loads((folder / f"{kind}.json").read_text()) for kind in ("calm", "faults"))

@@ -24,6 +24,8 @@ SETS = (
     "model.kv_heads=2",
     "model.ffn=344",
     "model.head_dim=32",
+    "optim.lr=2e-3",
+    "precision.compile=false",
 )
 BEGIN, END = "<!-- quality -->", "<!-- quality end -->"
 METHODS = {
@@ -39,10 +41,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("federation-quality"))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=50, help="inner steps per round (H)")
-    parser.add_argument("--batch", type=int, default=512, help="tokens per step and site")
+    parser.add_argument("--batch", type=int, default=4096, help="tokens per step and site")
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--momentum", type=float, default=0.9)
-    parser.add_argument("--lr", type=float, default=0.7)
+    parser.add_argument("--momentum", type=float, help="of the outer optimizer; by default from the rounds")
     parser.add_argument("--methods", nargs="+", default=["centralised", "one site alone", *METHODS])
     parser.add_argument("--save", type=Path, help="write the measurements as JSON")
     parser.add_argument("--results", type=Path, nargs="+", help="read measurements instead of measuring")
@@ -91,8 +92,8 @@ def measure(given: argparse.Namespace, count: int) -> list[dict]:
 
 def federate(given: argparse.Namespace, count: int, name: str, folder: Path, common: dict) -> dict:
     started, outer = time.monotonic(), METHODS[name]
-    if outer["optimizer"] == "nesterov":
-        outer = outer | {"lr": given.lr, "momentum": given.momentum}
+    if outer["optimizer"] == "nesterov" and given.momentum is not None:
+        outer = outer | {"momentum": given.momentum}
     place = folder / name.replace(", ", "-").lower()
     coordinator = Coordinator(None, make_demo(place, outer=outer, **common).config)
     coordinator.prepare()
