@@ -38,6 +38,11 @@ def test_greedy_decoding_gives_the_tokens_of_transformers(shape):
     assert continued(model, prompts, 24) == expected
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_built_in_family_is_cached(shape):
+    assert why_not_cached(lively(spec_of(shape))) is None
+
+
 def test_the_cache_gives_the_logits_of_the_whole_text():
     model = lively(spec_of("gqa"))
     prompt = prompts_of((9,))[0]
@@ -47,7 +52,7 @@ def test_the_cache_gives_the_logits_of_the_whole_text():
         prompt = [*prompt, token]
 
 
-@pytest.mark.parametrize("shape", ["gqa", "gpt2", "mamba2", "bamba"])
+@pytest.mark.parametrize("shape", ["gqa", "gpt2", "diffllama", "mamba2", "bamba"])
 def test_a_prompt_that_fills_the_context_ends_and_the_others_go_on(shape):
     model = lively(replace(spec_of(shape), max_seq_len=16))
     long, short = prompts_of((14, 3))

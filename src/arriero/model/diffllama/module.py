@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from arriero.model.attention import Mask
 from arriero.model.language_model import InitRule
-from arriero.model.layers import Attention, Rotation, rotate
+from arriero.model.layers import Attention
 from arriero.model.llama.module import Llama
 from arriero.model.spec import ModelSpec
 
@@ -38,22 +38,19 @@ class Difference(nn.Module):
 
 
 class DifferentialAttention(Attention):
-    """Both heads of a pair attend to the same values, of twice the width; `core` is called for each half."""
+    """Both heads of a pair attend to the same values, of twice the width. `core` gets every head twice, once
+    for each half of the values, so that it may be any core, of the key-value cache too."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec.dim, spec.heads, spec.kv_heads, spec.head_dim, bias=False)
         self.difference = Difference(spec.head_dim, spec.norm_eps, layer)
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation | None, mask: Mask) -> Tensor:
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.project(x_BTD))
-        assert rotation is not None
-        q, k = rotate(q, rotation), rotate(k, rotation)
-        pairs = v.unflatten(2, (-1, 2))
-        halves = [
-            self.core(q, k, pairs[:, :, :, i : i + 1].expand_as(pairs).flatten(2, 3), mask) for i in (0, 1)
-        ]
-        out = torch.cat(halves, dim=-1).unflatten(2, (pairs.shape[2], 2, -1))
-        return self.o(self.difference(out).flatten(2))
+    def attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Mask) -> Tensor:
+        pairs = v_BTKE.unflatten(2, (-1, 2))
+        halves = [pairs[:, :, :, i : i + 1].expand_as(pairs).flatten(2, 3) for i in (0, 1)]
+        twice = (x.repeat(1, 1, 2, 1) for x in (q_BTHE, k_BTKE))
+        out = torch.cat(self.core(*twice, torch.cat(halves, dim=2), mask).chunk(2, dim=2), dim=-1)
+        return self.difference(out.unflatten(2, (pairs.shape[2], 2, -1))).flatten(2, 3)
 
 
 class DiffLlama(Llama):
