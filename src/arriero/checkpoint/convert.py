@@ -44,7 +44,7 @@ WRITERS: dict[str, Write] = {
 }
 _LOOKED_FOR = (
     "config.json and *.safetensors or pytorch_model.bin (Hugging Face), "
-    f"params.json and consolidated.*.pth (Meta), .metadata (DCP), {TORCH_NAME} (torch), {ADAPTER} (PEFT)"
+    f"params.json and consolidated.* (Meta, Mistral), .metadata (DCP), {TORCH_NAME} (torch), {ADAPTER} (PEFT)"
 )
 _CHUNK = 1 << 22
 

@@ -7,6 +7,7 @@ import tomllib
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from arriero.model.family import build_model
@@ -53,8 +54,10 @@ def by_meta(directory, tokens, positions):
     params = json.loads((directory / "params.json").read_text())
     files = sorted(directory.glob("consolidated.*.pth"))
     shards = [torch.load(path, weights_only=True) for path in files]
+    if (directory / "consolidated.safetensors").is_file():
+        shards = [load_file(directory / "consolidated.safetensors")]
     heads, kv_heads = (params[name] // len(shards) for name in ("n_heads", "n_kv_heads"))
-    head_dim = params["dim"] // params["n_heads"]
+    head_dim = params.get("head_dim", params["dim"] // params["n_heads"])
     turn = turns(params, shards, head_dim, positions[0])
     x = embed(shards, params, tokens[0])
     for layer in range(params["n_layers"]):

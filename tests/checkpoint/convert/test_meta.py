@@ -2,11 +2,13 @@
 
 import base64
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from judges import logits_of
 from models import BASE, LLAMA3, SCALED, equal, in_memory, model_of
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from arriero.checkpoint.convert import convert, open_model
@@ -227,6 +229,50 @@ def test_params_that_contradict_the_description_are_rejected(folder):
     path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 5e5}))
     with pytest.raises(UserError, match="different models"):
         open_model(folder / "out")
+
+
+MISTRAL = {
+    "dim": 4096,
+    "n_layers": 32,
+    "head_dim": 128,
+    "hidden_dim": 14336,
+    "n_heads": 32,
+    "n_kv_heads": 8,
+    "norm_eps": 1e-05,
+}
+# as they lie beside the published weights
+MISTRALS = {
+    "mistral-7b": {**MISTRAL, "sliding_window": 4096, "vocab_size": 32000},
+    "mistral-7b-v0.3": {**MISTRAL, "vocab_size": 32768, "rope_theta": 1000000.0},
+}
+
+
+@pytest.mark.parametrize("name", MISTRALS)
+def test_params_of_mistral_are_the_presets(name):
+    preset = load_preset(name)
+    read = spec_from_params(MISTRALS[name], preset.vocab_size, tied=False)
+    assert replace(read, max_seq_len=preset.max_seq_len, nominal_params=preset.nominal_params) == preset
+    assert meta_params(preset, rule_of(preset)) == {"rope_theta": 10000.0, **MISTRALS[name]}
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_mistral_is_written_as_one_safetensors_file_and_read_again(window, folder):
+    shape = {"family": "mistral", "kv_heads": 2, "head_dim": 12, "rope_theta": 1e5, "sliding_window": window}
+    spec = ModelSpec.from_dict({**BASE, **shape})
+    convert(in_memory(spec), folder / "own", "meta")
+    expected = model_of(spec)(TOKENS, POSITIONS).detach()
+    assert (logits_of("meta", folder / "own", TOKENS, POSITIONS) - expected).abs().max() < 1e-4
+    (folder / "own" / "model.toml").unlink()
+    read = open_model(folder / "own")
+    assert read.spec == replace(spec, max_seq_len=32768) and equal(read, in_memory(spec))
+    # older files are Meta's
+    torch.save(load_file(folder / "own" / "consolidated.safetensors"), folder / "own" / "consolidated.00.pth")
+    (folder / "own" / "consolidated.safetensors").unlink()
+    assert equal(open_model(folder / "own"), in_memory(spec))
+    convert(open_model(folder / "own"), folder / "hf", "hf")
+    assert (logits_of("hf", folder / "hf", TOKENS, POSITIONS) - expected).abs().max() < 1e-4
+    with pytest.raises(UserError, match="one file"):
+        convert(in_memory(spec), folder / "two", "meta", WriteOptions(model_parallel=2))
 
 
 def test_vision_models_are_rejected():

@@ -1,4 +1,7 @@
-"""Meta's original files: `params.json` and one `consolidated.NN.pth` per model-parallel shard."""
+"""Meta's original files: `params.json` and one `consolidated.NN.pth` per model-parallel shard.
+
+Mistral's weights are `consolidated.safetensors`, or one file of Meta's.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -17,13 +20,21 @@ from arriero.checkpoint.formats.model_reader import (
     find_extra_files,
     write_model_files,
 )
-from arriero.checkpoint.formats.tensor_files import Advance, TorchFileWriter, TorchReader, no_progress
+from arriero.checkpoint.formats.tensor_files import (
+    Advance,
+    SafetensorsReader,
+    TorchFileWriter,
+    TorchReader,
+    no_progress,
+    write_safetensors,
+)
 from arriero.errors import UserError
 from arriero.model.description import read_description, write_json
 from arriero.model.family import meta_names
-from arriero.model.name_maps import check_names, check_tensors, own_tensors
+from arriero.model.name_maps import TensorRule, check_names, check_tensors, own_tensors
 from arriero.model.spec import ModelSpec
 
+_SAFETENSORS = "consolidated.safetensors"
 _NOT_WEIGHTS = "rope.freqs"
 
 
@@ -32,7 +43,7 @@ def open_meta(directory: Path) -> ModelReader:
     if not (directory / "params.json").is_file():
         raise UserError(f"{directory} holds no params.json", "copy the one that came with the weights there")
     params = meta.read_params(directory / "params.json")
-    files = [TorchReader(path) for path in _shard_files(directory)]
+    files = [_reader(path) for path in _shard_files(directory)]
     pieces = [{n: t for n, t in file.tensors.items() if n != _NOT_WEIGHTS} for file in files]
     for file, shard in zip(files[1:], pieces[1:], strict=True):
         check_names(shard, pieces[0], str(file.path))
@@ -77,23 +88,46 @@ def write_meta(
     planned = {
         name: meta.split(name, made.of(own.__getitem__), shards, rule) for name, made in recipe.items()
     }
+    if meta.is_safetensors(spec):
+        whole = {name: pieces[0] for name, pieces in planned.items()}
+        write_safetensors(directory / _SAFETENSORS, whole, lambda n: recipe[n].of(source.load), advance)
+    else:
+        _write_shards(
+            source, directory, recipe, planned, partial(meta.split, shards=shards, rule=rule), advance
+        )
+    write_json(directory / "params.json", params)
+    write_model_files(source, directory)
+
+
+def _write_shards(
+    source: ModelReader,
+    directory: Path,
+    recipe: Mapping[str, TensorRule],
+    planned: Mapping[str, list[Tensor]],
+    split: Callable[[str, Tensor], list[Tensor]],
+    advance: Advance,
+) -> None:
     with ExitStack() as opened:
         files = [
             opened.enter_context(
                 TorchFileWriter(directory / _file_name(i), {n: p[i] for n, p in planned.items()})
             )
-            for i in range(shards)
+            for i in range(len(next(iter(planned.values()))))
         ]
         for name, made in recipe.items():
             tensor = made.of(source.load)
-            for file, piece in zip(files, meta.split(name, tensor, shards, rule), strict=True):
+            for file, piece in zip(files, split(name, tensor), strict=True):
                 file.put(name, piece)
             advance(tensor.nbytes)
-    write_json(directory / "params.json", params)
-    write_model_files(source, directory)
+
+
+def _reader(path: Path) -> SafetensorsReader | TorchReader:
+    return SafetensorsReader(path) if path.suffix == ".safetensors" else TorchReader(path)
 
 
 def _shard_files(directory: Path) -> list[Path]:
+    if (directory / _SAFETENSORS).is_file():
+        return [directory / _SAFETENSORS]
     files = sorted(directory.glob("consolidated.*.pth"))
     wanted = [_file_name(i) for i in range(max(1, len(files)))]
     if [path.name for path in files] != wanted:

@@ -1,4 +1,7 @@
-"""Meta's format of Llama: tensor names, params.json, RoPE order, and how tensors are split into shards."""
+"""Meta's format of Llama: tensor names, params.json, RoPE order, and how tensors are split into shards.
+
+Mistral's files have the same tensors in one shard, and their own keys in params.json.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,6 +19,7 @@ from arriero.model.spec import ModelSpec, RopeScaling
 
 ShardRule = Literal["llama2", "llama3"]
 
+_MISTRAL = "mistral"
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 _BLOCK = {
     "attention_norm": "attention_norm",
@@ -30,8 +34,20 @@ _BLOCK = {
 }
 _BY_ROWS, _BY_COLUMNS = ("wq", "wk", "wv", "w1", "w3", "output"), ("wo", "w2")
 _FOREIGN = ("vision_chunk_size", "vision_model", "moe_args", "quantization_args", "lora_args")
-# Mistral's files have the same names
-_FOREIGN += ("hidden_dim", "sliding_window")
+_FOREIGN += ("vision_encoder", "moe", "yarn", "llama_4_scaling", "q_lora_rank", "quantization", "lora")
+# the context length of Mistral 7B; params.json has none
+_MISTRAL_CONTEXT = 32768
+_MISTRAL_KEYS = {
+    "dim": "dim",
+    "n_layers": "layers",
+    "head_dim": "head_dim",
+    "hidden_dim": "ffn",
+    "n_heads": "heads",
+    "n_kv_heads": "kv_heads",
+    "norm_eps": "norm_eps",
+    "vocab_size": "vocab_size",
+    "rope_theta": "rope_theta",
+}
 _SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
 # (multiple_of, ffn_dim_multiplier) of the published Llama 2 and 3 models
 _WIDTHS = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
@@ -52,8 +68,12 @@ class _Params(BaseModel):
     multiple_of: _Dim = 256
     ffn_dim_multiplier: _Real | None = None
     norm_eps: _Real = 1e-5
-    rope_theta: _Real = 10000.0
+    rope_theta: _Real | None = 10000.0
     use_scaled_rope: bool = False
+    head_dim: _Dim | None = None
+    hidden_dim: _Dim | None = None
+    sliding_window: _Dim | None = None
+    max_position_embeddings: _Dim | None = None
 
 
 def read_params(path: Path) -> dict[str, Any]:
@@ -68,7 +88,14 @@ def read_params(path: Path) -> dict[str, Any]:
 
 def rule_of(spec: ModelSpec) -> ShardRule:
     """Return which of Meta's two code bases reads a model, by its vocabulary: 32,000 or 128,256."""
+    if spec.family == _MISTRAL:
+        return "llama3"
     return "llama3" if spec.rope_scaling is not None or spec.vocab_size > 2**16 else "llama2"
+
+
+def is_safetensors(spec: ModelSpec) -> bool:
+    """Return whether the weights are one safetensors file, as Mistral publishes them."""
+    return spec.family == _MISTRAL
 
 
 def meta_from_own(spec: ModelSpec, kv_heads: int | None = None) -> dict[str, TensorRule]:
@@ -128,6 +155,8 @@ def rule_of_stored_shards(embedding: Tensor, dim: int) -> ShardRule:
 
 def check_divisible(spec: ModelSpec, shards: int, rule: ShardRule) -> None:
     """Raise UserError if the model cannot be split into that many model-parallel shards."""
+    if spec.family == _MISTRAL and shards > 1:
+        raise UserError("Mistral's format has one file", "leave --model-parallel out")
     counts = {"heads": spec.heads, "ffn": spec.ffn, "vocab_size": spec.vocab_size}
     counts |= {"dim": spec.dim} if rule == "llama2" else {}
     undivided = [f"{name} {count}" for name, count in counts.items() if count % shards]
@@ -141,8 +170,11 @@ def check_divisible(spec: ModelSpec, shards: int, rule: ShardRule) -> None:
 
 
 def meta_params(spec: ModelSpec, rule: ShardRule, kv_heads: int | None = None) -> dict[str, Any]:
-    """Return params.json with only the keys that Meta's code of that generation accepts."""
+    """Return params.json with only the keys that Meta's code of that generation, or Mistral's, accepts."""
     _check_expressible(spec)
+    if spec.family == _MISTRAL:
+        window = {} if spec.sliding_window is None else {"sliding_window": spec.sliding_window}
+        return {theirs: getattr(spec, ours) for theirs, ours in _MISTRAL_KEYS.items()} | window
     multiple, multiplier = _width(spec)
     params: dict[str, Any] = {
         "dim": spec.dim,
@@ -161,14 +193,15 @@ def meta_params(spec: ModelSpec, rule: ShardRule, kv_heads: int | None = None) -
 def spec_from_params(params: Mapping[str, Any], vocab_size: int, tied: bool) -> ModelSpec:
     """Read the model. `vocab_size` and `tied` come from the weights; params.json may not have them."""
     if foreign := [key for key in _FOREIGN if params.get(key) not in (None, -1)]:
-        raise UserError(
-            f"params.json has {', '.join(foreign)}", "only plain Llama 2 and 3 models can be read"
-        )
+        todo = "only plain Llama 2 and 3 and Mistral models can be read"
+        raise UserError(f"params.json has {', '.join(foreign)}", todo)
     if missing := [key for key in ("dim", "n_layers", "n_heads") if key not in params]:
         raise UserError(
             f"params.json lacks {', '.join(missing)}", "give the file Meta ships with the weights"
         )
-    theta, scaled = params.get("rope_theta", 10000.0), params.get("use_scaled_rope", False)
+    if params.get("hidden_dim") is not None:
+        return _checked(_mistral_fields(params, vocab_size, tied))
+    theta, scaled = params.get("rope_theta") or 10000.0, params.get("use_scaled_rope", False)
     width = ffn_width(params["dim"], params.get("multiple_of", 256), params.get("ffn_dim_multiplier"))
     fields = {
         "family": "llama",
@@ -185,6 +218,25 @@ def spec_from_params(params: Mapping[str, Any], vocab_size: int, tied: bool) -> 
         "rope_scaling": {"factor": 32.0 if tied else 8.0, **_SCALED} if scaled else None,
         "tied": tied,
     }
+    return _checked(fields)
+
+
+def _mistral_fields(params: Mapping[str, Any], vocab_size: int, tied: bool) -> dict[str, Any]:
+    window = params.get("sliding_window")
+    found = {ours: params.get(theirs) for theirs, ours in _MISTRAL_KEYS.items()}
+    return found | {
+        "family": _MISTRAL,
+        "vocab_size": vocab_size,
+        "max_seq_len": params.get("max_position_embeddings") or _MISTRAL_CONTEXT,
+        "norm_eps": params.get("norm_eps", 1e-5),
+        # as Mistral's own code has it
+        "rope_theta": params.get("rope_theta") or (1e4 if window else 1e6),
+        "sliding_window": window,
+        "tied": tied,
+    }
+
+
+def _checked(fields: Mapping[str, Any]) -> ModelSpec:
     try:
         return ModelSpec.from_dict(fields)
     except UserError as error:
@@ -274,7 +326,9 @@ def _context(theta: float, scaled: bool, vocab_size: int) -> int:
 
 
 def _check_expressible(spec: ModelSpec) -> None:
-    if spec.head_dim * spec.heads != spec.dim:
+    if spec.family == _MISTRAL and spec.rope_scaling is not None:
+        raise UserError("Mistral's params.json has no rope_scaling", "convert to hf, dcp or torch")
+    if spec.head_dim * spec.heads != spec.dim and spec.family != _MISTRAL:
         raise UserError(
             f"Meta's layout needs heads x head_dim = dim, not {spec.heads} x {spec.head_dim} and {spec.dim}",
             "convert to hf, dcp or torch",

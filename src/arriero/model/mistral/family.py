@@ -21,6 +21,5 @@ MISTRAL = replace(
     name="mistral",
     options=("sliding_window",),
     hf=_hf,
-    meta=None,
     presets=Path(__file__).with_name("presets.toml"),
 )
