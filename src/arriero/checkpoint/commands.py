@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from arriero.config.options import AsJson, Verb, read_progress, read_size
+from arriero.config.options import AsJson, Verb, read_progress, read_size, run_path
 from arriero.errors import UserError
 from arriero.ui import Console, Table, byte_progress, escape, facts, make_console, print_json, styled
 from arriero.units import counted, human_bytes, human_count, human_time
@@ -204,8 +204,7 @@ def prune(
 
 def run_directory_at(run: Path) -> Path:
     """Return a run directory given by its path or by its name under runs/."""
-    if not run.is_dir() and not run.is_absolute() and (Path("runs") / run).is_dir():
-        run = Path("runs") / run
+    run = run_path(run)
     if not (run / "run.toml").exists():
         raise UserError(f"{run} is not the directory of a run", "give one that holds a run.toml")
     return run

@@ -22,6 +22,7 @@ from arriero.checkpoint.formats.meta_directory import open_meta, write_meta
 from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, Adapter, ModelReader, WriteOptions
 from arriero.checkpoint.formats.peft_directory import open_peft, write_peft
 from arriero.checkpoint.formats.tensor_files import Advance, no_progress
+from arriero.config.options import run_path
 from arriero.data.text.hub import local_model
 from arriero.errors import UserError
 from arriero.files import check_free_space, staged_directory
@@ -110,10 +111,7 @@ def find_model(path: str | Path) -> ModelReader:
 
     `path` may be `hf://OWNER/MODEL` or the name of a run under runs/.
     """
-    found = local_model(str(path))
-    if not found.exists() and (Path("runs") / found / "run.toml").is_file():
-        found = Path("runs") / found
-    return open_model(_model_directory(found))
+    return open_model(_model_directory(run_path(local_model(str(path)))))
 
 
 def load_model(path: str | Path, device: str | torch.device, dtype: torch.dtype | None = None) -> nn.Module:

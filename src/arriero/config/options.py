@@ -125,6 +125,12 @@ def read_size(option: str, text: str) -> int:
         raise UserError(f"{option}: {error}", f"write it like {option} 5GB") from None
 
 
+def run_path(path: Path) -> Path:
+    """Return a path unchanged, or the run directory of this name under runs/."""
+    named = Path("runs") / path
+    return named if not path.exists() and not path.is_absolute() and named.is_dir() else path
+
+
 def read_progress(option: str, text: str) -> Span:
     """Return the tokens or steps of an option like --keep-every; zero and wall time are rejected."""
     example = f"write it like {option} '10B tok' or {option} '5000 steps'"

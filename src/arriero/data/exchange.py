@@ -67,14 +67,9 @@ class Import:
         separator: Separator = "add",
         link: LinkKind = "auto",
     ) -> None:
-        suffixes = formats.RAW_SUFFIX | formats.COLUMN_SUFFIX
-        if format not in suffixes:
-            raise UserError(
-                f"'{format}' is not a format of token files", f"choose one of {', '.join(FORMATS)}"
-            )
         self.format = format
         self.sources = list(sources)
-        self.files = find_files(self.sources, suffixes[format])
+        self.files = find_files(self.sources, _suffix(format))
         self.total_bytes = sum(path.stat().st_size for path in self.files if path.is_file())
         self._tokenizer = tokenizer
         self._dtype, self._column, self._separator, self._link = dtype, column, separator, link
@@ -184,6 +179,12 @@ class Import:
         )
 
 
+def _suffix(format: str) -> str:
+    if format not in FORMATS:
+        raise UserError(f"'{format}' is not a format of token files", f"choose one of {', '.join(FORMATS)}")
+    return (formats.RAW_SUFFIX | formats.COLUMN_SUFFIX)[format]
+
+
 def _beyond(path: Path, where: str, bad: int, tokenizer: Tokenizer) -> UserError:
     return UserError(
         f"{path}: {where} has id {bad}, but {tokenizer.path} has {tokenizer.vocab_size} ids",
@@ -217,8 +218,7 @@ def export_dataset(
     link: LinkKind = "auto",
     advance: Advance = no_advance,
 ) -> Exported:
-    if format not in FORMATS:
-        raise UserError(f"'{format}' is not a format of token files", f"choose one of {', '.join(FORMATS)}")
+    _suffix(format)
     made = Exported()
     counts = ["dataset/filename,documents,tokens"]
     rewritten = format not in formats.RAW_SUFFIX or link == "copy"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arriero.config.options import AsJson, Sets
+from arriero.config.options import AsJson, Sets, run_path
 from arriero.errors import UserError
 from arriero.ui import (
     Console,
@@ -60,7 +60,7 @@ def show(
 
     console = make_console(as_json)
     config = config_of(run, sets)
-    streams = streams_of(config, directory_of_run(run), console)
+    streams = streams_of(config, run_path(run), console)
     stream, timeline = streams.train, streams.timeline
     if step > LAST_STEP:
         raise UserError(f"--step {step} is beyond any run", f"give a step up to {LAST_STEP:,}")
@@ -127,7 +127,7 @@ def audit(
     from arriero.data.order.ledger import Audit, read_ledger
 
     console = make_console(as_json)
-    directory = directory_of_run(run)
+    directory = run_path(run)
     ledger = read_ledger(directory)
     streams = streams_of(config_of(run, sets), directory, console)
     result = Audit(ledger, streams.train)
@@ -247,24 +247,17 @@ def _print_sequence(console: Console, batch: "Batch", tokenizer: "Tokenizer", en
     console.print()
 
 
-def directory_of_run(run: Path) -> Path:
-    """Return a run directory or file, given by its path or by its name under runs/."""
-    if not run.exists() and not run.is_absolute() and (Path("runs") / run).is_dir():
-        return Path("runs") / run
-    return run
-
-
 def config_of(run: Path, sets: list[str]) -> "RunConfig":
     """Return the config of a run directory, a checkpoint or a run file."""
     from arriero.config.load import load_run
     from arriero.model.presets import expand
 
-    directory = directory_of_run(run)
-    if directory.is_dir():
-        if not (directory / "run.toml").exists():
-            raise UserError(f"{directory} holds no run.toml", "give the directory of a run")
-        directory = directory / "run.toml"
-    return load_run(directory, sets, expand).config
+    path = run_path(run)
+    if path.is_dir():
+        if not (path / "run.toml").exists():
+            raise UserError(f"{path} holds no run.toml", "give the directory of a run")
+        path = path / "run.toml"
+    return load_run(path, sets, expand).config
 
 
 def streams_of(config: "RunConfig", run: Path, console: Console, version: int | None = None) -> "Streams":

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arriero.config.options import AsJson, Sets
-from arriero.data.commands.runs import config_of, directory_of_run, streams_of
+from arriero.config.options import AsJson, Sets, run_path
+from arriero.data.commands.runs import config_of, streams_of
 from arriero.errors import UserError
 from arriero.ui import Console, StageProgress, Table, make_console, print_json
 from arriero.units import counted
@@ -89,7 +89,7 @@ def _trained_on(
     """Yield the data of a run, a checkpoint or an exported model, what of it was read, and the config."""
     from arriero.data.order.ledger import Ledger, Stretch, read_ledger
 
-    directory = directory_of_run(path)
+    directory = run_path(path)
     record = directory / "training.json"
     if record.is_file():
         try:
