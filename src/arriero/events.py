@@ -29,7 +29,16 @@ _LATEST = 1e11
 _COUNTS = ("time", "step", "steps", "tokens", "seconds", "lr", "step_s", "startup_s", "to_step")
 _MEASURED = (
     *("loss", "eval_loss", "grad_norm", "tokens_per_s", "data_wait", "mfu", "hfu", "eval_s", "save_s"),
-    *("peak_mem_gib", "reserved_mem_gib", "joules", "joules_per_token", "waited_s", "blocked_s", "written_s"),
+    *(
+        "peak_mem_gib",
+        "reserved_mem_gib",
+        "joules",
+        "joules_per_token",
+        "energy_kwh",
+        "waited_s",
+        "blocked_s",
+        "written_s",
+    ),
     *("started", "submitted", "tasks_per_node"),
 )
 _TYPES: dict[str, Any] = dict.fromkeys(_COUNTS, int | float) | dict.fromkeys(_MEASURED, int | float | None)
@@ -98,16 +107,13 @@ def parse_record(line: str | bytes) -> dict[str, Any]:
     return record if all(isinstance(value, kind) for value, kind in known) else {}
 
 
-def last_value(path: Path, name: str) -> Any:
-    """Return the newest value of a field near the end of a file with one JSON object per line, or None."""
+def last_record(path: Path, name: str) -> dict[str, Any]:
+    """Return the newest record that has a value of this name near the end of a file, or {}."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-        for line in reversed(file.read().splitlines()):
-            with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and record.get(name) is not None:
-                    return record[name]
-    return None
+        found = (parse_record(line) for line in reversed(file.read().splitlines()))
+        return next((record for record in found if record.get(name) is not None), {})
+    return {}
 
 
 def warn(text: str) -> None:

@@ -2,7 +2,7 @@
 
 import time
 import tomllib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -32,48 +32,31 @@ def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) ->
     Example: arriero ckpt list runs/demo
     """
     from arriero.checkpoint.directory import find_checkpoints, find_renamed
-    from arriero.checkpoint.scores import read_evaluations
+    from arriero.checkpoint.scores import checkpoint_row
 
     console, directory = make_console(as_json), run_directory_at(run)
     found, aside = find_checkpoints(directory, report_unreadable=True), find_renamed(directory)
     verdicts = _judged(console, found, quick)
+    rows = [replace(checkpoint_row(each), problem=bad) for each, bad in zip(found, verdicts, strict=True)]
     if as_json:
-        rows = [_listed(saved, problem) for saved, problem in zip(found, verdicts, strict=True)]
         checked = "sizes" if quick else "checksums"
         renamed = [str(path) for _, path in aside]
-        print_json({"run": str(directory), "checked": checked, "checkpoints": rows, "renamed_aside": renamed})
+        listed = [asdict(row) | {"valid": row.problem is None} for row in rows]
+        facts = {"run": str(directory), "checked": checked, "checkpoints": listed, "renamed_aside": renamed}
+        print_json(facts)
         return
-    scores = {saved.step: "; ".join(map(str, read_evaluations(saved.directory))) for saved in found}
-    shown = ["evaluations"] if any(scores.values()) else []
+    shown = ["evaluations"] if any(row.scores for row in rows) else []
     table = Table(">step", ">tokens", ">size", ">age", "complete" if quick else "valid", *shown)
-    for saved, problem in zip(found, verdicts, strict=True):
-        verdict = styled("yes", "green") if problem is None else styled(f"no: {problem}", "red")
-        made = saved.manifest
-        if made is None:
-            table.row(saved.step, "", "", "", verdict)
-            continue
-        size, age = human_bytes(made.size), human_time(time.time() - made.time)
-        table.row(
-            saved.step, human_count(made.tokens), size, age, verdict, *[scores[saved.step] for _ in shown]
-        )
+    for row in rows:
+        verdict = styled("yes", "green") if row.problem is None else styled(f"no: {row.problem}", "red")
+        table.row(row.step, *row.shown(_age), verdict, *[row.scores for _ in shown])
     for step, path in aside:
         table.row(step, "", "", "", styled(f"no: renamed aside as {path.name}", "red"))
     console.print(table if found or aside else f"{run} has no checkpoints")
 
 
-def _listed(saved: "SavedCheckpoint", problem: str | None) -> dict[str, Any]:
-    from arriero.checkpoint.scores import read_evaluations
-
-    made = saved.manifest
-    held = {"tokens": made.tokens, "bytes": made.size, "saved_at": made.time} if made else {}
-    return {
-        "step": saved.step,
-        "directory": str(saved.directory),
-        "valid": problem is None,
-        "problem": problem,
-        "evaluations": [asdict(each) for each in read_evaluations(saved.directory)],
-        **held,
-    }
+def _age(moment: float) -> str:
+    return human_time(time.time() - moment)
 
 
 def inspect(

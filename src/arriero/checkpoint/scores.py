@@ -6,7 +6,7 @@ The manifest does not list these files, so that a checkpoint stays as it was sav
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -15,8 +15,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from arriero.checkpoint.directory import MANIFEST
+from arriero.checkpoint.directory import MANIFEST, SavedCheckpoint
 from arriero.files import publish_file, sha256_of_json
+from arriero.units import human_bytes, human_count
 
 _NAME = "evaluation-{}.json"
 
@@ -54,6 +55,35 @@ def attach_evaluation(
     path = directory / _NAME.format(_key(kind, settings))
     publish_file(path, (json.dumps(asdict(made), indent=1) + "\n").encode())
     return path
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    """The facts of a saved checkpoint for a row of a table; None where its manifest cannot be read."""
+
+    step: int
+    directory: str
+    tokens: int | None
+    bytes: int | None
+    saved_at: float | None
+    evaluations: Sequence[Evaluation]
+    problem: str | None
+
+    @property
+    def scores(self) -> str:
+        return "; ".join(map(str, self.evaluations))
+
+    def shown(self, when: Callable[[float], str]) -> tuple[str, str, str]:
+        """Return tokens, size and time of saving as text."""
+        if self.tokens is None or self.bytes is None or self.saved_at is None:
+            return "", "", ""
+        return human_count(self.tokens), human_bytes(self.bytes), when(self.saved_at)
+
+
+def checkpoint_row(saved: SavedCheckpoint) -> CheckpointRow:
+    made, scores = saved.manifest, read_evaluations(saved.directory)
+    held = (made.tokens, made.size, made.time) if made else (None, None, None)
+    return CheckpointRow(saved.step, str(saved.directory), *held, scores, saved.problem)
 
 
 def has_evaluation(directory: Path, kind: str, settings: Mapping[str, Any]) -> bool:

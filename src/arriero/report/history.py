@@ -1,6 +1,5 @@
 """What a run directory tells about a run: its state, curves, events and settings. Nothing is changed."""
 
-import os
 import tomllib
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from arriero.config.fields import flat
 from arriero.config.load import config_from_toml
 from arriero.config.timeline import total_steps
 from arriero.errors import UserError
-from arriero.events import EVENTS, METRICS, metrics_of, parse_record, read_events
+from arriero.events import EVENTS, METRICS, last_record, metrics_of, read_events
 from arriero.files import is_locked
 from arriero.report.goodput import Goodput, goodput
 from arriero.train.rundir import lock_of
@@ -31,8 +30,27 @@ _NOTABLE = {
     *("signal", "fault", "hang", "skip", "bad step", "rollback", "no rollback", "slow rank", "save failed"),
     *("remark", "failure", "exclude", "shrink", "kill", "give up", "resubmit"),
 }
-# bytes at the end of a file that surely hold a whole line
-_TAIL = 65536
+_MEASURED = ("loss", "tokens_per_s", "mfu", "peak_mem_gib", "reserved_mem_gib", "energy_kwh")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run has reached and how fast it is; None for what is not known."""
+
+    run: str
+    directory: str
+    state: State
+    step: int
+    total_steps: int | None
+    tokens: int
+    loss: float | None
+    eval_loss: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    peak_mem_gib: float | None
+    reserved_mem_gib: float | None
+    energy_kwh: float | None
+    last_activity: float
 
 
 @dataclass(frozen=True)
@@ -73,17 +91,24 @@ class RunHistory:
     @cached_property
     def last(self) -> dict[str, Any]:
         """The last line of metrics.jsonl, read from the end of the file; {} if there is none."""
-        path = self.directory / METRICS
-        if not path.exists():
-            return {}
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-            tail = file.read()
-        for line in reversed(tail.splitlines()):
-            record = parse_record(line)
-            if isinstance(record.get("step"), int):
-                return record
-        return {}
+        return last_record(self.directory / METRICS, "step")
+
+    @cached_property
+    def summary(self) -> RunSummary:
+        """The facts of a run for a row of a table, without reading all of metrics.jsonl."""
+        evaluated = next((each.get("eval_loss") for each in reversed(self._evaluations)), None)
+        measured = {key: self.last.get(key) for key in _MEASURED}
+        return RunSummary(
+            run=self.name,
+            directory=str(self.directory),
+            state=self.state,
+            step=self.last.get("step", 0),
+            total_steps=self.total_steps,
+            tokens=self.last.get("tokens", 0),
+            eval_loss=evaluated,
+            last_activity=self.last_activity,
+            **measured,
+        )
 
     @cached_property
     def state(self) -> State:

@@ -1,6 +1,7 @@
 """`arriero runs`, `runs compare`, `status` and `report`: what runs have done."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,10 +12,10 @@ from arriero.checkpoint.commands import run_directory_at
 from arriero.config.options import AsJson, check_writable
 from arriero.errors import UserError
 from arriero.ui import Table, facts, make_console, panel, print_json, styled
-from arriero.units import human_bytes, human_count, human_time
+from arriero.units import human_count, human_time
 
 if TYPE_CHECKING:
-    from arriero.report.history import RunHistory
+    from arriero.report.history import RunHistory, RunSummary
 
 _COLOURS = {
     "running": "green",
@@ -42,9 +43,9 @@ def list_runs(context: typer.Context, folder: Folder = Path("runs"), as_json: As
 
     if context.invoked_subcommand is not None:
         return
-    rows = [_row(run) for run in find_runs(folder)]
+    rows = [run.summary for run in find_runs(folder)]
     if as_json:
-        print_json({"runs": rows})
+        print_json({"runs": [asdict(row) for row in rows]})
         return
     console = make_console()
     if not rows:
@@ -52,35 +53,17 @@ def list_runs(context: typer.Context, folder: Folder = Path("runs"), as_json: As
         return
     table = Table("run", "state", ">step", ">tokens", ">loss", ">validation", ">tok/s", ">last active")
     for row in rows:
-        step = _step(row["step"], row["total_steps"])
         table.row(
-            row["run"],
-            styled(row["state"], _COLOURS[row["state"]]),
-            step,
-            human_count(row["tokens"]) if row["tokens"] else "",
-            _number(row["loss"], "{:.4f}"),
-            _number(row["eval_loss"], "{:.4f}"),
-            _number(row["tokens_per_s"], "{:,.0f}"),
-            _ago(row["last_activity"]),
+            row.run,
+            styled(row.state, _COLOURS[row.state]),
+            _step(row),
+            human_count(row.tokens) if row.tokens else "",
+            _number(row.loss, "{:.4f}"),
+            _number(row.eval_loss, "{:.4f}"),
+            _number(row.tokens_per_s, "{:,.0f}"),
+            _ago(row.last_activity),
         )
     console.print(table)
-
-
-def _row(run: "RunHistory") -> dict[str, Any]:
-    last = run.last
-    losses = [event["eval_loss"] for event in run.events if event["event"] == "evaluation"]
-    return {
-        "run": run.name,
-        "directory": str(run.directory),
-        "state": run.state,
-        "step": last.get("step", 0),
-        "total_steps": run.total_steps,
-        "tokens": last.get("tokens", 0),
-        "loss": last.get("loss"),
-        "eval_loss": losses[-1] if losses else None,
-        "tokens_per_s": last.get("tokens_per_s"),
-        "last_activity": run.last_activity,
-    }
 
 
 def compare(
@@ -141,13 +124,13 @@ def _totals(run: "RunHistory") -> dict[str, float | None]:
     def values(key: str) -> list[float]:
         return [value for _, value in run.series(key)]
 
-    losses, validation, speeds, mfu = (values(key) for key in ("loss", "eval_loss", "tokens_per_s", "mfu"))
+    speeds, mfu, row = values("tokens_per_s"), values("mfu"), run.summary
     # the first line contains compilation
     steady = speeds[1:] or speeds
     found = (
-        run.last.get("step"),
-        losses[-1] if losses else None,
-        validation[-1] if validation else None,
+        row.step,
+        row.loss,
+        row.eval_loss,
         median(steady) if steady else None,
         median(mfu[1:] or mfu) if mfu else None,
         max(values("peak_mem_gib"), default=None),
@@ -186,27 +169,24 @@ def status(
     Example: arriero status runs/demo
     """
     from arriero.checkpoint.directory import find_checkpoints
-    from arriero.checkpoint.scores import read_evaluations
+    from arriero.checkpoint.scores import checkpoint_row
     from arriero.report.history import RunHistory
 
     found = RunHistory(run_directory_at(run))
-    row = _row(found) | {"time_left_s": _time_left(found)}
-    checkpoints = find_checkpoints(found.directory)
+    left = _time_left(found)
+    checkpoints = [checkpoint_row(each) for each in find_checkpoints(found.directory)]
     notable = found.notable_events[-_SHOWN_EVENTS:]
     if as_json:
-        saved = [{"step": each.step, "directory": str(each.directory)} for each in checkpoints]
-        print_json(row | {"last": found.last, "checkpoints": saved, "events": notable})
+        about = asdict(found.summary) | {"time_left_s": left, "last": found.last, "events": notable}
+        print_json(about | {"checkpoints": [asdict(each) for each in checkpoints]})
         return
     console = make_console()
-    console.print(panel(_progress(found, row), f"{found.name}: {row['state']}", align="left"))
+    console.print(panel(_progress(found.summary, left), f"{found.name}: {found.state}", align="left"))
     console.print(facts(_facts(found)))
     if checkpoints:
         table = Table(">checkpoint", ">tokens", ">size", ">saved", "evaluations")
         for saved in checkpoints[-3:]:
-            made = saved.manifest
-            scores = "; ".join(map(str, read_evaluations(saved.directory)))
-            about = (human_count(made.tokens), human_bytes(made.size), _ago(made.time)) if made else ("",) * 3
-            table.row(saved.step, *about, scores or saved.problem or "")
+            table.row(saved.step, *saved.shown(_ago), saved.scores or saved.problem or "")
         console.print(table)
     for event in notable:
         text = next((str(event[key]) for key in _TOLD if event.get(key)), "")
@@ -247,13 +227,13 @@ def report(
     make_console().plain(f"wrote {out}")
 
 
-def _progress(run: "RunHistory", row: dict[str, Any]) -> str:
-    parts = [f"step {_step(row['step'], row['total_steps'])}", f"{human_count(row['tokens'])} tokens"]
-    if row["time_left_s"] is not None and run.state == "running":
-        parts.append(f"{human_time(row['time_left_s'])} left")
-    parts.append(f"last active {_ago(row['last_activity'])}")
-    if row["total_steps"]:
-        done = min(1.0, row["step"] / row["total_steps"])
+def _progress(row: "RunSummary", time_left_s: float | None) -> str:
+    parts = [f"step {_step(row)}", f"{human_count(row.tokens)} tokens"]
+    if time_left_s is not None and row.state == "running":
+        parts.append(f"{human_time(time_left_s)} left")
+    parts.append(f"last active {_ago(row.last_activity)}")
+    if row.total_steps:
+        done = min(1.0, row.step / row.total_steps)
         parts.insert(0, "█" * round(20 * done) + "░" * (20 - round(20 * done)) + f" {done:.0%}")
     return "   ".join(parts)
 
@@ -261,24 +241,21 @@ def _progress(run: "RunHistory", row: dict[str, Any]) -> str:
 def _facts(run: "RunHistory") -> list[tuple[str, ...]]:
     from arriero.report.history import sparkline
 
-    last, rows = run.last, []
+    last, row, rows = run.last, run.summary, []
     for key, name in (("loss", "loss"), ("eval_loss", "validation loss")):
         values = [value for _, value in run.series(key)]
         if values:
             rows.append((name, f"{values[-1]:.4f}", sparkline(values, 40)))
-    if last.get("tokens_per_s"):
-        mfu = f", MFU {last['mfu']:.1%}" if last.get("mfu") else ""
+    if row.tokens_per_s:
+        mfu = f", MFU {row.mfu:.1%}" if row.mfu else ""
         wait = f"waiting for data {last.get('data_wait', 0):.1%} of the time"
-        rows.append(("speed", f"{last['tokens_per_s']:,.0f} tok/s{mfu}", wait))
-    if last.get("peak_mem_gib"):
-        reserved = last.get("reserved_mem_gib")
-        rows.append(
-            (
-                "memory",
-                f"{last['peak_mem_gib']:.1f} GiB",
-                f"{reserved:.1f} GiB reserved" if reserved else "",
-            )
-        )
+        rows.append(("speed", f"{row.tokens_per_s:,.0f} tok/s{mfu}", wait))
+    if row.peak_mem_gib:
+        reserved = f"{row.reserved_mem_gib:.1f} GiB reserved" if row.reserved_mem_gib else ""
+        rows.append(("memory", f"{row.peak_mem_gib:.1f} GiB", reserved))
+    if row.energy_kwh:
+        each = f"{last['joules_per_token']:.3g} J per token" if last.get("joules_per_token") else ""
+        rows.append(("energy", f"{row.energy_kwh:.3g} kWh", each))
     if last.get("grad_norm") is not None:
         rows.append(("gradient norm", f"{last['grad_norm']:.3g}", f"learning rate {last.get('lr', 0):.3g}"))
     starts = [event for event in run.events if event["event"] == "start"]
@@ -294,8 +271,8 @@ def _time_left(run: "RunHistory") -> float | None:
     return max(0, run.total_steps - run.last["step"]) * median(recent)
 
 
-def _step(step: int, total: int | None) -> str:
-    return f"{step:,} of {total:,}" if total else f"{step:,}"
+def _step(row: "RunSummary") -> str:
+    return f"{row.step:,} of {row.total_steps:,}" if row.total_steps else f"{row.step:,}"
 
 
 def _number(value: float | None, pattern: str) -> str:

@@ -15,14 +15,14 @@ from typing import Any, Literal, NamedTuple
 from plotly.offline import get_plotlyjs
 
 from arriero.checkpoint.directory import find_checkpoints
-from arriero.checkpoint.scores import read_evaluations
+from arriero.checkpoint.scores import checkpoint_row
 from arriero.config.fields import toml_value
 from arriero.data.order.ledger import LEDGER
 from arriero.report.goodput import CAUSES
 from arriero.report.history import RunHistory, differing_settings, run_names
 from arriero.report.page import Bar, Cell, Column, Section, page, stacked_bars, table, text_table, tiles
 from arriero.train.plan_file import predicted_and_measured
-from arriero.units import JOULES_PER_KWH, human_bytes, human_count, human_time
+from arriero.units import human_count, human_time
 
 _HERE = Path(__file__).parent
 # points of a curve in the page; of more, the extremes of each interval are kept
@@ -80,24 +80,21 @@ def run_page(runs: Sequence[RunHistory], refresh_s: float | None = None, has_scr
 
 
 def _tiles(run: RunHistory) -> str:
-    last = run.last
-    total = f"of {run.total_steps:,}" if run.total_steps else ""
+    row = run.summary
     facts = [
-        ("state", run.state, f"last active {_moment(run.last_activity)}"),
-        ("step", f"{last.get('step', 0):,}", total),
-        ("tokens", human_count(last.get("tokens", 0)), ""),
+        ("state", row.state, f"last active {_moment(row.last_activity)}"),
+        ("step", f"{row.step:,}", f"of {row.total_steps:,}" if row.total_steps else ""),
+        ("tokens", human_count(row.tokens), ""),
     ]
     for key, name in (("loss", "training loss"), ("eval_loss", "validation loss")):
         if series := run.series(key):
             facts.append((name, f"{series[-1][1]:.4f}", f"{series[0][1]:.4f} at the start"))
-    if last.get("tokens_per_s"):
-        mfu = f"MFU {last['mfu']:.1%}" if last.get("mfu") else ""
-        facts.append(("speed", f"{last['tokens_per_s']:,.0f} tok/s", mfu))
-    if last.get("peak_mem_gib"):
-        facts.append(("memory", f"{last['peak_mem_gib']:.1f} GiB", "peak of a device"))
-    joules = next((each["joules"] for each in reversed(run.events) if each.get("joules")), None)
-    if joules:
-        facts.append(("energy", f"{joules / JOULES_PER_KWH:,.3g} kWh", "of the devices"))
+    if row.tokens_per_s:
+        facts.append(("speed", f"{row.tokens_per_s:,.0f} tok/s", f"MFU {row.mfu:.1%}" if row.mfu else ""))
+    if row.peak_mem_gib:
+        facts.append(("memory", f"{row.peak_mem_gib:.1f} GiB", "peak of a device"))
+    if row.energy_kwh:
+        facts.append(("energy", f"{row.energy_kwh:,.3g} kWh", "of the devices"))
     if (report := run.goodput) is not None:
         facts.append(("goodput", f"{report.share:.1%}", f"{human_time(report.allocated_s)} of device time"))
     return tiles(facts)
@@ -107,22 +104,16 @@ def _overview(runs: Sequence[RunHistory], names: Sequence[str]) -> Section:
     titles = ("state", "step", "tokens", "loss", "validation loss", "tok/s", "GiB", "goodput")
     rows = []
     for run, name in zip(runs, names, strict=True):
-        last, report = run.last, run.goodput
-        validation = run.series("eval_loss")
-        values = (
-            last.get("loss"),
-            validation[-1][1] if validation else None,
-            last.get("tokens_per_s"),
-            last.get("peak_mem_gib"),
-            report.share if report else None,
-        )
+        row, report = run.summary, run.goodput
+        share = report.share if report else None
+        values = (row.loss, row.eval_loss, row.tokens_per_s, row.peak_mem_gib, share)
         patterns = ("{:.4f}", "{:.4f}", "{:,.0f}", "{:.1f}", "{:.1%}")
         rows.append(
             [
                 Cell(name, name),
-                Cell(run.state, run.state),
-                Cell(f"{last.get('step', 0):,}", last.get("step", 0)),
-                Cell(human_count(last.get("tokens", 0)), last.get("tokens", 0)),
+                Cell(row.state, row.state),
+                Cell(f"{row.step:,}", row.step),
+                Cell(human_count(row.tokens), row.tokens),
                 *(_number(value, pattern) for value, pattern in zip(values, patterns, strict=True)),
             ]
         )
@@ -283,17 +274,14 @@ def _goodput(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None
 def _checkpoints(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None:
     rows = []
     for run, name in zip(runs, names, strict=True):
-        for saved in find_checkpoints(run.directory):
-            made = saved.manifest
-            scores = "; ".join(map(str, read_evaluations(saved.directory)))
+        for saved in map(checkpoint_row, find_checkpoints(run.directory)):
+            numbers = (saved.tokens, saved.bytes, saved.saved_at)
             rows.append(
                 [
                     Cell(name, name),
                     Cell(f"{saved.step:,}", saved.step),
-                    Cell(human_count(made.tokens) if made else "", made.tokens if made else 0),
-                    Cell(human_bytes(made.size) if made else "", made.size if made else 0),
-                    Cell(_moment(made.time) if made else "", made.time if made else 0),
-                    Cell(scores or saved.problem or "", scores),
+                    *(Cell(text, n or 0) for text, n in zip(saved.shown(_moment), numbers, strict=True)),
+                    Cell(saved.scores or saved.problem or "", saved.scores),
                 ]
             )
     titles = ("step", "tokens", "size", "saved")

@@ -37,7 +37,7 @@ from arriero.data.order.order import Stream
 from arriero.data.text.hub import local_model
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition, same_ids
 from arriero.errors import UserError
-from arriero.events import EVENTS, METRICS, EventLog, last_value
+from arriero.events import EVENTS, METRICS, EventLog, last_record
 from arriero.model.adapters import is_adapter
 from arriero.model.description import check_model_unchanged, require_description
 from arriero.model.lora import LoraLinear
@@ -221,7 +221,7 @@ def start_run(
         new_weights = _replaces_weights(section, newest.directory)
         start = _resume(section, loader, newest, "the run's newest", new_weights, stream, tokenizer, remarks)
         metrics = checkpoints.folder.parent / METRICS
-        spent = loader.ranks.on_leader(lambda: last_value(metrics, "energy_kwh"))
+        spent = loader.ranks.on_leader(lambda: last_record(metrics, "energy_kwh").get("energy_kwh"))
         if spent is not None:
             # steps that were lost or rolled back have used energy too
             start.outcome.joules = max(start.outcome.joules or 0.0, spent * JOULES_PER_KWH)
