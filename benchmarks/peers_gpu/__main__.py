@@ -168,7 +168,7 @@ def _table(found: dict[str, Any]) -> Iterator[str]:
         f"{found['time']}. llama3.1-8b, 1 x {LENGTH:,}, bf16 weights and AdamW state, compiled, no "
         "activation checkpointing; median step of each process, in the order in which they ran.\n"
     )
-    yield "| work | system | tok/s | ms a step | GiB allocated | GiB reserved | mJ per token | Arriero is |"
+    yield "| work | system | tok/s | ms per step | GiB allocated | GiB reserved | mJ per token | Arriero is |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|"
     for name in dict.fromkeys(run.work for run in runs):
         systems = {

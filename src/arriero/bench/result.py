@@ -309,7 +309,7 @@ def tables(results: Sequence[Kept], relative_to: Path) -> str:
 
 
 def _speed_table(members: Sequence[Kept], relative_to: Path) -> list[str]:
-    heads = ("work", "mode", "layout", ">tok/s", ">ms a step (quartiles)", ">GiB", ">J a step")
+    heads = ("work", "mode", "layout", ">tok/s", ">ms per step (quartiles)", ">GiB", ">J per step")
     rows = []
     for path, result in members:
         t, work = result.timing, result.work
