@@ -55,11 +55,15 @@ class Hook:
         """Called last in every case, also if the session could not be built."""
 
 
+_CALLS = [name for name, value in vars(Hook).items() if name.startswith("on_") and callable(value)]
+
+
 class Hooks(Hook):
     """All hooks of a run as one: calls each method of all hooks."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._hooks = hooks
+        self._methods = {name: [getattr(hook, name) for hook in hooks] for name in _CALLS}
 
     def on_fault(self, session: "Session", step: int, error: BaseException) -> None:
         """Call all hooks, also if one of them fails."""
@@ -72,15 +76,14 @@ class Hooks(Hook):
 
 def _calls_all(name: str) -> Callable[..., None]:
     def call(self: Hooks, *arguments: Any) -> None:
-        for hook in self._hooks:
-            getattr(hook, name)(*arguments)
+        for method in self._methods[name]:
+            method(*arguments)
 
     return call
 
 
-for _name in vars(Hook).keys() - vars(Hooks).keys():
-    if _name.startswith("on_") and callable(getattr(Hook, _name)):
-        setattr(Hooks, _name, _calls_all(_name))
+for _name in set(_CALLS) - vars(Hooks).keys():
+    setattr(Hooks, _name, _calls_all(_name))
 
 
 class Recorder(Hook):
