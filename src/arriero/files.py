@@ -411,11 +411,11 @@ def _lives_here(holder: str) -> bool:
     if found is None or found[2] != socket.gethostname():
         return False
     try:
-        os.kill(int(found[1]), 0)
+        # a process of another user may not be signalled
+        with suppress(PermissionError):
+            os.kill(int(found[1]), 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
     return True
 
 

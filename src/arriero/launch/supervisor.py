@@ -109,7 +109,8 @@ class Supervisor:
         begin = time.monotonic()
         for node, reason in self.preflight().items():
             self._exclude(nodes, node, f"pre-flight: {reason}")
-        self._decide("preflight", f"{len(nodes.bad)} of {len(nodes.all)} nodes fail", seconds=_since(begin))
+        seconds = round(time.monotonic() - begin, 3)
+        self._decide("preflight", f"{len(nodes.bad)} of {len(nodes.all)} nodes fail", seconds=seconds)
         if len(nodes.usable) < self.wanted.nodes:
             return self._resubmit(nodes, "too few nodes passed the pre-flight check")
         attempt, failures = 0, Failures(self.run_dir)
@@ -237,10 +238,6 @@ class Supervisor:
         self.say(f"supervise: {decision}{where}{f': {reason}' if reason else ''}")
         for line in kept.get("log", ()):
             self.say(f"  {line}")
-
-
-def _since(begin: float) -> float:
-    return round(time.monotonic() - begin, 3)
 
 
 def supervise(

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +76,7 @@ class StepMetrics:
 
     def line(self) -> dict[str, Any]:
         """Return the metrics without keys of what did not happen at this step."""
-        evaluation = ("eval_loss", "eval_losses", "eval_s")
-        optional = (*evaluation, "save_s", "hfu", "reserved_mem_gib", "alloc_retries", "ooms")
-        optional += ("joules_per_token", "energy_kwh")
+        optional = {each.name for each in fields(self) if each.default is None}
         return {k: value for k, value in asdict(self).items() if value is not None or k not in optional}
 
     def scalars(self) -> dict[str, float]:

@@ -32,16 +32,6 @@ if TYPE_CHECKING:
 SAVE_NOW = "save-now"
 STATE = "state.json"
 TOKENIZER = "tokenizer.json"
-_SAVED_FIELDS = (
-    "steps",
-    "tokens",
-    "seconds",
-    "first_loss",
-    "last_loss",
-    "first_eval_loss",
-    "last_eval_loss",
-    "joules",
-)
 
 
 @dataclass
@@ -77,17 +67,18 @@ class Outcome:
         return statistics.median(self.rates[1:] or self.rates)
 
     def describe(self) -> dict[str, Any]:
-        fields = asdict(self)
-        del fields["rates"]
-        return fields | {"tokens_per_s": self.tokens_per_s, "model": self.model and str(self.model)}
+        model = self.model and str(self.model)
+        return self.to_state() | {"tokens_per_s": self.tokens_per_s, "model": model}
 
     def to_state(self) -> dict[str, Any]:
         """Return what a checkpoint stores of it."""
-        return {name: getattr(self, name) for name in _SAVED_FIELDS}
+        return {name: value for name, value in vars(self).items() if name not in ("model", "rates")}
 
     @staticmethod
     def from_state(state: dict[str, Any]) -> "Outcome":
-        return Outcome(**{name: state[name] for name in _SAVED_FIELDS if name != "joules" or name in state})
+        """Read what a checkpoint stores; older ones have no joules."""
+        state = {"joules": None, **state}
+        return Outcome(**{name: state[name] for name in Outcome().to_state()})
 
 
 def read_state(directory: Path) -> dict[str, Any]:

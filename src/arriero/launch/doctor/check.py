@@ -97,14 +97,11 @@ def _work(checks: Sequence[Check], sender: Connection) -> None:
 
 def _received(check: Check, receiver: Connection, until: float | None) -> Finding | None:
     """Return the result of a check, or None if its process ends or exceeds the bound."""
+    left = check.bound_s if until is None else max(0.0, min(check.bound_s, until - time.monotonic()))
     try:
-        return receiver.recv() if receiver.poll(_bound(check, until)) else None
+        return receiver.recv() if receiver.poll(left) else None
     except EOFError:
         return None
-
-
-def _bound(check: Check, until: float | None) -> float:
-    return check.bound_s if until is None else max(0.0, min(check.bound_s, until - time.monotonic()))
 
 
 def _lost(check: Check, worker: multiprocessing.process.BaseProcess, until: float | None) -> Finding:
