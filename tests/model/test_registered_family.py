@@ -21,7 +21,7 @@ SMALL = {
     "model.preset": "llama-test",
     "model.family": "gated",
     "model.extra": {"activation": "relu"},
-    "model.layers": 4,
+    "model.layers": 2,
     "model.vocab_size": 4096,
     "data.seq_len": 64,
     "train.batch": "512 tok",
