@@ -151,9 +151,27 @@ def test_the_loss_of_each_head_is_that_of_the_tokens_it_may_know():
 def test_the_base_model_is_frozen_and_has_no_optimizer_state(runs):
     before, after = (arriero.load_model(runs.folder / name).state_dict() for name in ("base", "stage1"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    tensors = find_checkpoints(runs.folder / "stage1")[-1].manifest.tensors
-    states = [name for name in tensors if "exp_avg" in name]
-    assert states and all(".speculator." in name for name in states)
+    saved = find_checkpoints(runs.folder / "stage1")[-1]
+    sizes = {name: math.prod(shape) for name, (_, shape) in saved.manifest.tensors.items()}
+    assert any("exp_avg" in name for name in sizes)
+    assert all(".speculator." in name for name, size in sizes.items() if size > 1)
+    base = find_checkpoints(runs.folder / "base")[-1].directory
+    assert json.loads((saved.directory / "base.json").read_text())["path"] == str(base.resolve())
+
+
+def test_a_base_model_that_has_changed_or_is_gone_is_refused(runs):
+    runs("alone", **MODEL | {"train.horizon": "1 step", "run.seed": 5})
+    changed = runs.spec | {"checkpoint.start_from": str(runs.folder / "alone" / "model")}
+    runs("on-alone", **changed | {"train.horizon": "2 steps"})
+    weights = runs.folder / "alone" / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(UserError, match="is not the one that the speculator"):
+        runs("on-alone", **changed)
+    (runs.folder / "alone").rename(runs.folder / "elsewhere")
+    with pytest.raises(UserError, match="does not exist"):
+        runs("on-alone", **changed)
 
 
 def test_shards_and_a_resumed_run_have_the_losses_of_one_process(runs):

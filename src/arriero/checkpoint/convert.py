@@ -26,11 +26,12 @@ from arriero.config.options import run_path
 from arriero.data.text.hub import local_model
 from arriero.errors import UserError
 from arriero.files import check_free_space, staged_directory
-from arriero.model.description import ADAPTER, base_of_adapter
+from arriero.model.description import ADAPTER, base_of_adapter, read_json
 from arriero.model.family import build_model
 from arriero.model.language_model import LanguageModel
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
+from arriero.model.speculator.settings import BASE_FILE
 from arriero.units import counted
 
 Format = Literal["hf", "meta", "dcp", "torch", "peft"]
@@ -59,6 +60,9 @@ def open_model(path: Path) -> ModelReader:
         if path.suffix in (".pt", ".pth") and not path.name.startswith("consolidated."):
             return open_torch(path)
         raise UserError(f"{path} is a file", f"give the directory it is in, or a file like {TORCH_NAME}")
+    if (path / BASE_FILE).is_file():
+        # a speculator is no part of the model that it was trained for
+        return open_model(Path(read_json(path / BASE_FILE)["path"]))
     if (path / ".metadata").is_file():
         return open_dcp(path)
     if (path / ADAPTER).is_file():

@@ -83,7 +83,7 @@ def _compare(session: "Session", saved: SavedCheckpoint) -> dict[str, Any]:
     problem = saved.problem or verify_by_ranks(saved, ranks)
     if problem or saved.manifest is None:
         return {"problem": problem}
-    own = local_parts(named_tensors(session.model.tensors(), session.optimizer.state()))
+    own = local_parts(named_tensors(session.model.stored(), session.optimizer.state()))
     reader = SafeDcpReader(saved.directory)
     sums: dict[str, list[float]] = {}
     for name in saved.manifest.tensors:

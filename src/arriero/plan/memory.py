@@ -17,7 +17,7 @@ from arriero.config.schema import RunConfig
 from arriero.model.costs import Affine, BlockMemory, Mode, block_memory, block_shapes
 from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec
-from arriero.model.speculator.settings import speculator_shapes
+from arriero.model.speculator.settings import inner_dim, speculator_shapes
 from arriero.plan.layout import SCHEDULES, Layout, cut_stages, in_flight, stages_of
 
 FP32 = 4
@@ -426,6 +426,10 @@ class MemoryEstimate:
 
     def _activations(self, stage: _Stage, tokens: int) -> float:
         """Return what the blocks of a rank keep for one micro-batch."""
+        if speculator := self.config.speculator.n_predict:
+            # the frozen model keeps nothing but its last states; a head keeps about eight tensors
+            inner = inner_dim(self.config.speculator, self.spec)
+            return tokens * (self.mode.element * self.spec.dim + FP32 * 8 * int(speculator) * inner)
         checkpointing, count = self.choices.checkpointing, sum(stage.blocks.values())
         if checkpointing.kind == "budget":
             full = self._kept("full", tokens)

@@ -127,7 +127,7 @@ def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[H
     mesh, plan = build_mesh(plan)
     model, model_decisions = build_model_state(plan, mesh)
     optimizer = build_optimizer(plan, model, mesh)
-    saved = local_parts(named_tensors(model.tensors(), optimizer.state()))
+    saved = local_parts(named_tensors(model.stored(), optimizer.state()))
     tensors = merge_over_stages(mesh, dict(describe_parts(saved)))
     checkpoints = _checkpoints(plan, mesh, total_bytes(tensors))
     ranks = checkpoint_ranks(mesh)

@@ -182,8 +182,8 @@ def _export_speculator(session: Session, stop: StopRequested) -> Path | None:
     gather = Gather(
         tensors, session.model.tensors(), Ranks(session.mesh.world.rank, session.mesh.world.size), stop
     )
-    base = session.config.checkpoint.start_from or session.config.checkpoint.resume_from or ""
-    config = speculator_config(section, spec, str(dtype).removeprefix("torch."), _absolute(base))
+    base = (session.model.base or {}).get("path", "")
+    config = speculator_config(section, spec, str(dtype).removeprefix("torch."), base)
 
     def write() -> None:
         held = {STORED + name.removeprefix(INSIDE): gather.tensor(name) for name in tensors}
@@ -193,10 +193,6 @@ def _export_speculator(session: Session, stop: StopRequested) -> Path | None:
                 write_json(making / "config.json", config)
 
     return directory if _written(write, gather, directory) else None
-
-
-def _absolute(model: str) -> str:
-    return str(Path(model).resolve()) if Path(model).exists() else model
 
 
 def tokenizer_files(path: Path) -> dict[str, Path]:

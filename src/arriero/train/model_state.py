@@ -19,7 +19,7 @@ from arriero.model.adapters import SECTIONS, AdapterSettings, adapter_of
 from arriero.model.language_model import LanguageModel, plain_name
 from arriero.model.name_maps import own_tensors
 from arriero.model.spec import ModelSpec
-from arriero.model.speculator.settings import speculator_shapes
+from arriero.model.speculator.settings import is_speculator, speculator_shapes
 from arriero.parallel.dtensor import from_local, local_part, redistribute_like, shard_index
 from arriero.plan.resolve import Decision
 from arriero.train.optim.number_formats import Noise, merge_fp32, split_fp32, store, third_half, to_bf16
@@ -106,6 +106,8 @@ class ModelState:
         tied: Mapping[str, str] | None = None,
     ) -> None:
         self.parts, self.tied = parts, tied or {}
+        # where the frozen model of a speculator is stored, and its checksum
+        self.base: Mapping[str, str] | None = None
         self.weights = {
             name: _with_master(self.tied.get(name, name), parameter, compute_dtype)
             for name, parameter in parameters.items()
@@ -138,6 +140,12 @@ class ModelState:
     def tensors(self) -> Mapping[str, Tensor]:
         """Return all master weights by their names in checkpoints; each is assembled when it is read."""
         return LazyMapping({weight.name: weight.tensor for weight in self.weights.values()})
+
+    def stored(self) -> Mapping[str, Tensor]:
+        """Return the weights that a checkpoint holds: all, or the speculator alone where there is one."""
+        every = {weight.name: weight.tensor for weight in self.weights.values()}
+        alone = {name: tensor for name, tensor in every.items() if is_speculator(name)}
+        return LazyMapping(alone or every)
 
     def load(self, name: str, tensor: Tensor) -> None:
         """Overwrite a weight and its tied copies, low bits of the master weight included."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,21 @@ from arriero.data.text.hub import local_model
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition, same_ids
 from arriero.errors import UserError
 from arriero.events import EVENTS, METRICS, EventLog, last_record
+from arriero.files import sha256_of_file
 from arriero.model.adapters import is_adapter
-from arriero.model.description import check_model_unchanged, require_description
+from arriero.model.description import check_model_unchanged, read_json, require_description
 from arriero.model.lora import LoraLinear
 from arriero.model.quantized import PACKED, columns_of, kind_of, pack
 from arriero.model.spec import ModelSpec
-from arriero.model.speculator.settings import is_speculator
+from arriero.model.speculator.settings import BASE_FILE, is_speculator
 from arriero.parallel.mesh import Mesh
 from arriero.plan.resolve import Decision
 from arriero.train.model_state import ModelState
 from arriero.train.optim.optimizer import Optimizer
 from arriero.train.saving import Outcome, merge_over_stages, read_state
 from arriero.units import JOULES_PER_KWH
+
+_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".distcp", "config.json", "params.json", "model.toml")
 
 
 @dataclass(frozen=True)
@@ -78,25 +82,63 @@ class CheckpointLoader:
         if not (path / MANIFEST).is_file() and not (path / CHECKPOINTS).is_dir():
             # together, so that a read error on one rank ends all of them
             self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(path), adapter))
+            self._record_base(path)
             return path
         saved = self.open(str(path), key)
         assert saved.manifest is not None
         stored = {name.removeprefix(MODEL) for name in saved.manifest.tensors}
         speculator = {name for name in self.model.tensors() if is_speculator(name)}
         # a second stage continues the speculator of the first
-        has_speculator = bool(speculator) and speculator <= stored
+        if speculator and speculator <= stored:
+            self._load_base(saved.directory)
+            self._load(saved, named_tensors(self._tensors_of(saved), {}), MODEL)
+            return saved.directory
         names = (*stored, *self.model.tensors())
-        if not has_speculator and any(is_adapter(name) or name.endswith(PACKED) for name in names):
+        if any(is_adapter(name) or name.endswith(PACKED) for name in names):
             # LoRA of the checkpoint is merged, that of the model starts from its initial values
             self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(saved.directory), adapter))
         else:
             self._load(saved, named_tensors(self.model.tensors(), {}), MODEL)
+        self._record_base(saved.directory)
         return saved.directory
+
+    def _tensors_of(self, saved: SavedCheckpoint) -> Mapping[str, torch.Tensor]:
+        """Return the weights that a checkpoint holds; those of older versions hold the base model too."""
+        return self.model.stored() if (saved.directory / BASE_FILE).is_file() else self.model.tensors()
+
+    def _record_base(self, path: Path) -> None:
+        """Remember where the frozen model of a speculator is: checkpoints do not hold it."""
+        if any(map(is_speculator, self.model.weights)):
+            checksum = self.ranks.on_leader(lambda: _checksum(path))
+            self.model.base = {"path": str(path.resolve()), "sha256": checksum}
+
+    def _load_base(self, directory: Path) -> None:
+        """Load the frozen model of a stored speculator from where it was."""
+        if not (directory / BASE_FILE).is_file():
+            self._record_base(directory)
+            return
+
+        def check() -> dict[str, Any]:
+            record = read_json(directory / BASE_FILE)
+            path = Path(str(record.get("path")))
+            if not path.exists():
+                what = f"{directory} holds a speculator, and its base model {path} does not exist"
+                raise UserError(what, "copy the base model there")
+            if _checksum(path) != record.get("sha256"):
+                what = f"the base model {path} is not the one that the speculator in {directory} is for"
+                raise UserError(what, "restore the base model, or train a new speculator")
+            return record
+
+        self.model.base = self.ranks.on_leader(check)
+        path = Path(self.model.base["path"])
+        self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(path)))
 
     def load_checkpoint(self, saved: SavedCheckpoint) -> None:
         """Load weights and optimizer state."""
         assert self.optimizer is not None
-        self._load(saved, named_tensors(self.model.tensors(), self.optimizer.state()))
+        if any(map(is_speculator, self.model.weights)):
+            self._load_base(saved.directory)
+        self._load(saved, named_tensors(self._tensors_of(saved), self.optimizer.state()))
 
     def load_optimizer(self, saved: SavedCheckpoint) -> None:
         """Load optimizer state alone, beside weights from elsewhere."""
@@ -175,6 +217,16 @@ class CheckpointLoader:
     def _check_model(self, where: Path, found: ModelSpec) -> None:
         spec = self.model.parts[0].spec
         check_model_unchanged(str(where), found, spec, self.allowed.allow_model_changes)
+
+
+def _checksum(path: Path) -> str:
+    """Return a checksum of a stored model: of its manifest, or of all files with weights and settings."""
+    if (path / MANIFEST).is_file():
+        return sha256_of_file(path / MANIFEST)
+    folder, kinds = (path, _WEIGHTS) if path.is_dir() else (path.parent, (path.name,))
+    files = sorted(file for file in folder.iterdir() if file.name.endswith(kinds))
+    whole = "".join(f"{file.name} {sha256_of_file(file)}" for file in files)
+    return sha256(whole.encode()).hexdigest()
 
 
 def checkpoint_ranks(mesh: Mesh) -> Ranks:

@@ -22,6 +22,7 @@ from arriero.data.order.ledger import LEDGER
 from arriero.data.tokens.tokenizer import chat_template_beside, read_definition
 from arriero.errors import UserError
 from arriero.interrupt import Interrupted, Requests
+from arriero.model.speculator.settings import BASE_FILE
 from arriero.parallel.mesh import Mesh
 from arriero.train.metrics import LedgerFile
 from arriero.train.schedule import Cadence
@@ -123,7 +124,7 @@ class Saver:
         ledger = self._ledger.write(session)
         unit = SaveRequest(
             outcome.steps,
-            local_parts(named_tensors(session.model.tensors(), session.optimizer.state())),
+            local_parts(named_tensors(session.model.stored(), session.optimizer.state())),
             _files(session, outcome, ledger) if session.mesh.world.is_leader else {},
             partial(_manifest, session, outcome.steps, outcome.tokens, self._tensors),
         )
@@ -211,6 +212,7 @@ def _files(session: "Session", outcome: Outcome, ledger: bytes) -> dict[str, byt
         "run.toml": to_toml(session.config).encode(),
         LEDGER: ledger,
         TOKENIZER: read_definition(session.data.tokenizer.path).encode(),
+        **({BASE_FILE: json.dumps(session.model.base).encode()} if session.model.base else {}),
         **{each.name: each.read_bytes() for each in chat_template_beside(session.data.tokenizer.path)},
     }
 

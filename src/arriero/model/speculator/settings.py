@@ -10,6 +10,8 @@ from arriero.model.spec import ModelSpec
 
 # the speculator is a part of the model's head, and its files have this name before each tensor
 INSIDE, STORED = "head.speculator.", "speculator."
+# beside a checkpoint that holds a speculator alone: path and checksum of the base model
+BASE_FILE = "base.json"
 
 
 def is_speculator(name: str) -> bool:
