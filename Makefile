@@ -54,7 +54,7 @@ gpu: $(VENV)/.installed-test
 	$(VENV)/bin/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'torch sees no GPU here')"
 	$(VENV)/bin/python -m pytest -m gpu
 
-# Every layout against one process, both models: about an hour on two cores. Writes docs/parity.md.
+# Every layout of every model family against one process: about 20 minutes on two cores. Writes docs/parity.md.
 parity: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/arriero bench parity --write docs/parity.md
 
