@@ -132,7 +132,7 @@ def test_the_pages_show_speeds_problems_and_missing_gpus(measured):
     for shown in (text, page):
         assert speed in shown
         assert "needs 2 GPUs" in shown
-        assert "1 of 3 cells ran, 1 failed, 1 need more GPUs" in shown
+        assert "1 of 3 cells ran, 1 failed, 1 need more GPUs. 2026-11-15T00:00+00:00" in shown
         assert "scaled-down models" in shown
     assert "a <b> \\| c" in text
     assert "a &lt;b&gt; | c" in page

@@ -229,7 +229,7 @@ def matrix_html(matrix: Matrix) -> str:
         formulas = text_table(("name", "formula"), [(rate.convention, rate.formula) for rate in rates])
         note = "The tables show the first formula; each result has all."
         parts.append(Section("How MFU is counted", formulas, note))
-    return page(_title(matrix), matrix.time, parts)
+    return page(_title(matrix), "", parts)
 
 
 def _title(matrix: Matrix) -> str:
@@ -240,7 +240,8 @@ def _about(matrix: Matrix) -> Iterator[str]:
     done = [cell.result for cell in matrix.cells if cell.result]
     failed = sum(cell.failed for cell in matrix.cells)
     unmet = len(matrix.cells) - len(done) - failed
-    yield (f"{len(done)} of {len(matrix.cells)} cells ran, {failed} failed, {unmet} need more GPUs. ")
+    counts = f"{len(done)} of {len(matrix.cells)} cells ran, {failed} failed, {unmet} need more GPUs"
+    yield f"{counts}. {matrix.time}"
     if done:
         result = done[0]
         timed = len(result.timing.step_ms)
