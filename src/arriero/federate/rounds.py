@@ -45,7 +45,8 @@ from arriero.units import counted, human_time
 
 _CLOSED = "closed.json"
 _LEAST_SHARE, _LARGEST_SHARE = 1 / 8, 8
-_ENOUGH_TO_JUDGE = 4  # members on time, whose arrivals tell when the others will come
+# with so many members on time, one is overdue after six times their mean distance, and 2 % of the round
+_ENOUGH_TO_JUDGE, _OVERDUE, _LEAST_PAUSE = 4, 6.0, 0.02
 
 
 class Assignment(Record):
@@ -375,7 +376,7 @@ class Rounds:
                 return 0.0
             if arrived := sorted(member.at for member in on_time if member.manifest.site in sites):
                 reached = max(sorted(present.values())[needed - 1], arrived[0])
-                return max(0.0, reached + self._grace(reached - self._opened(number), arrived) - now)
+                return max(0.0, self._closing_time(reached, arrived) - now)
         missing = sorted(set(sites) - present.keys())
         reasons = [each.reason for each in self.refusals(number) if each.final]
         if not any(self.pending(site) for site in sites) and self.assignments(number):
@@ -392,13 +393,17 @@ class Rounds:
             )
         return None
 
-    def _grace(self, took: float, arrived: Sequence[float]) -> float:
-        """Return the grace window after a quorum that took some seconds.
+    def _closing_time(self, reached: float, arrived: Sequence[float]) -> float:
+        """Return when the grace window ends after a quorum; `arrived` are the members on time.
 
-        Once some members have come on time, the others are not awaited longer than those were apart.
+        Once some have come, it ends early when the next one is overdue by their usual distance.
         """
-        window = self.section.grace * max(0.0, took)
-        return min(window, arrived[-1] - arrived[0]) if len(arrived) >= _ENOUGH_TO_JUDGE else window
+        took = max(0.0, reached - self._opened(self.number))
+        end = reached + self.section.grace * took
+        if len(arrived) < _ENOUGH_TO_JUDGE:
+            return end
+        usual = (arrived[-1] - arrived[0]) / (len(arrived) - 1)
+        return min(end, max(reached, arrived[-1]) + max(_LEAST_PAUSE * took, _OVERDUE * usual))
 
     def _opened(self, number: int) -> float:
         return min((each.at for each in self.assignments(number).values()), default=self.clock())
