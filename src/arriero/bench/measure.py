@@ -56,7 +56,7 @@ class StepCounts:
 class Measured:
     """Measurements over all ranks; device and code are those of rank 0.
 
-    `memory_section` has the derived activation checkpointing.
+    `memory_section` has the derived activation checkpointing, `arithmetic` what other "auto" keys became.
     """
 
     device: DeviceInfo
@@ -67,6 +67,7 @@ class Measured:
     ranks: int
     micro_batch: int
     memory_section: MemorySection
+    arithmetic: Mapping[str, Any]
     flops_per_token: float
     recompute: Recompute
     timing: Timing
@@ -95,6 +96,7 @@ def measure(config: RunConfig, counts: StepCounts, trace: Path | None = None) ->
         ranks=world.size,
         micro_batch=session.resolved.micro_batch,
         memory_section=session.resolved.memory,
+        arithmetic=session.resolved.arithmetic,
         flops_per_token=clock.flops_per_token(),
         recompute=session.recompute,
         timing=Timing.of(clock.step_ms(), tokens, counts.warmup, clock.start_up_s),

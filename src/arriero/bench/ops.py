@@ -220,7 +220,7 @@ def build_one_layer(config: RunConfig, seq_len: int, precision: Precision) -> On
 
 
 def _float8(config: RunConfig) -> str:
-    return "tensorwise" if config.precision.float8 == "off" else config.precision.float8
+    return "tensorwise" if config.precision.float8 in ("off", "auto") else config.precision.float8
 
 
 def op_cases(layer: OneLayer, precision: Precision, request: OpsRequest) -> Iterator[OpCase]:

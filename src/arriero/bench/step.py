@@ -267,7 +267,7 @@ def resolve_mode(config: RunConfig, ranks: int) -> ResolvedMode:
     def decide() -> ResolvedMode:
         plan = arrange(config, World(0, ranks, 0, ranks))
         kernels = config.precision.kernels and usable_on(plan.device.torch_device)
-        decided = config.model_copy(update={"memory": plan.resolved.memory})
+        decided = plan.config.model_copy(update={"memory": plan.resolved.memory})
         mode = mode_of(decided, str(plan.dtype).removeprefix("torch."), plan.resolved.compiled, kernels)
         return ResolvedMode(mode, plan.device.torch_device.type, plan.device.name, describe_code())
 
@@ -329,7 +329,7 @@ def benchmark(
     # stored without the temporary directories, and with what "auto" became
     data = run.data.model_copy(update={"sources": config.data.sources})
     stored = run.model_copy(update={"run": config.run, "data": data, "memory": found.memory_section})
-    return _result(stored, name, counts, found, gate, documents)
+    return _result(stored.with_values(found.arithmetic), name, counts, found, gate, documents)
 
 
 def _spec(config: RunConfig) -> ModelSpec:

@@ -247,9 +247,9 @@ class OptimSection(Section):
     """Added to the square root of the second moment."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Momentum of 'muon' (default 0.95) and 'sgd' (default 0)."""
-    state: Literal["fp32", "bf16", "int8", "float8"] = "fp32"
+    state: Literal["fp32", "bf16", "int8", "float8", "auto"] = "fp32"
     """Precision of the optimizer state; 8-bit state has one scale per 256 elements. Below fp32 it uses
-    stochastic rounding."""
+    stochastic rounding. 'auto' is the fastest of fp32, bf16 and int8 that fits."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled weight decay of matrices; norms and biases have none, unless optim.groups gives them one."""
     groups: tuple[GroupSection, ...] = ()
@@ -372,10 +372,10 @@ class PrecisionSection(Section):
     or with linear layers in 8 bits ('int8') or 4 bits ('nf4') and a scale per 64 elements."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Precision of the gradient reduction over data-parallel ranks."""
-    float8: Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"] = "off"
+    float8: Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp", "auto"] = "off"
     """Float8 matmuls in the blocks' linear layers, with one scale per tensor (fastest) or per row;
     'rowwise_gw_hp' is per row with weight gradients in bf16. Rowwise scales, tensor parallelism,
-    float8_all_gather and AMD GPUs need torchao."""
+    float8_all_gather and AMD GPUs need torchao. 'auto' is 'tensorwise' where it is predicted to be faster."""
     float8_all_gather: bool = False
     """All-gather sharded weights as float8: half the traffic; needs 'tensorwise'."""
     float8_head: bool = False
@@ -402,10 +402,12 @@ class MemorySection(Section):
     blocks, 0 to 1). 'auto' is what fits by the memory estimate with the least recomputation."""
     ffn_tile: Positive | Literal[False] = False
     """Tokens per tile of the feed-forward layer, recomputed in the backward pass: for very long sequences."""
-    offload_activations: bool | Annotated[float, Field(gt=0, lt=1)] = False
-    """Offload activations to CPU memory: of all blocks, or of that share of them."""
-    offload_state: bool = False
-    """Offload sharded weights, gradients and optimizer state to CPU memory, where the optimizer runs."""
+    offload_activations: bool | Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = False
+    """Offload activations to CPU memory: of all blocks, or of that share of them. 'auto' does it where the
+    run else does not fit or is slower."""
+    offload_state: bool | Literal["auto"] = False
+    """Offload sharded weights, gradients and optimizer state to CPU memory, where the optimizer runs. 'auto'
+    does it where the run else does not fit or is slower."""
 
 
 class LoadSection(Section):

@@ -112,7 +112,7 @@ def transform_stage(
         model,
         memory.activation_checkpointing,
         spec.layers,
-        memory.offload_activations,
+        float(memory.offload_activations),
         keeps_rng=options.adapter is not None and options.adapter.dropout > 0,
     )
     _compile(model, spec, options, selective=True)

@@ -1,16 +1,18 @@
 """Plan degrees that are "auto" when a run is resolved, and predict the time and memory of a resolved run."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from arriero.config.keys import ConfigError, Problem
 from arriero.config.schema import RunConfig
+from arriero.plan.arithmetic import explained, handicap, open_keys, variants
 from arriero.plan.explain import time_facts
 from arriero.plan.hardware import Machine, cluster_for
 from arriero.plan.layout import AXES
 from arriero.plan.measured import cached_measurements
-from arriero.plan.rates import Rates
-from arriero.plan.resolve import Decision, Resolved, resolve
+from arriero.plan.rates import Rates, ranking_rates
+from arriero.plan.resolve import AS_STARTED, Decision, Resolved, resolve
 from arriero.plan.search import plan_run
 from arriero.plan.timing import step_time
 
@@ -40,6 +42,35 @@ def resolve_planned(config: RunConfig, machine: Machine, ranks: int) -> Resolved
     if not any(each.name == "layout" for each in decisions):
         decisions.append(Decision("layout", str(resolved.layout), reason))
     return replace(resolved, decisions=tuple(decisions))
+
+
+def resolve_arithmetic(config: RunConfig, machine: Machine, ranks: int, kept: Mapping[str, Any]) -> Resolved:
+    """Return the run with the best values of the keys that change its arithmetic and that are "auto".
+
+    A resumed run keeps those it was started with.
+    """
+    keys, rates = open_keys(config), ranking_rates(config, machine, ranks)
+    if all(key in kept for key in keys):
+        chosen = {key: kept[key] for key in keys}
+        run = resolve(config.with_values(chosen), machine, ranks, kept)
+        rows = [Decision(*explained(key, chosen, {})[:2], AS_STARTED) for key in keys]
+        return replace(run, decisions=(*run.decisions, *rows), arithmetic=chosen)
+    runs, errors = [], []
+    for values in variants(config, machine):
+        try:
+            run = resolve(config.with_values(values), machine, ranks, kept)
+        except ConfigError as error:
+            errors.append(error)
+            continue
+        runs.append((step_time(run.work(), rates).seconds, values, run))
+    if not runs:
+        raise errors[0]
+    # times are predicted for GPUs only
+    by_time = machine.is_gpu
+    _, chosen, run = min(runs, key=lambda each: each[0] * handicap(each[1].items())) if by_time else runs[0]
+    seconds = {tuple(values.values()): taken for taken, values, _ in runs if by_time}
+    rows = [Decision(*explained(key, chosen, seconds)) for key in keys]
+    return replace(run, decisions=(*run.decisions, *rows), arithmetic=chosen)
 
 
 def prediction(resolved: Resolved) -> dict[str, Any] | None:

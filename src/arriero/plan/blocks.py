@@ -131,7 +131,7 @@ def shared_work(config: RunConfig, spec: ModelSpec, compute: str) -> Work:
         async_tp=config.parallel.async_tp,
         ffn_tile=bool(config.memory.ffn_tile),
         offload_activations=float(config.memory.offload_activations),
-        offload_state=config.memory.offload_state,
+        offload_state=config.memory.offload_state is True,
     )
 
 

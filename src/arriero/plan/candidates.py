@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from arriero.config.fields import ActivationCheckpointing
 from arriero.config.schema import RunConfig
+from arriero.plan.arithmetic import described, handicap
 from arriero.plan.blocks import Work
 from arriero.plan.hardware import Cluster, Machine
 from arriero.plan.layout import AXES, Layout
@@ -15,7 +16,10 @@ from arriero.plan.timing import StepTime
 
 
 class Choice(NamedTuple):
-    """Everything that a candidate decides; `smaller_chunk` is a loss chunk below the default."""
+    """Everything that a candidate decides.
+
+    `smaller_chunk` is a loss chunk below the default, `arithmetic` are keys that the run file sets to "auto".
+    """
 
     layout: Layout
     schedule: str
@@ -23,6 +27,7 @@ class Choice(NamedTuple):
     choices: Choices
     micro_batch: int
     smaller_chunk: int | None = None
+    arithmetic: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         layout, choices = self.layout, self.choices
@@ -35,7 +40,7 @@ class Choice(NamedTuple):
         parts.append(f"micro-batch {self.micro_batch}")
         parts += [] if choices.checkpointing.kind == "none" else [f"checkpointing {choices.checkpointing}"]
         parts += [f"loss chunk {self.smaller_chunk}"] if self.smaller_chunk else []
-        return ", ".join(parts)
+        return ", ".join([*parts, *described(self.arithmetic)])
 
     @property
     def checkpointing(self) -> ActivationCheckpointing:
@@ -52,7 +57,7 @@ class Choice(NamedTuple):
             named = "always" if choices.reshard else "never"
             keys["parallel.reshard"] = named if isinstance(choices.reshard, bool) else choices.reshard
         keys |= {"parallel.sync": choices.sync, "train.micro_batch": self.micro_batch}
-        keys["memory.activation_checkpointing"] = choices.checkpointing
+        keys |= {"memory.activation_checkpointing": choices.checkpointing, **dict(self.arithmetic)}
         return keys | ({"memory.loss_chunk": self.smaller_chunk} if self.smaller_chunk else {})
 
 
@@ -80,7 +85,7 @@ class Candidate:
         """The key of the ranking: seconds of a step to four digits, then fewer axes, then less memory."""
         layout = self.choice.layout
         axes = sum(degree > 1 for degree in (layout.tp, layout.cp, layout.pp, layout.dp_replicate))
-        return float(f"{self.time.seconds:.4g}"), axes, self.memory
+        return float(f"{handicap(self.choice.arithmetic) * self.time.seconds:.4g}"), axes, self.memory
 
 
 class Rejection(NamedTuple):

@@ -170,6 +170,7 @@ def candidate_facts(candidate: Candidate) -> dict[str, Any]:
         "reshard": choice.keys.get("parallel.reshard", "auto"),
         "sync": choice.choices.sync,
         "activation_checkpointing": str(choice.checkpointing),
+        "arithmetic": dict(choice.arithmetic),
         "micro_batch": choice.micro_batch,
         "gradient_accumulation": candidate.work.micro_batches,
         "memory_bytes": candidate.memory,

@@ -10,6 +10,7 @@ from arriero.config.keys import ConfigError, Problem
 from arriero.config.schema import MemorySection, ParallelSection, RunConfig
 from arriero.config.timeline import Phase, Timeline
 from arriero.model.spec import ModelSpec
+from arriero.plan.arithmetic import open_keys
 from arriero.plan.blocks import Work
 from arriero.plan.choose import Chooser, Setting, loss_chunk, micro_batch_sizes
 from arriero.plan.hardware import Machine
@@ -20,7 +21,7 @@ from arriero.plan.rules import Compute, Draft, checkpointing_problems, device_pr
 from arriero.units import Span, counted, human_bytes
 
 _LEAST_MEMORY = "the rank with the least free memory decides"
-_AS_STARTED = "as the run was started"
+AS_STARTED = "as the run was started"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Resolved:
 
     `stages` are the blocks of each pipeline stage of the whole model; `shares` and `estimates` have one entry
     per phase. `sync` and `reshard` are those of [parallel]: True frees gathered weights after forward. `kept`
-    are the settings that a resumed run was started with.
+    are the settings that a resumed run was started with, `arithmetic` the chosen values of open keys.
     """
 
     config: RunConfig
@@ -69,6 +70,7 @@ class Resolved:
     compute: Compute
     decisions: tuple[Decision, ...]
     kept: Mapping[str, Any] = field(default_factory=dict)
+    arithmetic: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def micro_batch(self) -> int:
@@ -102,6 +104,7 @@ class Resolved:
             "memory.activation_checkpointing": str(self.activation_checkpointing),
             "memory.loss_chunk": self.loss_chunk,
             "parallel.sync": self.sync,
+            **self.arithmetic,
         }
 
     def work(self, phase: int = 0) -> Work:
@@ -125,11 +128,13 @@ class Resolved:
         machine = replace(self.machine, memory_free=free, memory_total=total)
         other = resolve(self.config, machine, self.layout.ranks, self.kept)
         values = {decision.name: decision.value for decision in self.decisions}
+        missing = values.keys() - {decision.name for decision in other.decisions}
         decisions = [
             each if values.get(each.name) == each.value else replace(each, reason=_LEAST_MEMORY)
             for each in other.decisions
         ]
-        return replace(other, decisions=tuple(decisions))
+        decisions += [each for each in self.decisions if each.name in missing]
+        return replace(other, decisions=tuple(decisions), arithmetic=self.arithmetic)
 
 
 def resolve(
@@ -140,6 +145,10 @@ def resolve(
     `kept` are the `open_settings` that a resumed run was started with; it keeps them if it has the same
     layout and they still fit. A pure function of its arguments, cheap enough to call for many layouts.
     """
+    if open_keys(config):
+        from arriero.plan.auto import resolve_arithmetic
+
+        return resolve_arithmetic(config, machine, ranks, kept or {})
     if any(getattr(config.parallel, axis) == "auto" for axis in AXES):
         # planned degrees are resolved by this function, so it cannot import the planner first
         from arriero.plan.auto import resolve_planned
@@ -258,7 +267,7 @@ def _memory_decisions(
     def reason(key: str, value: object, why: str) -> str:
         if value not in ("auto", None):
             return "as configured"
-        return _AS_STARTED if key in kept else why
+        return AS_STARTED if key in kept else why
 
     for phase, share in zip(Timeline.of(config).phases, shares, strict=True):
         why = f"{share.sequences // share.micro_batch} micro-batches keep {draft.layout.pp} ranks busy"
@@ -294,7 +303,7 @@ def _fsdp_decisions(
         why = "least communication"
         if choices.sync == "each":
             why = "whole gradients of a step would not fit, or adding them up takes longer than reducing"
-        why = _AS_STARTED if "parallel.sync" in kept else why
+        why = AS_STARTED if "parallel.sync" in kept else why
         when = "after each micro-batch" if choices.sync == "each" else "after the last micro-batch"
         yield Decision("reduce gradients", when, _reason(parallel.sync, why))
     value = f"to groups of {choices.reshard}"

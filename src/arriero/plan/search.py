@@ -17,6 +17,7 @@ from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
+from arriero.plan.arithmetic import variants
 from arriero.plan.candidates import Candidate, Choice, Constraint, Plan, Rejection
 from arriero.plan.choose import Chooser, loss_chunk, micro_batch_sizes, preferred
 from arriero.plan.hardware import Cluster, Machine
@@ -46,6 +47,7 @@ class _Search:
     rates: Rates
     rejected: dict[str, list[Any]] = field(default_factory=dict)
     least: float = inf
+    arithmetic: tuple[tuple[str, Any], ...] = ()
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -110,8 +112,10 @@ def plan_run(
     search.constraints = _constraints(search, fix or {}, most or {})
     layouts = _layouts(search)
     found: list[Candidate] = []
-    for layout in layouts:
-        found += _without_wasteful(search, list(_candidates_of(search, layout)))
+    for values in variants(config, machine):
+        search.config, search.arithmetic = config.with_values(values), tuple(values.items())
+        for layout in layouts:
+            found += _without_wasteful(search, list(_candidates_of(search, layout)))
     considered = len(found) + sum(count for _, count, _ in search.rejected.values())
     found.sort(key=lambda each: each.rank)
     checked = tuple(_checked(search, found, keep))
@@ -242,7 +246,7 @@ def _candidates_in(search: _Search, layout: Layout, schedule: str, per_rank: int
     default = loss_chunk(draft)
     for choices, (size, *_), needed in Chooser(draft, sizes, search.rates, exclude=search.exclude).settings():
         chunk = choices.chunk if choices.chunk != default else None
-        choice = Choice(layout, schedule, per_rank, choices, size, chunk or None)
+        choice = Choice(layout, schedule, per_rank, choices, size, chunk or None, search.arithmetic)
         if needed > search.usable:
             search.too_large(choice.__str__, needed)
             continue

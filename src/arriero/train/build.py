@@ -210,7 +210,7 @@ def model_options(plan: Arrangement) -> ModelOptions:
         reduce=torch.bfloat16 if config.precision.reduce == "bf16" else torch.float32,
         reshard=plan.resolved.reshard,
         prefetch=parallel.prefetch,
-        offload=config.memory.offload_state,
+        offload=config.memory.offload_state is True,
     )
     return ModelOptions(
         sharding=sharding,

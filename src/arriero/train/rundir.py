@@ -165,7 +165,8 @@ def _differences(there: RunConfig, here: RunConfig) -> dict[str, tuple[str, str]
         old, new = (getattr(config, section).model_dump(mode="json") for config in (there, here))
         for name in new:
             key = f"{section}.{name}"
-            if section not in _FREE_SECTIONS and key not in _FREE and old[name] != new[name]:
+            same = new[name] in (old[name], "auto")
+            if section not in _FREE_SECTIONS and key not in _FREE and not same:
                 changed[key] = toml_value(old[name]), toml_value(new[name])
     return changed
 
