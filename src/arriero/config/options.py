@@ -51,6 +51,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 
 
 _VALUES = {"bool": "", "int": "N", "float": "N", "str": "TEXT", "path": "PATH", "Path": "PATH"}
+_LONG = 20  # choices that leave no room for the help on 80 columns
 
 
 def _named(parameter: Any, ctx: Any) -> Any:
@@ -63,6 +64,8 @@ def _named(parameter: Any, ctx: Any) -> Any:
         parameter.display_type_rich = lambda ctx: None  # noqa: ARG005
     elif kind in _VALUES and parameter.metavar is None:
         parameter.metavar = _VALUES[kind]
+    elif len(kind) > _LONG and parameter.metavar is None and parameter.param_type_name == "option":
+        parameter.metavar, parameter.help = "NAME", f"{parameter.help} One of {kind.replace('|', ', ')}."
     return parameter
 
 
