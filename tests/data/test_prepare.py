@@ -107,6 +107,7 @@ import os, signal, sys
 from pathlib import Path
 from arriero.data.prepare import planning as preparation
 from arriero.data.prepare import prepare as preparing
+from arriero.data.prepare import shard
 
 left = int(sys.argv[1])
 
@@ -120,7 +121,7 @@ def dying(original):
     return step
 
 os.fsync, Path.replace, Path.mkdir = dying(os.fsync), dying(Path.replace), dying(Path.mkdir)
-preparing.ShardEncoding.encode = dying(preparing.ShardEncoding.encode)
+shard.ShardEncoding.encode = dying(shard.ShardEncoding.encode)
 preparing.shutil.rmtree = dying(preparing.shutil.rmtree)
 corpus, directory, tokenizer = map(Path, sys.argv[2:])
 preparing.prepare(
