@@ -116,11 +116,15 @@ def last_record(path: Path, name: str) -> dict[str, Any]:
     return {}
 
 
-def warn(text: str) -> None:
-    """Print a warning to stderr, which may itself be on a full disk."""
+def say(text: str) -> None:
+    """Print a line to stderr at once; it may itself be on a full disk."""
     with suppress(OSError, ValueError):
-        sys.stderr.write(f"warning: {text}\n")
+        sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
+
+
+def warn(text: str) -> None:
+    say(f"warning: {text}")
 
 
 class Output:

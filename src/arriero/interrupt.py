@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
+from arriero.events import say
+
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 HEARD = (*STOPPING, signal.SIGUSR1)
 # Slurm and the supervisor of a job may both send SIGTERM: one request, not two
@@ -129,9 +131,7 @@ class Requests:
 
     def _print(self, text: str) -> None:
         if self._prints:
-            with suppress(OSError, ValueError):
-                sys.stderr.write(f"{text}\n")
-                sys.stderr.flush()
+            say(text)
 
 
 class _Insistence:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -26,7 +25,7 @@ from arriero.config.options import Sets
 from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
 from arriero.errors import UserError
-from arriero.events import EVENTS, STOPPED, EventLog, events_since
+from arriero.events import EVENTS, STOPPED, EventLog, events_since, say
 from arriero.launch.allocation import Allocation, Local, Step, StepResult
 from arriero.launch.failures import USER_ERROR, Failures, Heartbeat, Nodes
 from arriero.plan.layout import AXES
@@ -308,10 +307,7 @@ def supervise(
 
 
 def print_line(text: str) -> None:
-    """Print to standard error at once: a job's output is read while it runs."""
-    with suppress(OSError):
-        sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-        sys.stderr.flush()
+    say(f"{time.strftime('%H:%M:%S')} {text}")
 
 
 def failing_nodes(run_dir: Path, checks: Sequence[str] = (), wrap: str = "") -> dict[str, str]:
