@@ -22,134 +22,111 @@ Name = Annotated[str, Field(pattern=r"^[a-z][a-zA-Z0-9-]*$", max_length=40)]
 
 
 class FederationSection(Section):
-    name: Name = Field("federation", description="Name of the federation; its directory is DIR/NAME.")
-    dir: str = Field("federations", description="Where the coordinator keeps the state of federations.")
-    rounds: Positive = Field(
-        10,
-        description="Number of rounds. In asynchronous mode a round is as many updates as there are sites.",
-    )
-    tokens: Progress = Field(
-        "500 steps",
-        validate_default=True,
-        description="What each site trains in a round, on average: tokens, or steps of its own batch.",
-    )
-    model: str | None = Field(
-        None,
-        description="The first global model: a checkpoint, run or model in any format. Without it, the "
-        "initial weights of the first site's run file.",
-    )
-    tokenizer: str | None = Field(
-        None,
-        description="A tokenizer.json that is copied beside the global model; sites whose data has another "
-        "tokenizer are rejected.",
-    )
-    mode: Literal["synchronous", "quorum", "asynchronous"] = Field(
-        "quorum",
-        description="'synchronous' waits for all sites. 'quorum' closes a round when enough sites have "
-        "answered and the grace window has passed. 'asynchronous' updates the global model with each member.",
-    )
-    quorum: Annotated[float, Field(gt=0, le=1)] | Positive = Field(
-        0.5, description="Sites whose members suffice in mode 'quorum': a share below 1.0, or a number."
-    )
-    grace: Annotated[float, Field(ge=0)] = Field(
-        0.25,
-        description="Grace window of mode 'quorum', as a fraction of the time that the quorum took.",
-    )
-    deadline: AnySpan = Field(
-        "1d",
-        validate_default=True,
-        description="Wall time after which a round that lacks members stops the federation with an error.",
-    )
-    late: Literal["merge", "discard"] = Field(
-        "merge", description="What happens to a member that arrives after its round has closed."
-    )
-    staleness: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.5, description="Factor on the weight of a member per round that it is late."
-    )
-    max_staleness: Positive = Field(3, description="A member that is more rounds late is discarded.")
-    balance: bool = Field(
-        True, description="Divide the tokens of a round by the measured speed and queue time of the sites."
-    )
-    weighting: Literal["tokens", "uniform", "given"] = Field(
-        "tokens", description="Weight of a member: its trained tokens, one, or `weight` of its site."
-    )
-    outlier: Annotated[float, Field(gt=1)] | Literal[False] = Field(
-        10.0,
-        description="Refuse a delta whose norm per square root of its tokens exceeds the median of the "
-        "others by this factor; false accepts any finite delta.",
-    )
-    retries: Annotated[int, Field(ge=0)] = Field(
-        3, description="How often the round of a site that failed is started again."
-    )
+    name: Name = "federation"
+    """Name of the federation; its directory is DIR/NAME."""
+    dir: str = "federations"
+    """Where the coordinator keeps the state of federations."""
+    rounds: Positive = 10
+    """Number of rounds. In asynchronous mode a round is as many updates as there are sites."""
+    tokens: Progress = Field("500 steps", validate_default=True)
+    """What each site trains in a round, on average: tokens, or steps of its own batch."""
+    model: str | None = None
+    """The first global model: a checkpoint, run or model in any format. Without it, the initial weights of
+    the first site's run file."""
+    tokenizer: str | None = None
+    """A tokenizer.json that is copied beside the global model; sites whose data has another tokenizer are
+    rejected."""
+    mode: Literal["synchronous", "quorum", "asynchronous"] = "quorum"
+    """'synchronous' waits for all sites. 'quorum' closes a round when enough sites have answered and the
+    grace window has passed. 'asynchronous' updates the global model with each member."""
+    quorum: Annotated[float, Field(gt=0, le=1)] | Positive = 0.5
+    """Sites whose members suffice in mode 'quorum': a share below 1.0, or a number."""
+    grace: Annotated[float, Field(ge=0)] = 0.25
+    """Grace window of mode 'quorum', as a fraction of the time that the quorum took."""
+    deadline: AnySpan = Field("1d", validate_default=True)
+    """Wall time after which a round that lacks members stops the federation with an error."""
+    late: Literal["merge", "discard"] = "merge"
+    """What happens to a member that arrives after its round has closed."""
+    staleness: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Factor on the weight of a member per round that it is late."""
+    max_staleness: Positive = 3
+    """A member that is more rounds late is discarded."""
+    balance: bool = True
+    """Divide the tokens of a round by the measured speed and queue time of the sites."""
+    weighting: Literal["tokens", "uniform", "given"] = "tokens"
+    """Weight of a member: its trained tokens, one, or `weight` of its site."""
+    outlier: Annotated[float, Field(gt=1)] | Literal[False] = 10.0
+    """Refuse a delta whose norm per square root of its tokens exceeds the median of the others by this
+    factor; false accepts any finite delta."""
+    retries: Annotated[int, Field(ge=0)] = 3
+    """How often the round of a site that failed is started again."""
 
 
 class OuterSection(Section):
-    optimizer: OuterName = Field(
-        "nesterov", description="'nesterov' (DiLoCo), 'fedavg' (the plain mean with lr 1) or 'fedadam'."
-    )
-    lr: Annotated[float, Field(gt=0)] | None = Field(
-        None,
-        description="Outer learning rate. Default: 1 - momentum / 3 for nesterov, which is 0.7 with momentum "
-        "0.9; 1 for fedavg, 0.01 for fedadam.",
-    )
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        None,
-        description="Momentum of nesterov, beta1 of fedadam. Default: 0.9 for fedadam; for nesterov 0.9 x "
-        "rounds / (rounds + 30), because momentum that outlives the rounds only delays them.",
-    )
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.99, description="beta2 of fedadam.")
-    eps: Annotated[float, Field(gt=0)] = Field(1e-3, description="Epsilon of fedadam.")
-    codec: Codec = Field(
-        "bf16",
-        description="What a site ships: its delta in 'bf16', its delta in 'int8' with a scale per 256 "
-        "elements, or its weights in 'fp32'.",
-    )
-    inner: Literal["continue", "reset"] = Field(
-        "continue",
-        description="Whether a site's optimizer state continues over rounds or is reset. Schedule and data "
-        "position always continue. Neither is ever shipped.",
-    )
+    optimizer: OuterName = "nesterov"
+    """'nesterov' (DiLoCo), 'fedavg' (the plain mean with lr 1) or 'fedadam'."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Outer learning rate. Default: 1 - momentum / 3 for nesterov, which is 0.7 with momentum 0.9; 1 for
+    fedavg, 0.01 for fedadam."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Momentum of nesterov, beta1 of fedadam. Default: 0.9 for fedadam; for nesterov 0.9 x rounds / (rounds +
+    30), because momentum that outlives the rounds only delays them."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """beta2 of fedadam."""
+    eps: Annotated[float, Field(gt=0)] = 1e-3
+    """Epsilon of fedadam."""
+    codec: Codec = "bf16"
+    """What a site ships: its delta in 'bf16', its delta in 'int8' with a scale per 256 elements, or its
+    weights in 'fp32'."""
+    inner: Literal["continue", "reset"] = "continue"
+    """Whether a site's optimizer state continues over rounds or is reset. Schedule and data position always
+    continue. Neither is ever shipped."""
 
 
 class SiteSection(Section):
-    name: Name = Field(description="Name of the site.")
-    run_file: str = Field(description="Run file of the site, with its own layout and data.")
-    set: tuple[str, ...] = Field((), description="Overrides of the run file, as for --set.")
-    data: tuple[str, ...] = Field(
-        (), description="Datasets at the site, in place of the run file's data.sources."
-    )
-    prompt: str | None = Field(
-        None, description="Text put before each document of `data`, excluded from the loss."
-    )
-    work: str | None = Field(
-        None, description="Work directory; required with host, else by default DIR/NAME/sites/SITE."
-    )
-    host: str | None = Field(None, description="Login node, reached by ssh; this machine if not given.")
-    port: Annotated[int, Field(gt=0, lt=2**16)] = Field(22, description="Port of ssh.")
-    user: str | None = Field(None, description="User name at the host.")
-    key: str | None = Field(None, description="Private key file for ssh.")
-    known_hosts: str | None = Field(
-        None,
-        description="File with the host's key, which is always checked; ~/.ssh/known_hosts if not given.",
-    )
-    command: str = Field("arriero", description="How `arriero` is called at the site.")
-    profile: str | None = Field(
-        None, description="Site profile of `arriero launch`: rounds are Slurm jobs. Without it, a process."
-    )
-    nodes: Positive = Field(1, description="Nodes of a Slurm job.")
-    nproc: Positive = Field(1, description="Ranks of a process without a profile.")
-    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="Weight for weighting = 'given'.")
-    bandwidth: str | None = Field(
-        None, description="Bandwidth to the coordinator for `fed plan`, such as '10 Gbit/s'."
-    )
+    name: Name
+    """Name of the site."""
+    run_file: str
+    """Run file of the site, with its own layout and data."""
+    set: tuple[str, ...] = ()
+    """Overrides of the run file, as for --set."""
+    data: tuple[str, ...] = ()
+    """Datasets at the site, in place of the run file's data.sources."""
+    prompt: str | None = None
+    """Text put before each document of `data`, excluded from the loss."""
+    work: str | None = None
+    """Work directory; required with host, else by default DIR/NAME/sites/SITE."""
+    host: str | None = None
+    """Login node, reached by ssh; this machine if not given."""
+    port: Annotated[int, Field(gt=0, lt=2**16)] = 22
+    """Port of ssh."""
+    user: str | None = None
+    """User name at the host."""
+    key: str | None = None
+    """Private key file for ssh."""
+    known_hosts: str | None = None
+    """File with the host's key, which is always checked; ~/.ssh/known_hosts if not given."""
+    command: str = "arriero"
+    """How `arriero` is called at the site."""
+    profile: str | None = None
+    """Site profile of `arriero launch`: rounds are Slurm jobs. Without it, a process."""
+    nodes: Positive = 1
+    """Nodes of a Slurm job."""
+    nproc: Positive = 1
+    """Ranks of a process without a profile."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight for weighting = 'given'."""
+    bandwidth: str | None = None
+    """Bandwidth to the coordinator for `fed plan`, such as '10 Gbit/s'."""
 
 
 class FederationConfig(Section):
-    federation: FederationSection = Field(
-        default_factory=FederationSection, description="Rounds, tokens and how a round closes."
-    )
-    outer: OuterSection = Field(default_factory=OuterSection, description="The outer optimizer.")
-    sites: Annotated[tuple[SiteSection, ...], Field(min_length=1)] = Field(description="The sites.")
+    federation: FederationSection = Field(default_factory=FederationSection)
+    """Rounds, tokens and how a round closes."""
+    outer: OuterSection = Field(default_factory=OuterSection)
+    """The outer optimizer."""
+    sites: Annotated[tuple[SiteSection, ...], Field(min_length=1)]
+    """The sites."""
 
     def site(self, name: str) -> SiteSection | None:
         return next((site for site in self.sites if site.name == name), None)
@@ -293,16 +270,3 @@ def with_numbers(outer: OuterSection, rounds: int) -> OuterSection:
     if lr is None:
         lr = 0.01 if outer.optimizer == "fedadam" else round(1 - momentum / 3, 3)
     return outer.model_copy(update={"momentum": momentum, "lr": lr})
-
-
-def keys(section: type[BaseModel] = FederationConfig, prefix: str = "") -> list[tuple[str, str, str]]:
-    """Return key, default and meaning of every key, for the documentation."""
-    rows = []
-    for name, field in section.model_fields.items():
-        inner = section_of(field.annotation)
-        if inner is not None:
-            rows += keys(inner, f"{prefix}{name}.")
-            continue
-        default = "required" if field.is_required() else field.get_default()
-        rows.append((f"{prefix}{name}", "none" if default is None else str(default), field.description or ""))
-    return rows
