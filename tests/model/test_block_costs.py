@@ -17,7 +17,7 @@ from arriero.model.costs import (
 from arriero.model.family import build_model, families, register_model
 from arriero.model.language_model import LanguageModel
 from arriero.model.llama.module import Llama
-from arriero.model.presets import load_preset
+from arriero.model.presets import load_preset, resolve
 from arriero.model.spec import flops_per_token
 from memory_gauge import LiveTensors
 
@@ -171,3 +171,10 @@ def block_memory_of_an_unknown_family(spec, mode):
         return block_memory(replace(spec, family="unknown"), mode)
     finally:
         del families()["unknown"]
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 20, 256])
+def test_a_mixer_is_traced_whatever_its_chunks_are(chunk):
+    """The operators of a traced block must not depend on the length."""
+    spec = resolve("mamba2-test", {"extra": {"chunk": chunk}})
+    assert block_costs(spec, compiled=False).shapes == block_shapes(load_preset("mamba2-test"))

@@ -19,6 +19,7 @@ _SCAN = ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 _CONV = ("causal_conv1d", "causal_conv1d_fn")
 # relative difference of bf16 results that counts as equal
 _TOLERANCE = 2e-2
+_LONG = 16 * CHUNK
 
 
 def convolve(x_BTC: Tensor, taps_CK: Tensor, bias_C: Tensor | None, document_BT: Tensor | None) -> Tensor:
@@ -32,7 +33,9 @@ def scan(inputs: ScanInputs, chunk: int) -> tuple[Tensor, Tensor]:
     """Return the results of the scan, and the states after the last token in fp32."""
     if inputs.x_BTHP.is_cuda and _agrees(*_SCAN):
         return _kernel_scan(inputs, chunk)
-    return chunked_scan(inputs, min(chunk, CHUNK))
+    # in long sequences smaller chunks would only mean more states
+    is_long = inputs.x_BTHP.shape[1] >= _LONG
+    return chunked_scan(inputs, CHUNK if is_long else min(chunk, CHUNK))
 
 
 # compiled code calls the kernels as they are: their autograd functions cannot be traced
