@@ -228,8 +228,8 @@ def _shipped(name: str) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not a TOML file: {error}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a TOML file: {error}", "correct it, or make it readable") from None
 
 
 def _validated(name: str, table: Mapping[str, Any], where: str) -> Site:
