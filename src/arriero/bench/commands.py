@@ -232,6 +232,8 @@ def matrix(
 
     Example: arriero bench matrix --models gpt2-1.5b --layouts '1 process' --modes bf16,compile
     """
+    from torch.cuda import device_count
+
     from arriero.bench.matrix import LAYOUTS, MODELS, MODES, Matrix, MatrixRequest, run_cells
     from arriero.bench.matrix import matrix_html as html
     from arriero.bench.matrix import matrix_markdown as markdown
@@ -244,7 +246,7 @@ def matrix(
         warmup=warmup,
         accumulate=accumulate,
         small=small,
-        devices=0 if small else _gpu_count(),
+        devices=0 if small else device_count(),
         sets=sets,
         folder=out,
         timeout=timeout,
@@ -283,12 +285,6 @@ def chosen(option: str, given: str, known: Sequence[str]) -> list[str]:
                 f"choose from {', '.join(known)}",
             )
     return wanted or list(known)
-
-
-def _gpu_count() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _cell_line(cell: "Cell") -> str:
@@ -422,9 +418,6 @@ def compare(
     """
     from arriero.bench.result import compare_results, read_results, replace_section, tables
 
-    for path in results:
-        if not path.exists():
-            raise UserError(f"{path} cannot be read: it does not exist", "give a result of bench step")
     found = read_results(results)
     if write is not None:
         try:

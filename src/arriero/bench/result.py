@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from arriero.errors import UserError
+from arriero.errors import UserError, first_problem
 from arriero.model.spec import FLOP_FORMULAS, OLD_FORMULA_NAMES
 from arriero.ui import markdown_table
 
@@ -44,10 +44,8 @@ class Stored(Part):
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error})", f"give a file of `{cls.MADE_BY}`") from None
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "it"
             raise UserError(
-                f"{path} is not a benchmark result of this version ({where}: {first['msg']})",
+                f"{path} is not a benchmark result of this version ({first_problem(error.errors())})",
                 f"measure again with `{cls.MADE_BY}`",
             ) from None
 
