@@ -113,6 +113,7 @@ def _prepared(
     if not _WEIGHTS.isdisjoint(files):
         yield Upload(files, text)
         return
+    found.require_weights("upload the PEFT directory RUN/adapter with `hf upload`")
     console = make_console(as_json=True)
     with tempfile.TemporaryDirectory(prefix="arriero-push-") as folder:
         chosen = DTYPES[dtype] if dtype else None

@@ -26,7 +26,9 @@ class Section:
     note: str = ""
 
     def __str__(self) -> str:
-        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
+        # commands stand between backquotes
+        text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(self.note))
+        note = f'<p class="note">{text}</p>' if text else ""
         return f"<section><h2>{escape(self.title)}</h2>{note}{self.body}</section>"
 
 

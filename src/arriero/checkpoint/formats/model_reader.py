@@ -65,11 +65,11 @@ class ModelReader:
         """The adapter that is not part of the weights."""
         return self.adapter if self.adapter is not None and not self.adapter.settings.merges else None
 
-    def require_weights(self) -> None:
+    def require_weights(self, todo: str = "use --to peft, or name its base model") -> None:
         """Raise UserError if weights alone are not the model."""
         if (adapter := self.unmerged) is not None:
             what = f"{self.where} has {adapter.settings.label}, which cannot be merged into weights"
-            raise UserError(what, "use --to peft, or name its base model")
+            raise UserError(what, todo)
 
     def read_slice(self, name: str, slices: Slices) -> Tensor:
         return self.load(name)[slices] if self.load_slice is None else self.load_slice(name, slices)
