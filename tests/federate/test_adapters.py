@@ -114,3 +114,11 @@ def test_sites_with_other_adapters_are_rejected(adapters, tmp_path):
     path.write_text(path.read_text().replace("rank = 4", "rank = 2"))
     with pytest.raises(UserError, match="different adapters"):
         coordinator.prepare()
+
+
+def test_an_adapter_of_another_scale_is_rejected(adapters, tmp_path):
+    model = adapters("a", "").rounds.model(0)
+    sets = [f"checkpoint.adapter_from='{model}'", "lora.alpha=99", "train.horizon='1 steps'"]
+    config = load_run(tmp_path / "a.toml", [*sets, f"run.dir='{tmp_path / 'plain'}'"], expand).config
+    with pytest.raises(UserError, match=r"rank 4, alpha 16.*, and the run has another"):
+        run(config)
