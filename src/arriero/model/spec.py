@@ -258,7 +258,7 @@ def _take_scaling(value: object, good: dict[str, Any], problems: dict[str, str])
     elif wrong := [n for n, v in value.items() if not _is_a(v, kinds[n])]:
         problems["rope_scaling"] = f"rope_scaling has a wrong {', '.join(wrong)}: {dict(value)!r}"
     else:
-        reals = {
+        reals: dict[str, Any] = {
             n: _as_float(v) if n in (*_SCALING_NUMBERS, "attention_factor") and v is not None else v
             for n, v in value.items()
         }
@@ -266,7 +266,8 @@ def _take_scaling(value: object, good: dict[str, Any], problems: dict[str, str])
         if not length.is_integer():
             problems["rope_scaling"] = f"original_max_seq_len must be a whole number, not {length!r}"
             return
-        good["rope_scaling"] = RopeScaling(**{**reals, "original_max_seq_len": int(length)})
+        reals["original_max_seq_len"] = int(length)
+        good["rope_scaling"] = RopeScaling(**reals)
 
 
 def _is_a(value: object, kind: Any) -> bool:

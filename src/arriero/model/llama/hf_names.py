@@ -85,11 +85,11 @@ def _rope(config: Mapping[str, Any], table: Any, where: str) -> dict[str, Any]:
 
 def _attention_factor(table: Mapping[str, Any]) -> Any:
     """Return yarn's factor of the attention; mscale and mscale_all_dim are another way to give it."""
-    given, scales = table.get("attention_factor"), [table.get(n) for n in ("mscale", "mscale_all_dim")]
-    factor = table.get("factor")
+    given, factor = table.get("attention_factor"), table.get("factor")
+    scales: list[Any] = [table.get(name) for name in ("mscale", "mscale_all_dim")]
     if given is not None or not all(isinstance(x, int | float) and x for x in (*scales, factor)):
         return given
-    over, under = (0.1 * scale * math.log(max(1.0, factor)) + 1.0 for scale in scales)
+    over, under = (0.1 * scale * math.log(max(1.0, float(factor or 1.0))) + 1.0 for scale in scales)
     return over / under
 
 
