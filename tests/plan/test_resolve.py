@@ -335,7 +335,7 @@ def test_a_model_that_cannot_fit_is_rejected():
     found = problems(base=LARGE, machine=small)
     assert [p.key for p in found] == ["memory"]
     assert found[0].what.startswith("a rank needs ") and "are free" in found[0].what
-    assert found[0].todo.startswith("start 4 ranks, on which it fits with parallel.pp = 2, tp = 2")
+    assert found[0].todo.startswith("start 4 ranks, on which it fits with parallel.tp = 4")
     planned = resolved("parallel=auto", base=LARGE, machine=small, ranks=4)
     assert planned.predicted_bytes < small.memory_free
     assert resolved(base=LARGE, machine=small, ranks=64).shares[0].sequences == 8

@@ -35,6 +35,10 @@ class ActivationCheckpointing:
     mode: BlockMode = "full"
     rest: BlockMode = "none"
 
+    def __hash__(self) -> int:
+        # a Fraction's own hash is slow, and the planner looks settings up in caches
+        return hash((self.kind, self.amount.numerator, self.amount.denominator, self.mode, self.rest))
+
     def __str__(self) -> str:
         if self.kind == "budget":
             return f"budget:{float(self.amount)}"

@@ -4,7 +4,7 @@ Imports no torch.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from arriero.config.fields import ActivationCheckpointing
 from arriero.config.schema import RunConfig
@@ -64,6 +64,12 @@ class Work:
     fused_qkv: bool = False
     fused_float8: bool = False
     early_stop: bool = True
+
+    def varied(self, **values: Any) -> "Work":
+        """Return the step with other values; faster than `replace`, because a search makes so many."""
+        other = object.__new__(Work)
+        vars(other).update(vars(self), **values)
+        return other
 
     @property
     def optimizer(self) -> str:

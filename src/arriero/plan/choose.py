@@ -170,7 +170,7 @@ class Chooser:
         Memory is almost linear in the number of blocks with the mode that keeps less.
         """
         layers, usable, work = self.draft.spec.layers, self.usable, self.draft.work(base, size)
-        seconds = {each: block_seconds(replace(work, checkpointing=each), self.rates) for each in found}
+        seconds = {each: block_seconds(work.varied(checkpointing=each), self.rates) for each in found}
         mixes = []
         for less, more in product(found, found):
             small, large = found[less].bytes, found[more].bytes

@@ -6,7 +6,7 @@ moment; `tests/plan/test_measured_memory.py` compares it with measurements. See 
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from math import prod
@@ -45,17 +45,12 @@ USABLE = 0.97
 _USABLE_ON_CPU = 0.9
 
 Parts = dict[str, float]
-# what `with_choices` keeps
-_INDEPENDENT = (
-    "_per_rank",
-    "_uses_fsdp",
-    "_gradient_bytes",
-    "_vocabulary",
-    "_largest_matrix",
-    "_block_sizes",
-    "_held_blocks",
-    "_block",
+_PARTS = (
+    *("weights", "optimizer state", "gradients", "activations", "gathered weights", "working memory", "loss"),
+    *("workspace", "communication"),
 )
+# what `with_choices` must compute again
+_DEPENDENT = {"_stages", "state_parts"}
 
 
 def usable_bytes(free: int, on_gpu: bool) -> float:
@@ -129,8 +124,12 @@ class MemoryEstimate:
 
     def with_choices(self, choices: Choices) -> "MemoryEstimate":
         """Return the estimate of other choices; it keeps the sizes that do not depend on them."""
-        other = replace(self, choices=choices)
-        vars(other).update({name: value for name, value in vars(self).items() if name in _INDEPENDENT})
+        # without __init__: a search makes ten thousands of them
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        for name in _DEPENDENT & vars(self).keys():
+            del vars(other)[name]
+        vars(other)["choices"] = choices
         return other
 
     @property
@@ -153,59 +152,79 @@ class MemoryEstimate:
 
     def bytes(self, micro_batch: int) -> int:
         """Return the peak of allocated memory at a micro-batch size."""
-        return round(sum(self.parts(micro_batch).values()))
+        return round(sum(self._peak(micro_batch)))
 
     def parts(self, micro_batch: int) -> Parts:
         """Return what lives at the peak, in bytes: the rows of a memory table."""
-        count, most, parts = -(-self.sequences // micro_batch), -1.0, {}
-        for stage in self._stages:
-            own = {"weights": self._weights(stage), "optimizer state": self._moments(stage)}
-            moment = max(self._timeline(stage, micro_batch, count), key=lambda each: sum(each.values()))
-            if (total := sum(own.values()) + sum(moment.values())) > most:
-                most, parts = total, {**own, **moment}
-        if self.mode.on_gpu:
-            parts["workspace"] = _WORKSPACE + self.sequences * self.tokens * _TOKEN_BYTES
-            parts["communication"] = _COMMUNICATION if self.layout.ranks > 1 else 0
-        return {name: size for name, size in parts.items() if size}
+        sizes = zip(_PARTS, self._peak(micro_batch), strict=True)
+        return {name: size for name, size in sizes if size}
 
-    def _timeline(self, stage: _Stage, micro_batch: int, count: int) -> list[Parts]:
-        """Return what lives at the loss, at both ends of the backward pass, and in the update."""
-        tokens, sizes = micro_batch * self.tokens, stage.sizes
+    def _peak(self, micro_batch: int) -> tuple[float, ...]:
+        """Return the bytes of each of `_PARTS` at the peak, on the rank that needs most."""
+        count, most, parts = -(-self.sequences // micro_batch), -1.0, ()
+        for stage in self._stages:
+            moment = max(self._timeline(stage, micro_batch, count), key=sum)
+            own = self._weights(stage), self._moments(stage)
+            if (total := sum(own) + sum(moment)) > most:
+                most, parts = total, (*own, *moment)
+        if not self.mode.on_gpu:
+            return (*parts, 0.0, 0.0)
+        workspace = _WORKSPACE + self.sequences * self.tokens * _TOKEN_BYTES
+        return (*parts, workspace, _COMMUNICATION if self.layout.ranks > 1 else 0.0)
+
+    def _timeline(self, stage: _Stage, micro_batch: int, count: int) -> list[tuple[float, ...]]:
+        """Return what lives at both ends of the backward pass, in the update and at the loss.
+
+        Gradients, activations, gathered weights, working memory and loss, in bytes.
+        """
+        tokens = micro_batch * self.tokens
         held = in_flight(self.config.parallel.schedule, stage.rank, self.layout.pp, self._per_rank, count)
         states = self.mode.element * self.spec.dim * tokens / self.layout.tp
         activations = self._activations(stage, tokens)
         # a pipeline keeps what it received and sent for each micro-batch in flight
         kept = held * (activations + (2 * states if self.layout.pp > 1 else 0))
         first, last = (self._working(mode, tokens) for mode in stage.ends)
-        start, end = self._gradients(sizes, count)
-        gathered, reduced = self._gathered(stage, sizes), self._reduced(self._block_sizes.trainable)
-        head, table = self._head_gradient(stage), self._table(stage)
-        moments: list[Parts] = [
-            {
-                "gradients": start + (head if count == 1 or self._uses_fsdp else 0),
-                "activations": kept,
-                "gathered weights": gathered,
-                "working memory": last + reduced + (self._reduced(self._vocabulary) if head else 0),
-            },
-            {
-                "gradients": max(end - (0 if start else table), 0.0),
-                "activations": kept - activations,
-                "gathered weights": gathered,
-                "working memory": first + reduced + states,
-            },
-            {
-                "gradients": end + table + self._reduced(self._vocabulary if table else 0),
-                "activations": kept - activations,
-                "gathered weights": gathered,
-            },
-            {"gradients": self._all_gradients(sizes, count), "working memory": self._update(stage)},
+        key = (stage.rank, self.choices.sync, self.choices.reshard, min(count, 3))
+        if (steady := self._steady.get(key)) is None:
+            steady = self._steady[key] = self._without_tokens(stage, count)
+        start, at_head, at_end, at_table, at_update, gathered, reduced, with_head, update = steady
+        moments: list[tuple[float, ...]] = [
+            (at_head, kept, gathered, last + with_head, 0.0),
+            (at_end, kept - activations, gathered, first + reduced + states, 0.0),
+            (at_table, kept - activations, gathered, 0.0, 0.0),
+            (at_update, 0.0, 0.0, update, 0.0),
         ]
         if stage.has_head:
             # the buffer that gathered the head is still held
             held_head = gathered + (self.mode.element * self._vocabulary if self._uses_fsdp else 0)
-            loss = {"gradients": start, "activations": kept + 2 * states, "gathered weights": held_head}
-            moments += [{**loss, "loss": each + states} for each in self._loss(tokens)]
+            loss = start, kept + 2 * states, held_head, 0.0
+            moments += [(*loss, each + states) for each in self._loss(tokens)]
         return moments
+
+    @cached_property
+    def _steady(self) -> dict[tuple[object, ...], tuple[float, ...]]:
+        return {}
+
+    def _without_tokens(self, stage: _Stage, count: int) -> tuple[float, ...]:
+        """Return the bytes that depend neither on the micro-batch nor on activation checkpointing."""
+        sizes = stage.sizes
+        start, end = self._gradients(sizes, count)
+        reduced, head, table = (
+            self._reduced(self._block_sizes.trainable),
+            self._head_gradient(stage),
+            self._table(stage),
+        )
+        return (
+            start,
+            start + (head if count == 1 or self._uses_fsdp else 0),
+            max(end - (0 if start else table), 0.0),
+            end + table + self._reduced(self._vocabulary if table else 0),
+            self._all_gradients(sizes, count),
+            self._gathered(stage, sizes),
+            reduced,
+            reduced + (self._reduced(self._vocabulary) if head else 0),
+            self._update(stage),
+        )
 
     # weights, gradients and optimizer state
 
@@ -377,7 +396,8 @@ class MemoryEstimate:
         found = []
         for rank, blocks, sizes, has_embedding, has_head in self._held_blocks:
             ends = modes[blocks[0]], modes[blocks[-1]]
-            counts = Counter(modes[i] for i in blocks)
+            uniform = self.choices.checkpointing.kind in ("none", "full", "selective", "attention")
+            counts = {ends[0]: len(blocks)} if uniform else Counter(modes[i] for i in blocks)
             found.append(_Stage(rank, sizes, counts, ends, has_embedding, has_head))
         return found
 

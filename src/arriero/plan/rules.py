@@ -136,8 +136,7 @@ class Draft:
         config = self.phase_configs[phase]
         sequences = self.layout.rows(config.train.batch.amount // config.data.seq_len)
         count = -(-sequences // micro_batch)
-        return replace(
-            self._work,
+        return self._work.varied(
             seq_len=config.data.seq_len,
             micro_batch=sequences / count,
             micro_batches=count,

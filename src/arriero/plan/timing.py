@@ -6,6 +6,7 @@ of context parallelism sends keys while attention computes. Imports no torch.
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from arriero.model.spec import flops_per_token
@@ -203,6 +204,7 @@ def _stage(
     floor = host
     quiet = _Traffic(0.0, 0.0, 0.0, 0.0)
 
+    @cache
     def passes(gathers: bool, regathers: bool, reduces: bool, replicates: bool) -> tuple[_Chunk, _Chunk]:
         block, table = (in_block, in_table) if layout.uses_fsdp else (quiet, quiet)
         ahead = block.gather if gathers else 0.0
