@@ -6,6 +6,7 @@ The folders of `arriero.model` are the built-in families. Another family is a `F
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -107,6 +108,17 @@ class Family:
     kinds: "Callable[[ModelSpec], Sequence[ModelSpec]] | None" = None
     tp_counts: "Callable[[ModelSpec], Mapping[str, int]]" = _attention_counts
     whole_sequences: "Callable[[ModelSpec], Mapping[str, int]] | None" = None
+
+
+def lazily(where: str) -> Callable[[], Any]:
+    """Return a function that imports `module` or `module:name`, so that families are known without torch."""
+    module, _, name = where.partition(":")
+    return lambda: getattr(import_module(module), name) if name else import_module(module)
+
+
+def built_by(where: str) -> "Callable[[ModelSpec], LanguageModel]":
+    """Return a function that builds the class `module:name`."""
+    return lambda spec: lazily(where)()(spec)
 
 
 _registry: dict[str, Family] = {}

@@ -5,25 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arriero.model.family import DECODER_PLACEMENTS, ParameterCounts
+from arriero.model.family import DECODER_PLACEMENTS, ParameterCounts, built_by, lazily
 from arriero.model.llama.family import LLAMA
 
 if TYPE_CHECKING:
-    from arriero.model.language_model import LanguageModel
-    from arriero.model.name_maps import HuggingFaceNames
     from arriero.model.spec import ModelSpec
-
-
-def _build(spec: "ModelSpec") -> "LanguageModel":
-    from arriero.model.diffllama.module import DiffLlama
-
-    return DiffLlama(spec)
-
-
-def _hf() -> "HuggingFaceNames":
-    from arriero.model.diffllama.hf_names import NAMES
-
-    return NAMES
 
 
 def _count(spec: "ModelSpec") -> ParameterCounts:
@@ -50,11 +36,11 @@ def _tp_counts(spec: "ModelSpec") -> Mapping[str, int]:
 DIFFLLAMA = replace(
     LLAMA,
     name="diffllama",
-    build=_build,
+    build=built_by("arriero.model.diffllama.module:DiffLlama"),
     count_parameters=_count,
     problems=_problems,
     placements={**DECODER_PLACEMENTS, "blocks.*.attention.difference": "per head"},
-    hf=_hf,
+    hf=lazily("arriero.model.diffllama.hf_names:NAMES"),
     meta=None,
     presets=Path(__file__).with_name("presets.toml"),
     block_shapes=None,

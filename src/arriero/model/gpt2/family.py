@@ -4,25 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arriero.model.family import DECODER_PLACEMENTS, Family, ParameterCounts
+from arriero.model.family import DECODER_PLACEMENTS, Family, ParameterCounts, built_by, lazily
 
 if TYPE_CHECKING:
     from arriero.model.costs import BlockMemory, Mode
-    from arriero.model.language_model import LanguageModel
-    from arriero.model.name_maps import HuggingFaceNames
     from arriero.model.spec import ModelSpec
-
-
-def _build(spec: "ModelSpec") -> "LanguageModel":
-    from arriero.model.gpt2.module import GPT2Model
-
-    return GPT2Model(spec)
-
-
-def _hf() -> "HuggingFaceNames":
-    from arriero.model.gpt2.hf_names import NAMES
-
-    return NAMES
 
 
 def _count(spec: "ModelSpec") -> ParameterCounts:
@@ -88,12 +74,12 @@ def _memory(spec: "ModelSpec", mode: "Mode") -> "BlockMemory":
 
 GPT2 = Family(
     name="gpt2",
-    build=_build,
+    build=built_by("arriero.model.gpt2.module:GPT2Model"),
     count_parameters=_count,
     defaults={"norm_eps": 1e-5, "tied": True},
     problems=_problems,
     placements={**DECODER_PLACEMENTS, "positions": "position embedding"},
-    hf=_hf,
+    hf=lazily("arriero.model.gpt2.hf_names:NAMES"),
     presets=Path(__file__).with_name("presets.toml"),
     block_shapes=_shapes,
     block_memory=_memory,

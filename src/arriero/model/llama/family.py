@@ -2,34 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from arriero.model.family import DECODER_PLACEMENTS, Family, ParameterCounts
+from arriero.model.family import DECODER_PLACEMENTS, Family, ParameterCounts, built_by, lazily
 
 if TYPE_CHECKING:
     from arriero.model.costs import BlockMemory, Mode
-    from arriero.model.language_model import LanguageModel
-    from arriero.model.name_maps import HuggingFaceNames
     from arriero.model.spec import ModelSpec
-
-
-def _build(spec: "ModelSpec") -> "LanguageModel":
-    from arriero.model.llama.module import Llama
-
-    return Llama(spec)
-
-
-def _hf() -> "HuggingFaceNames":
-    from arriero.model.llama.hf_names import NAMES
-
-    return NAMES
-
-
-def _meta() -> ModuleType:
-    import arriero.model.llama.meta_names
-
-    return arriero.model.llama.meta_names
 
 
 def _count(spec: "ModelSpec") -> ParameterCounts:
@@ -120,13 +99,13 @@ def _memory(spec: "ModelSpec", mode: "Mode") -> "BlockMemory":
 
 LLAMA = Family(
     name="llama",
-    build=_build,
+    build=built_by("arriero.model.llama.module:Llama"),
     count_parameters=_count,
     defaults={"norm_eps": 1e-5, "rope_theta": 10000.0, "tied": False},
     problems=_problems,
     placements=DECODER_PLACEMENTS,
-    hf=_hf,
-    meta=_meta,
+    hf=lazily("arriero.model.llama.hf_names:NAMES"),
+    meta=lazily("arriero.model.llama.meta_names"),
     presets=Path(__file__).with_name("presets.toml"),
     block_shapes=_shapes,
     block_memory=_memory,

@@ -6,12 +6,10 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arriero.model.family import DECODER_PLACEMENTS, Family, ParameterCounts, Placement
+from arriero.model.family import DECODER_PLACEMENTS, Family, ParameterCounts, Placement, built_by, lazily
 from arriero.model.llama.family import LLAMA
 
 if TYPE_CHECKING:
-    from arriero.model.language_model import LanguageModel
-    from arriero.model.name_maps import HuggingFaceNames
     from arriero.model.spec import ModelSpec
 
 # Bamba rotates this share of the dimensions of an attention head
@@ -50,24 +48,6 @@ class Shape:
 def attention_layers(spec: "ModelSpec") -> frozenset[int]:
     """Return the numbers of the blocks that have attention."""
     return frozenset(spec.extra.get("attention_layers", ()))
-
-
-def _build(spec: "ModelSpec") -> "LanguageModel":
-    from arriero.model.mamba.module import Mamba
-
-    return Mamba(spec)
-
-
-def _mamba2_names() -> "HuggingFaceNames":
-    from arriero.model.mamba.hf_names import MAMBA2_NAMES
-
-    return MAMBA2_NAMES
-
-
-def _bamba_names() -> "HuggingFaceNames":
-    from arriero.model.mamba.hf_names import BAMBA_NAMES
-
-    return BAMBA_NAMES
 
 
 def _kinds(spec: "ModelSpec") -> Sequence["ModelSpec"]:
@@ -203,13 +183,13 @@ _PLACEMENTS: dict[str, Placement] = {
 
 MAMBA2 = Family(
     name="mamba2",
-    build=_build,
+    build=built_by("arriero.model.mamba.module:Mamba"),
     count_parameters=_count,
     defaults={"norm_eps": 1e-5, "tied": False, "ffn": 0, "head_dim": 64},
     extra=_MIXER,
     problems=_mamba2_problems,
     placements=_PLACEMENTS,
-    hf=_mamba2_names,
+    hf=lazily("arriero.model.mamba.hf_names:MAMBA2_NAMES"),
     presets=Path(__file__).with_name("mamba2.toml"),
     sequence_flops=_sequence_flops,
     tp_counts=_tp_counts,
@@ -217,13 +197,13 @@ MAMBA2 = Family(
 )
 BAMBA = Family(
     name="bamba",
-    build=_build,
+    build=built_by("arriero.model.mamba.module:Mamba"),
     count_parameters=_count,
     defaults={"norm_eps": 1e-5, "tied": False, "rope_theta": 10000.0},
     extra=_BAMBA,
     problems=_bamba_problems,
     placements=_PLACEMENTS,
-    hf=_bamba_names,
+    hf=lazily("arriero.model.mamba.hf_names:BAMBA_NAMES"),
     presets=Path(__file__).with_name("bamba.toml"),
     kinds=_kinds,
     sequence_flops=_sequence_flops,

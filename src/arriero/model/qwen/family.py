@@ -3,25 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from arriero.model.family import lazily
 from arriero.model.llama.family import LLAMA
-
-if TYPE_CHECKING:
-    from arriero.model.name_maps import HuggingFaceNames
-
-
-def _hf2() -> "HuggingFaceNames":
-    from arriero.model.qwen.hf_names import QWEN2_NAMES
-
-    return QWEN2_NAMES
-
-
-def _hf3() -> "HuggingFaceNames":
-    from arriero.model.qwen.hf_names import QWEN3_NAMES
-
-    return QWEN3_NAMES
-
 
 _USUAL = {"norm_eps": 1e-6, "rope_theta": 1e6, "tied": False}
 
@@ -43,9 +28,15 @@ QWEN2 = replace(
     options=("sliding_window", "max_window_layers"),
     extra={"window_layers": ()},
     problems=_problems,
-    hf=_hf2,
+    hf=lazily("arriero.model.qwen.hf_names:QWEN2_NAMES"),
     meta=None,
     presets=Path(__file__).with_name("presets.toml"),
 )
 # its presets are in the same file
-QWEN3 = replace(QWEN2, name="qwen3", defaults={**_USUAL, "qk_norm": True}, hf=_hf3, presets=None)
+QWEN3 = replace(
+    QWEN2,
+    name="qwen3",
+    defaults={**_USUAL, "qk_norm": True},
+    hf=lazily("arriero.model.qwen.hf_names:QWEN3_NAMES"),
+    presets=None,
+)
