@@ -323,8 +323,9 @@ def parity(
     """
     if model not in (None, *MODELS):
         raise UserError(f"--model: there are no cases of '{model}'", f"use one of {', '.join(MODELS)}")
-    wanted = {name: _wanted_cases(name, quick, only, device) for name in ([model] if model else MODELS)}
-    if not any(wanted.values()):
+    names = [model] if model else MODELS
+    wanted = {name: found for name in names if (found := _wanted_cases(name, quick, only, device))}
+    if not wanted:
         groups = dict.fromkeys(case.group for case in cases(MODELS[0]))
         raise UserError(f"no case matches '{only}'", f"name one of the groups: {', '.join(groups)}")
     check_writable("--write", write)
