@@ -116,6 +116,25 @@ def test_sites_with_other_adapters_are_rejected(adapters, tmp_path):
         coordinator.prepare()
 
 
+@pytest.mark.parametrize(
+    "change", ["lora.alpha=99", "lora.rank=8", "lora.targets=['blocks.*.attention.k']", ""]
+)
+def test_a_federation_starts_only_from_the_adapter_that_its_run_files_have(adapters, tmp_path, change):
+    given = adapters("a", "").rounds.model(0)
+    path = tmp_path / "fed.toml"
+    sets = [f"checkpoint.adapter_from='{given}'", *filter(None, [change])]
+    path.write_text(path.read_text().replace("'fed'", "'next'") + f"\nset = {sets}\n")
+    coordinator = Coordinator.of(path)
+    if change:
+        with pytest.raises(UserError, match=r"adapter_from: .* has LoRA \(rank 4, alpha 16\), and the run"):
+            coordinator.prepare()
+        assert not coordinator.rounds.model(0).exists()
+        return
+    coordinator.prepare()
+    first, found = tensors_of(given), tensors_of(coordinator.rounds.model(0))
+    assert first.keys() == found.keys() and all(torch.equal(first[name], found[name]) for name in first)
+
+
 def test_an_adapter_of_another_scale_is_rejected(adapters, tmp_path):
     model = adapters("a", "").rounds.model(0)
     sets = [f"checkpoint.adapter_from='{model}'", "lora.alpha=99", "train.horizon='1 steps'"]

@@ -114,6 +114,37 @@ def test_sites_do_not_wait_for_a_straggler_when_the_others_came_together(federat
     assert fed.rounds.closed(0).absent == ("f",)
 
 
+def test_half_of_the_sites_do_not_end_the_grace_window_of_the_others(federation):
+    fed = federation("abcdefgh", quorum=0.5)
+    fed.assign()
+    fed.clock.now += 1000
+    for site in "abcd":
+        fed.answer(site)
+    fed.rounds.receive()
+    assert fed.rounds.seconds_to_close(fed.sites) == pytest.approx(500), "four arrived, four still train"
+    for site in "gh":
+        fed.rounds.give_up(site, f"{site} failed")
+    fed.clock.now += 30
+    fed.answer("e")
+    fed.rounds.receive()
+    # five of the six that are still expected; 6 x their mean distance of 7.5 s
+    assert fed.rounds.seconds_to_close(fed.sites) == pytest.approx(45)
+
+
+def test_late_members_close_a_round_at_the_deadline(federation):
+    fed = federation("abc", quorum=1, grace=0, deadline="1h")
+    fed.assign()
+    fed.answer("a")
+    fed.try_to_close()
+    fed.assign("a")
+    fed.answer("b", number=0), fed.answer("c", number=0)
+    fed.clock.now += 3500
+    assert fed.try_to_close() is None
+    fed.clock.now += 200
+    assert fed.try_to_close().round == 2
+    assert accepted(fed, 1) == [("b", 0), ("c", 0)] and fed.rounds.closed(1).absent == ("a",)
+
+
 def test_late_members_do_not_close_a_round_before_the_first_that_was_trained_in_it(federation):
     fed = federation("abc", quorum=1, grace=0)
     fed.assign()
@@ -131,9 +162,11 @@ def test_late_members_do_not_close_a_round_before_the_first_that_was_trained_in_
 def test_a_site_that_was_late_trains_less_and_ends_with_the_others(federation):
     fed = federation("abc")
     fed.assign("a", "b")
+    rounds, measured = fed.rounds, ({"a": 10.0, "b": 10.0}, {"a": 0.0, "b": 0.0})
     fed.clock.now += 60
-    left = fed.rounds.seconds_left({"a": 10.0, "b": 10.0}, {"a": 0.0, "b": 0.0})
+    left = rounds.seconds_left(*measured)
     assert left == pytest.approx(40)
+    assert fed.rounds.seconds_left(*measured) == pytest.approx(100), "nothing ran before a restart"
     assert remaining_tokens(1000, 1000, 10.0, left) == 400
     assert remaining_tokens(1000, 1000, 10.0, -5.0) == 125, "an eighth at least"
     assert remaining_tokens(1000, 1000, 10.0, 500.0) == 1000

@@ -152,7 +152,7 @@ def _outer_line(coordinator: "Coordinator") -> str:
         return f"outer optimizer: fedavg, lr {outer.lr:g}"
     why = ""
     if outer.optimizer == "nesterov" and given.momentum is None:
-        why = "; few rounds need less momentum than DiLoCo's 0.9 (set outer.momentum to choose it)"
+        why = " = 0.9 x rounds / (rounds + 30), as of the first start (set outer.momentum to choose it)"
     return f"outer optimizer: {outer.optimizer}, lr {outer.lr:g}, momentum {outer.momentum:g}{why}"
 
 

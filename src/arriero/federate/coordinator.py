@@ -328,6 +328,14 @@ def _first_adapter(config: RunConfig, settings: AdapterSettings, files: dict[str
     made = {name: torch.empty(meta.shape) for name, meta in settings.tensors(own).items()}
     if section.adapter_from is not None:
         stored = open_adapter(local_model(section.adapter_from), spec)
+        there, here = ({name: t.shape for name, t in each.items()} for each in (stored.tensors, made))
+        scales = {getattr(each, "scale", None) for each in (stored.settings, settings)}
+        if there != here or len(scales) > 1:
+            found = f"{section.adapter_from} has {stored.settings.label} ({stored.settings.summary})"
+            raise UserError(
+                f"checkpoint.adapter_from: {found}, and the run files have another",
+                "give the run files the same adapter, or remove checkpoint.adapter_from",
+            )
         made = {name: stored.load(name) for name in stored.tensors}
     else:
         for name, tensor in made.items():

@@ -45,8 +45,9 @@ from arriero.units import counted, human_time
 
 _CLOSED = "closed.json"
 _LEAST_SHARE, _LARGEST_SHARE = 1 / 8, 8
-# with so many members on time, one is overdue after six times their mean distance, and 2 % of the round
-_ENOUGH_TO_JUDGE, _OVERDUE, _LEAST_PAUSE = 4, 6.0, 0.02
+# with so many members on time, at least and as a share of those that are expected, the next one is overdue
+# after six times their mean distance, and 2 % of the round
+_ENOUGH_TO_JUDGE, _MOST, _OVERDUE, _LEAST_PAUSE = 4, 0.75, 6.0, 0.02
 
 
 class Assignment(Record):
@@ -128,9 +129,13 @@ class Rounds:
     optimizer: OuterOptimizer
     weights: Mapping[str, float] = field(default_factory=dict)
     clock: Callable[[], float] = time.time
+    _since: float = field(init=False)
     _newest: int = -1
     _read_closed: dict[int, Closed] = field(default_factory=dict)
     _read_members: dict[Path, Member] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._since = self.clock()
 
     @cached_property
     def events(self) -> EventLog:
@@ -372,11 +377,14 @@ class Rounds:
         present = {site: at for site, at in present.items() if site in sites}
         needed = self.quorum(len(sites))
         if len(present) >= needed:
-            if self.section.mode != "quorum" or not self._outstanding(sites):
+            outstanding = self._outstanding(sites)
+            if self.section.mode != "quorum" or not outstanding:
                 return 0.0
             if arrived := sorted(member.at for member in on_time if member.manifest.site in sites):
                 reached = max(sorted(present.values())[needed - 1], arrived[0])
-                return max(0.0, self._closing_time(reached, arrived) - now)
+                return max(0.0, self._closing_time(reached, arrived, outstanding) - now)
+            # late members wait for one that was trained in this round, but not for ever
+            return 0.0 if now - self._opened(number) > self.section.deadline.amount else None
         missing = sorted(set(sites) - present.keys())
         reasons = [each.reason for each in self.refusals(number) if each.final]
         if not any(self.pending(site) for site in sites) and self.assignments(number):
@@ -393,14 +401,14 @@ class Rounds:
             )
         return None
 
-    def _closing_time(self, reached: float, arrived: Sequence[float]) -> float:
+    def _closing_time(self, reached: float, arrived: Sequence[float], outstanding: int) -> float:
         """Return when the grace window ends after a quorum; `arrived` are the members on time.
 
-        Once some have come, it ends early when the next one is overdue by their usual distance.
+        Once most have come, it ends early when the next one is overdue by their usual distance.
         """
         took = max(0.0, reached - self._opened(self.number))
         end = reached + self.section.grace * took
-        if len(arrived) < _ENOUGH_TO_JUDGE:
+        if len(arrived) < max(_ENOUGH_TO_JUDGE, _MOST * (len(arrived) + outstanding)):
             return end
         usual = (arrived[-1] - arrived[0]) / (len(arrived) - 1)
         return min(end, max(reached, arrived[-1]) + max(_LEAST_PAUSE * took, _OVERDUE * usual))
@@ -409,17 +417,22 @@ class Rounds:
         return min((each.at for each in self.assignments(number).values()), default=self.clock())
 
     def seconds_left(self, speeds: Mapping[str, float], waits: Mapping[str, float]) -> float | None:
-        """Return when the sites of the open round will probably end, in seconds from now; None if unknown."""
+        """Return when the sites of the open round will probably end, in seconds from now; None if unknown.
+
+        Sites may have stood still while no coordinator ran, so the time before this one began does not count.
+        """
         if self.section.mode == "asynchronous":
             return None
         orders = [each for each in self.assignments(self.number).values() if each.site in speeds]
-        ends = [each.at + waits[each.site] + each.tokens / speeds[each.site] for each in orders]
+        ends = [
+            max(each.at, self._since) + waits[each.site] + each.tokens / speeds[each.site] for each in orders
+        ]
         return statistics.median_low(ends) - self.clock() if ends else None
 
-    def _outstanding(self, sites: Collection[str]) -> bool:
-        """Return whether a site works on this round; one that works on an older round is not waited for."""
+    def _outstanding(self, sites: Collection[str]) -> int:
+        """Return how many sites work on this round; one that works on an older round is not waited for."""
         found = [self.pending(site) for site in sites]
-        return any(each is not None and each.round == self.number for each in found)
+        return sum(each is not None and each.round == self.number for each in found)
 
     def close(self, sites: Collection[str]) -> Closed | None:
         """Decide which members make the next model; None if refusals leave too few of them."""

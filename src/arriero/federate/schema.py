@@ -42,7 +42,8 @@ class FederationSection(Section):
     quorum: Annotated[float, Field(gt=0, le=1)] | Positive = 0.5
     """Sites whose members suffice in mode 'quorum': a share below 1.0, or a number."""
     grace: Annotated[float, Field(ge=0)] = 0.25
-    """Grace window of mode 'quorum', as a fraction of the time that the quorum took."""
+    """Grace window of mode 'quorum', as a fraction of the time that the quorum took. It ends early
+    if at least four sites and three quarters of those that train have answered, and the next is overdue."""
     deadline: AnySpan = Field("1d", validate_default=True)
     """Wall time after which a round that lacks members stops the federation with an error."""
     late: Literal["merge", "discard"] = "merge"
