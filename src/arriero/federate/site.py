@@ -8,6 +8,7 @@ import hashlib
 import math
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from arriero.checkpoint.convert import find_model, open_model
 from arriero.checkpoint.directory import CHECKPOINTS, directory_name, find_checkpoints, find_damage
+from arriero.checkpoint.formats.model_reader import ModelReader
 from arriero.checkpoint.formats.peft_directory import CONFIG
 from arriero.config.load import config_from_toml, load_run
 from arriero.config.schema import RunConfig
@@ -33,13 +35,14 @@ from arriero.federate.members import (
     write_member,
 )
 from arriero.federate.rounds import Assignment
-from arriero.files import link_tree, locked, publish_file, staged_directory
+from arriero.files import link_tree, locked, publish_file, sha256_of_json, staged_directory
+from arriero.model.description import base_of_adapter
 from arriero.model.presets import expand
 from arriero.train.hooks import Hook
 from arriero.train.saving import read_state
 
 RUN = "run"
-_ROUND = "round.json"
+_ROUND, _FINGERPRINT = "round.json", "fingerprint.json"
 _EVALUATION = "evaluation"
 # files of a turn, which goes to a site, and of its answer
 MODEL, ORDER, RUN_FILE, MEMBER, EVALUATION = "model", "order.json", "run.toml", "member", "evaluation.json"
@@ -103,6 +106,13 @@ class Started(Record):
     resume_from: str | None
     seconds: float
     at: float
+
+
+class Fingerprint(Record):
+    """The fingerprint of an adapter's base model; `stamp` tells whether a file of it has changed since."""
+
+    stamp: str
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -290,22 +300,42 @@ def _publish(
         seconds=max(0.0, state["seconds"] - started.seconds),
         waited=waited,
         tokenizer=saved.manifest.tokenizer if saved.manifest else None,
-        frozen=_fingerprint(config.checkpoint.adapter_from and config.checkpoint.start_from),
+        frozen=_fingerprint(config.checkpoint.adapter_from and config.checkpoint.start_from, paths.work),
         train_loss=_finite(state["last_loss"]),
         eval_before=_initial_evaluation(paths.work / RUN, started.first_step),
         eval_after=_finite(state["last_eval_loss"]),
     )
 
 
-def _fingerprint(base: str | None) -> str | None:
-    """Return a fingerprint of an adapter's base model in any format: the first row of every tensor."""
+def _fingerprint(base: str | None, work: Path) -> str | None:
+    """Return a fingerprint of an adapter's base model in any format: the first row of every tensor.
+
+    Most formats are read whole for it, so WORK/fingerprint.json keeps it until a file of the model changes.
+    """
     if base is None:
         return None
-    source, digest = find_model(base), hashlib.sha256()
+    source = find_model(base)
+    known, stamp = work / _FINGERPRINT, _stamp(source)
+    with suppress(OSError, ValueError):
+        if (kept := Fingerprint.read(known)).stamp == stamp:
+            return kept.fingerprint
+    digest = hashlib.sha256()
     for name, meta in sorted(source.tensors.items()):
         row = source.read_slice(name, (slice(0, 1), *(slice(None) for _ in meta.shape[1:])))
         digest.update(name.encode() + row.float().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    made = Fingerprint(stamp=stamp, fingerprint=digest.hexdigest())
+    made.write(known)
+    return made.fingerprint
+
+
+def _stamp(source: ModelReader) -> str:
+    """Return a checksum of path, size and time of each file of a model; the base of an adapter included."""
+    places = [Path(source.where)]
+    if source.format == "peft" and source.adapter is not None and source.adapter.base:
+        places.append(base_of_adapter(places[0], source.adapter.base))
+    files = [path for place in places for path in ([place] if place.is_file() else sorted(place.rglob("*")))]
+    facts = ((str(path.absolute()), path.stat()) for path in files if path.is_file())
+    return sha256_of_json([(name, fact.st_size, fact.st_mtime_ns) for name, fact in facts])
 
 
 def _finite(loss: Any) -> float | None:
