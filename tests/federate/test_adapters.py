@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from arriero.checkpoint.convert import open_adapter, open_model
+from arriero.checkpoint.convert import find_model, open_adapter, open_model
 from arriero.config.load import load_run
 from arriero.errors import UserError
 from arriero.federate.coordinator import Coordinator
@@ -106,6 +106,27 @@ def test_sites_with_another_base_model_are_refused(adapters):
     play_round(coordinator)
     assert [each.site for each in coordinator.rounds.closed(0).accepted] == ["a"]
     assert "b and a differ in the base model" in coordinator.rounds.refusals(0)[0].reason
+
+
+def test_the_fingerprint_of_a_base_model_is_read_again_only_when_its_files_change(
+    adapters, tmp_path, monkeypatch
+):
+    coordinator, read = adapters("a", ""), []
+
+    def watched(path):
+        source = find_model(path)
+        return replace(source, load_slice=lambda name, cut: read.append(name) or source.read_slice(name, cut))
+
+    monkeypatch.setattr("arriero.federate.site.find_model", watched)
+    play_round(coordinator)
+    first = len(read)
+    play_round(coordinator)
+    assert first > 0 and len(read) == first
+    (tmp_path / "base-a" / "global-0" / "model.safetensors").touch()
+    play_round(coordinator)
+    assert len(read) == 2 * first
+    members = [coordinator.rounds.members(number)["a"].manifest for number in range(3)]
+    assert members[0].frozen and len({member.frozen for member in members}) == 1
 
 
 def test_sites_with_other_adapters_are_rejected(adapters, tmp_path):
