@@ -215,7 +215,7 @@ def link_tree(source: Path, target: Path, leave_out: str | None = None) -> None:
             place = target / path.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.link(path, place)
+                os.link(path.resolve(), place)
             except OSError as error:
                 if error.errno not in _NO_HARD_LINK:
                     raise

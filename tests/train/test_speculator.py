@@ -1,7 +1,11 @@
 """Speculators: what vLLM reads, both stages of training, and the acceptance length."""
 
+import errno
 import json
 import math
+import os
+import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import arriero
+from arriero.checkpoint.convert import open_model
 from arriero.checkpoint.directory import find_checkpoints
 from arriero.cli import app
 from arriero.config.schema import SpeculatorSection
@@ -20,6 +25,7 @@ from arriero.model.family import build_model
 from arriero.model.generation import Sampling, generate
 from arriero.model.presets import resolve
 from arriero.model.speculator.module import Speculator, SpeculatorHead
+from arriero.train.model_state import ModelState
 
 SMALL = {
     "data.seq_len": 64,
@@ -155,23 +161,72 @@ def test_the_base_model_is_frozen_and_has_no_optimizer_state(runs):
     sizes = {name: math.prod(shape) for name, (_, shape) in saved.manifest.tensors.items()}
     assert any("exp_avg" in name for name in sizes)
     assert all(".speculator." in name for name, size in sizes.items() if size > 1)
-    base = find_checkpoints(runs.folder / "base")[-1].directory
-    assert json.loads((saved.directory / "base.json").read_text())["path"] == str(base.resolve())
 
 
-def test_a_base_model_that_has_changed_or_is_gone_is_refused(runs):
+def test_a_base_model_is_found_where_it_moved_to_and_refused_if_changed_or_gone(runs):
     runs("alone", **MODEL | {"train.horizon": "1 step", "run.seed": 5})
-    changed = runs.spec | {"checkpoint.start_from": str(runs.folder / "alone" / "model")}
+    where = runs.folder / "downloaded"
+    shutil.copytree(runs.folder / "alone" / "model", where)
+    changed = runs.spec | {"checkpoint.start_from": str(where)}
     runs("on-alone", **changed | {"train.horizon": "2 steps"})
-    weights = runs.folder / "alone" / "model" / "model.safetensors"
+    where.rename(moved := runs.folder / "elsewhere")
+    with pytest.raises(UserError, match="model: not the same model"):
+        runs("on-alone", **changed | {"checkpoint.start_from": str(runs.folder / "base" / "model")})
+    changed |= {"checkpoint.start_from": str(moved)}
+    runs("on-alone", **changed | {"train.horizon": "3 steps"})
+    weights = moved / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(UserError, match="is not the one that the speculator"):
         runs("on-alone", **changed)
-    (runs.folder / "alone").rename(runs.folder / "elsewhere")
-    with pytest.raises(UserError, match="does not exist"):
-        runs("on-alone", **changed)
+    saved = find_checkpoints(runs.folder / "on-alone")[-1].directory
+    with pytest.raises(UserError, match="is not the one that the speculator"):
+        open_model(saved)
+    (saved / "base.json").write_text("{}")
+    with pytest.raises(UserError, match="is damaged: it has no path and checksum"):
+        open_model(saved)
+
+
+@pytest.mark.parametrize("kept_by", ["hard links", "copies"])
+@pytest.mark.parametrize("base", ["parent", "parent/model"])
+def test_a_speculator_is_resumed_after_its_base_was_deleted_by_the_run_it_is_from(
+    runs, base, kept_by, monkeypatch
+):
+    if kept_by == "copies":
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EXDEV, "another file system")))
+    where = f"{base}-{kept_by}".replace("parent", "").replace("/", "").replace(" ", "-")
+    parent, name = f"parent{where}", f"spec{where}"
+    few = {"checkpoint.keep": 1, "train.horizon": "2 steps"}
+    runs(parent, **MODEL | few)
+    sets = runs.spec | {"checkpoint.start_from": str(runs.folder / base.replace("parent", parent))}
+    runs(name, **sets | few)
+    before = arriero.load_model(runs.folder / name).state_dict()
+    runs(parent, **MODEL | few | {"train.horizon": "4 steps"})
+    resumed = runs(name, **sets | few | {"train.horizon": "4 steps"})
+    assert sorted(resumed.losses) == [3, 4]
+    # the base is also found after the run directory itself was moved and the other run is gone
+    shutil.rmtree(runs.folder / parent)
+    (runs.folder / name).rename(runs.folder / f"moved{where}")
+    after = arriero.load_model(runs.folder / f"moved{where}").state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert sorted(runs(f"moved{where}", **runs.spec | few | {"train.horizon": "5 steps"}).losses) == [5]
+
+
+def test_a_run_whose_checkpoints_held_the_base_model_stays_resumable(runs, monkeypatch):
+    few = {"checkpoint.every": "2 steps", "checkpoint.keep": 2}
+    with monkeypatch.context() as older:
+        older.setattr(ModelState, "stored", ModelState.tensors)
+        older.setattr(ModelState, "base", property(lambda _: None, lambda *_: None), raising=False)
+        runs("older", **runs.spec | few | {"train.horizon": "2 steps"})
+    folder = runs.folder / "older"
+    shutil.rmtree(folder / "base")
+    assert not (find_checkpoints(folder)[0].directory / "base.json").exists()
+    runs("older", **runs.spec | few)
+    assert [saved.step for saved in find_checkpoints(folder)] == [4, 6]
+    resumed = runs("older", **runs.spec | few | {"train.horizon": "8 steps"})
+    straight = runs("newer", **runs.spec | {"train.horizon": "8 steps"})
+    assert [resumed.losses[step] for step in (7, 8)] == [straight.losses[step] for step in (7, 8)]
 
 
 def test_shards_and_a_resumed_run_have_the_losses_of_one_process(runs):

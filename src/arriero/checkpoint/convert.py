@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from arriero.checkpoint.base_model import find_base
 from arriero.checkpoint.directory import find_checkpoints
 from arriero.checkpoint.formats.dcp_directory import (
     TORCH_NAME,
@@ -26,7 +27,7 @@ from arriero.config.options import run_path
 from arriero.data.text.hub import local_model
 from arriero.errors import UserError
 from arriero.files import check_free_space, staged_directory
-from arriero.model.description import ADAPTER, base_of_adapter, read_json
+from arriero.model.description import ADAPTER, base_of_adapter
 from arriero.model.family import build_model
 from arriero.model.language_model import LanguageModel
 from arriero.model.name_maps import own_tensors
@@ -62,7 +63,7 @@ def open_model(path: Path) -> ModelReader:
         raise UserError(f"{path} is a file", f"give the directory it is in, or a file like {TORCH_NAME}")
     if (path / BASE_FILE).is_file():
         # a speculator is no part of the model that it was trained for
-        return open_model(Path(read_json(path / BASE_FILE)["path"]))
+        return open_model(Path(find_base(path)["path"]))
     if (path / ".metadata").is_file():
         return open_dcp(path)
     if (path / ADAPTER).is_file():

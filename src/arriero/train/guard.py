@@ -156,8 +156,11 @@ def roll_back(session: "Session", outcome: Outcome) -> None:
     _count_rollback(guard, bad[0].step)
     guard.skip(samples_of(session, first, each.step) for first, each in zip(firsts, bad, strict=True))
     ranks.on_leader(lambda: _delete_newer(session, saved.step))
-    allowed = session.config.checkpoint.load
-    CheckpointLoader(session.model, session.mesh, allowed, session.optimizer).load_checkpoint(saved)
+    section = session.config.checkpoint
+    loader = CheckpointLoader(
+        session.model, session.mesh, section.load, session.optimizer, session.run_dir, section.start_from
+    )
+    loader.load_checkpoint(saved)
     before = Outcome.from_state(state)
     outcome.steps, outcome.tokens = before.steps, before.tokens
     session.optimizer.attempts = outcome.steps

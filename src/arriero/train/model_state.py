@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +108,7 @@ class ModelState:
     ) -> None:
         self.parts, self.tied = parts, tied or {}
         # where the frozen model of a speculator is stored, and its checksum
-        self.base: Mapping[str, str] | None = None
+        self.base: Mapping[str, Any] | None = None
         self.weights = {
             name: _with_master(self.tied.get(name, name), parameter, compute_dtype)
             for name, parameter in parameters.items()

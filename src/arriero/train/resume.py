@@ -1,15 +1,15 @@
 """Where a run starts: at its newest checkpoint, at another run's, from weights (warm start) or scratch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from arriero import events
+from arriero.checkpoint.base_model import describe_base, find_base, keep_base
 from arriero.checkpoint.convert import open_adapter, open_model
 from arriero.checkpoint.directory import (
     CHECKPOINTS,
@@ -39,7 +39,6 @@ from arriero.data.text.hub import local_model
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition, same_ids
 from arriero.errors import UserError
 from arriero.events import EVENTS, METRICS, EventLog, last_record
-from arriero.files import sha256_of_file
 from arriero.model.adapters import is_adapter
 from arriero.model.description import check_model_unchanged, read_json, require_description
 from arriero.model.lora import LoraLinear
@@ -53,17 +52,20 @@ from arriero.train.optim.optimizer import Optimizer
 from arriero.train.saving import Outcome, merge_over_stages, read_state
 from arriero.units import JOULES_PER_KWH
 
-_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".distcp", "config.json", "params.json", "model.toml")
-
 
 @dataclass(frozen=True)
 class CheckpointLoader:
-    """Loads a model, and its optimizer if it has one, from any format and layout. All ranks call together."""
+    """Loads a model, and its optimizer if it has one, from any format and layout. All ranks call together.
+
+    `run_dir` is where a run keeps the base model of its speculator; `start_from` is the run's setting.
+    """
 
     model: ModelState
     mesh: Mesh
     allowed: LoadSection
     optimizer: Optimizer | None = None
+    run_dir: Path | None = None
+    start_from: str | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -82,7 +84,7 @@ class CheckpointLoader:
         if not (path / MANIFEST).is_file() and not (path / CHECKPOINTS).is_dir():
             # together, so that a read error on one rank ends all of them
             self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(path), adapter))
-            self._record_base(path)
+            self._record_base(path, where)
             return path
         saved = self.open(str(path), key)
         assert saved.manifest is not None
@@ -99,39 +101,44 @@ class CheckpointLoader:
             self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(saved.directory), adapter))
         else:
             self._load(saved, named_tensors(self.model.tensors(), {}), MODEL)
-        self._record_base(saved.directory)
+        self._record_base(saved.directory, where)
         return saved.directory
 
     def _tensors_of(self, saved: SavedCheckpoint) -> Mapping[str, torch.Tensor]:
         """Return the weights that a checkpoint holds; those of older versions hold the base model too."""
         return self.model.stored() if (saved.directory / BASE_FILE).is_file() else self.model.tensors()
 
-    def _record_base(self, path: Path) -> None:
+    def _record_base(self, path: Path, where: str) -> None:
         """Remember where the frozen model of a speculator is: checkpoints do not hold it."""
         if any(map(is_speculator, self.model.weights)):
-            checksum = self.ranks.on_leader(lambda: _checksum(path))
-            self.model.base = {"path": str(path.resolve()), "sha256": checksum}
+            self.model.base = self.ranks.on_leader(lambda: self._kept(describe_base(path, where)))
+
+    def _kept(self, base: dict[str, Any]) -> dict[str, Any]:
+        return base if self.run_dir is None else keep_base(base, self.run_dir)
 
     def _load_base(self, directory: Path) -> None:
-        """Load the frozen model of a stored speculator from where it was."""
+        """Load the frozen model of a stored speculator, unless this process has loaded it already."""
+        loaded = self.model.base
         if not (directory / BASE_FILE).is_file():
-            self._record_base(directory)
+            # the checkpoint of an older version holds the model itself
+            if loaded is None:
+                self._record_base(directory, str(directory))
             return
+        stored = self.ranks.on_leader(lambda: read_json(directory / BASE_FILE).get("sha256"))
+        if loaded is not None and loaded["sha256"] == stored:
+            return
+        base = self.ranks.on_leader(lambda: self._kept(find_base(directory, self.start_from)))
 
-        def check() -> dict[str, Any]:
-            record = read_json(directory / BASE_FILE)
-            path = Path(str(record.get("path")))
+        def load() -> None:
+            path = Path(base["path"])
             if not path.exists():
-                what = f"{directory} holds a speculator, and its base model {path} does not exist"
-                raise UserError(what, "copy the base model there")
-            if _checksum(path) != record.get("sha256"):
-                what = f"the base model {path} is not the one that the speculator in {directory} is for"
-                raise UserError(what, "restore the base model, or train a new speculator")
-            return record
+                # a node with a cache of its own; one rank of it compares checksums
+                checked = self.mesh.world.local_rank == 0
+                path = Path(find_base(directory, self.start_from, checked)["path"])
+            self._load_from_source(open_model(path))
 
-        self.model.base = self.ranks.on_leader(check)
-        path = Path(self.model.base["path"])
-        self.ranks.on_all_ranks(lambda: self._load_from_source(open_model(path)))
+        self.ranks.on_all_ranks(load)
+        self.model.base = base
 
     def load_checkpoint(self, saved: SavedCheckpoint) -> None:
         """Load weights and optimizer state."""
@@ -219,16 +226,6 @@ class CheckpointLoader:
         check_model_unchanged(str(where), found, spec, self.allowed.allow_model_changes)
 
 
-def _checksum(path: Path) -> str:
-    """Return a checksum of a stored model: of its manifest, or of all files with weights and settings."""
-    if (path / MANIFEST).is_file():
-        return sha256_of_file(path / MANIFEST)
-    folder, kinds = (path, _WEIGHTS) if path.is_dir() else (path.parent, (path.name,))
-    files = sorted(file for file in folder.iterdir() if file.name.endswith(kinds))
-    whole = "".join(f"{file.name} {sha256_of_file(file)}" for file in files)
-    return sha256(whole.encode()).hexdigest()
-
-
 def checkpoint_ranks(mesh: Mesh) -> Ranks:
     return Ranks(mesh.world.rank, mesh.world.size, mesh.group("checkpoint"))
 
@@ -263,6 +260,7 @@ def start_run(
     checkpoint.start_from gives the weights of a warm start. Both keys together take the weights from
     start_from and everything else from the checkpoint that resume_from names, which may be the run's own.
     """
+    loader = replace(loader, run_dir=checkpoints.folder.parent, start_from=section.start_from)
     moved = checkpoints.start_over() if start_over else []
     newest, remarks = checkpoints.newest(section.start_over)
     if newest is None:
