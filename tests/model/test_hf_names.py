@@ -246,8 +246,9 @@ def test_every_preset_is_written_to_config_json_and_read_back(name):
     assert spec_from_hf(AutoConfig.for_model(**config).to_dict()) == back
 
 
-def test_scaled_rope_of_a_hybrid_is_written_to_config_json_and_read_back():
-    spec = spec_of("bamba, scaled rope")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_written_to_config_json_and_read_back(shape):
+    spec = spec_of(shape)
     config = hf_config(spec)
     assert spec_from_hf(config) == spec == spec_from_hf(AutoConfig.for_model(**config).to_dict())
 
@@ -418,6 +419,7 @@ def test_rope_is_read_as_transformers_reads_it_or_is_an_error(rope, refused):
     assert (spec.rope_scaling is not None) == (applied["rope_type"] != "default")
     if spec.rope_scaling is not None:
         assert (spec.rope_scaling.type, spec.rope_scaling.factor) == (applied["rope_type"], applied["factor"])
+    if spec.rope_scaling is not None and spec.rope_scaling.type != "linear":
         original = applied.get("original_max_position_embeddings", spec.max_seq_len)
         assert spec.rope_scaling.original_max_seq_len == original
 

@@ -43,17 +43,27 @@ class RopeScaling:
     attention_factor: float | None = None
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        if self.type in ("linear", "dynamic"):
+            # not used, and not in a Hugging Face directory: the same model must be equal
+            for name, value in zip(_SCALING_NUMBERS[1:], (1.0, 4.0, 8192), strict=True):
+                object.__setattr__(self, name, value)
+
     @property
     def amplitude(self) -> float:
         """Return what sines and cosines are multiplied by."""
-        if self.type != "yarn" or self.attention_factor is not None:
-            return self.attention_factor or 1.0
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
         return 0.1 * math.log(max(1.0, self.factor)) + 1.0
 
     def problems(self) -> list[str]:
         numbers = [value for value in vars(self).values() if isinstance(value, float | int)]
         if self.type not in ROPE_TYPES:
             return [f"rope_scaling.type must be {', '.join(ROPE_TYPES)}, not {self.type!r}"]
+        if self.type != "yarn" and (self.attention_factor is not None or not self.truncate):
+            return [f"rope_scaling of type {self.type} has no attention_factor and no truncate"]
         if not all(0 < value < _LARGEST_DIM for value in numbers if value is not False):
             return [f"rope_scaling must hold positive numbers below {_LARGEST_DIM:,}"]
         if self.low_freq_factor >= self.high_freq_factor:
