@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -48,7 +49,8 @@ def hub(tmp_path_factory, tokenizer_file):
     put(italian / "clean-mc4-it" / "c4-it-validation.tfrecord-00000-of-00008.json.gz", packed)
     model = folder / "models" / "owner" / "model" / "main"
     put(model / "tokenizer.json", lambda path: path.write_bytes(tokenizer_file.read_bytes()))
-    put(model / "pytorch_model.bin", lambda path: path.write_bytes(b"not fetched"))
+    for name in ("pytorch_model.bin", "consolidated.safetensors"):
+        put(model / name, lambda path: path.write_bytes(b"not fetched"))
     spec = ModelSpec.from_dict(MODEL)
     state = build_model(spec).state_dict()
     convert(
@@ -59,6 +61,15 @@ def hub(tmp_path_factory, tokenizer_file):
     pickled, config = model.parents[1] / "pickled" / "main", folder / "made" / "config.json"
     put(pickled / "config.json", lambda path: path.write_bytes(config.read_bytes()))
     torch.save(load_file(folder / "made" / "model.safetensors"), pickled / "pytorch_model.bin")
+    mistral = replace(spec, family="mistral")
+    source = ModelReader("memory", "memory", mistral, own_tensors(mistral), state.__getitem__, {})
+    convert(source, folder / "mistrals", "meta")
+    for name in ("params.json", "consolidated.safetensors"):
+        content = (folder / "mistrals" / name).read_bytes()
+        put(
+            pickled.parents[1] / "mistrals" / "main" / name,
+            lambda path, content=content: path.write_bytes(content),
+        )
     with hub_of(folder) as environment:
         yield environment
 
@@ -89,18 +100,20 @@ def test_a_name_the_hub_does_not_know_is_rejected_in_a_sentence(arriero_of):
     assert "Traceback" not in done.stderr
 
 
-def test_a_model_of_the_hub_is_converted_and_gives_a_run_its_dimensions(arriero_of, tmp_path):
+def test_a_model_of_the_hub_is_converted_and_gives_a_run_its_dimensions(arriero_of, hub, tmp_path):
     done = arriero_of("ckpt", "convert", "hf://owner/model", tmp_path / "torch", "--to", "torch")
     assert done.returncode == 0, done.stderr
+    assert not list(Path(hub["HF_HOME"]).rglob("consolidated.safetensors"))
     shown = arriero_of("config", "show", "--set", "checkpoint.start_from=hf://owner/model")
     assert shown.returncode == 0, shown.stderr
     assert f"dim = {MODEL['dim']}" in shown.stdout and "checkpoint.start_from" in shown.stdout
 
 
-def test_a_model_without_safetensors_is_downloaded_as_a_torch_file(arriero_of, tmp_path):
-    for name in ("model", "pickled"):
+@pytest.mark.parametrize("other", ["pickled", "mistrals"])
+def test_a_model_without_model_safetensors_is_downloaded_in_its_other_form(other, arriero_of, tmp_path):
+    for name in ("model", other):
         done = arriero_of("ckpt", "convert", f"hf://owner/{name}", tmp_path / name, "--to", "torch")
         assert done.returncode == 0, done.stderr
-    expected, found = (torch.load(tmp_path / name / "model.pt") for name in ("model", "pickled"))
+    expected, found = (torch.load(tmp_path / name / "model.pt") for name in ("model", other))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)

@@ -49,6 +49,7 @@ _LOOKED_FOR = (
     "config.json and *.safetensors or pytorch_model.bin (Hugging Face), "
     f"params.json and consolidated.* (Meta, Mistral), .metadata (DCP), {TORCH_NAME} (torch), {ADAPTER} (PEFT)"
 )
+_HF_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 _CHUNK = 1 << 22
 
 
@@ -68,7 +69,9 @@ def open_model(path: Path) -> ModelReader:
         return open_dcp(path)
     if (path / ADAPTER).is_file():
         return open_peft(path, partial(_open_base, path))
-    if (path / "params.json").is_file() or any(path.glob("consolidated.*.pth")):
+    # Mistral's repositories have both forms; Hugging Face's config.json says more
+    is_hf = (path / "config.json").is_file() and any(map(any, map(path.glob, _HF_WEIGHTS)))
+    if not is_hf and ((path / "params.json").is_file() or any(path.glob("consolidated.*.pth"))):
         return open_meta(path)
     if (path / TORCH_NAME).is_file():
         return open_torch(path)
@@ -86,12 +89,7 @@ def open_model(path: Path) -> ModelReader:
 
 def _open_base(adapter: Path, name: str) -> ModelReader:
     """Open the base model that an adapter names: a path, also beside the adapter, or a model of the hub."""
-    base = base_of_adapter(adapter, name)
-    if (base / ADAPTER).is_file():
-        raise UserError(
-            f"{adapter} names {base} as its base, which is an adapter too", "merge that one first"
-        )
-    return open_model(_model_directory(base))
+    return open_model(_model_directory(base_of_adapter(adapter, name)))
 
 
 def open_adapter(path: Path, spec: ModelSpec) -> Adapter:

@@ -124,7 +124,11 @@ def model_at(path: Path, own: Mapping[str, Any]) -> ModelSpec:
 def base_of_adapter(adapter: Path, name: str, weights: bool = True) -> Path:
     """Return the directory of the base model that a PEFT adapter names, also beside it, or from the hub."""
     places = [each for each in (Path(name), adapter / name) if each.exists()]
-    return places[0] if places else local_model(f"hf://{name}", weights=weights)
+    base = places[0] if places else local_model(f"hf://{name}", weights=weights)
+    if (base / ADAPTER).is_file():
+        what = f"{adapter} names {base} as its base, which is an adapter too"
+        raise UserError(what, "merge that one first, or rename its directory if it is not the base")
+    return base
 
 
 def expand_from(

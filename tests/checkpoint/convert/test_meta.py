@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 from arriero.checkpoint.convert import convert, open_model
 from arriero.checkpoint.formats.model_reader import WriteOptions
 from arriero.errors import UserError
+from arriero.model.description import model_at
 from arriero.model.llama.meta_names import ffn_width, meta_params, rule_of, spec_from_params
 from arriero.model.presets import load_preset, preset_names
 from arriero.model.spec import ModelSpec
@@ -273,6 +275,21 @@ def test_mistral_is_written_as_one_safetensors_file_and_read_again(window, folde
     assert (logits_of("hf", folder / "hf", TOKENS, POSITIONS) - expected).abs().max() < 1e-4
     with pytest.raises(UserError, match="one file"):
         convert(in_memory(spec), folder / "two", "meta", WriteOptions(model_parallel=2))
+
+
+def test_a_directory_of_mistral_with_both_forms_has_the_context_of_config_json(folder):
+    spec = ModelSpec.from_dict({**BASE, "family": "mistral", "kv_heads": 2, "max_seq_len": 131072})
+    for kind in ("meta", "hf"):
+        convert(in_memory(spec), folder / kind, kind)
+    for name in ("params.json", "consolidated.safetensors"):
+        shutil.copy(folder / "meta" / name, folder / "hf" / name)
+    assert model_at(folder / "hf", {}) == open_model(folder / "hf").spec == spec
+    (folder / "hf" / "consolidated.safetensors").rename(folder / "weights")
+    assert equal(open_model(folder / "hf"), in_memory(spec))
+    (folder / "hf" / "model.safetensors").unlink()
+    (folder / "weights").rename(folder / "hf" / "consolidated.safetensors")
+    read = open_model(folder / "hf")
+    assert (read.format, read.spec) == ("meta", spec) and equal(read, in_memory(spec))
 
 
 def test_vision_models_are_rejected():

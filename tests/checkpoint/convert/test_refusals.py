@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from arriero.checkpoint.convert import convert, open_model
 from arriero.errors import UserError
+from arriero.model.description import model_at
 from arriero.model.spec import ModelSpec
 
 SPEC = spec_of("llama2")
@@ -173,6 +174,14 @@ def test_torch_files_are_valid_zip_files(folder):
     spec = ModelSpec.from_dict({**BASE, "layers": 1})
     convert(in_memory(spec), folder / "out", "torch")
     assert zipfile.ZipFile(folder / "out" / "model.pt").testzip() is None
+
+
+@pytest.mark.parametrize("read", [open_model, lambda path: model_at(path, {})])
+def test_an_adapter_of_an_adapter_is_refused(read, folder):
+    config = {"base_model_name_or_path": str(folder), "peft_type": "LORA"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="as its base, which is an adapter too"):
+        read(folder)
 
 
 def test_another_layout_of_config_is_refused_by_name(folder):

@@ -6,6 +6,7 @@ Mistral's weights are `consolidated.safetensors`, or one file of Meta's.
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from arriero.checkpoint.formats.tensor_files import (
     write_safetensors,
 )
 from arriero.errors import UserError
-from arriero.model.description import read_description, write_json
+from arriero.model.description import read_description, read_json, write_json
 from arriero.model.family import meta_names
 from arriero.model.name_maps import TensorRule, check_names, check_tensors, own_tensors
 from arriero.model.spec import ModelSpec
@@ -157,7 +158,11 @@ def _spec(
         return spec, tokens
     vocab_size = params.get("vocab_size", -1)
     vocab_size = whole[meta.HEAD].shape[0] if vocab_size == -1 else vocab_size
-    return meta.spec_from_params(params, vocab_size, _is_tied(whole, read)), {}
+    spec = meta.spec_from_params(params, vocab_size, _is_tied(whole, read))
+    config = directory / "config.json"
+    # the context length is not in params.json
+    length = read_json(config).get("max_position_embeddings") if config.is_file() else None
+    return replace(spec, max_seq_len=length) if type(length) is int else spec, {}
 
 
 def _comparable(params: Mapping[str, Any]) -> list[Any]:

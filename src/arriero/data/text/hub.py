@@ -2,6 +2,7 @@
 
 import os
 import tomllib
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +13,9 @@ from arriero.errors import UserError
 
 TOKENIZER_FILES = ["*.json", "tokenizer.model", "*.txt", "*.jinja"]
 MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
-# downloaded only if a model has no safetensors
-PICKLED_FILES = ["pytorch_model*.bin"]
+# the same weights again, downloaded only if a model has no others
+_MISTRALS_FILES = ["consolidated*.safetensors"]
+_PICKLED_FILES = ["pytorch_model*.bin"]
 
 
 class HubCorpus(NamedTuple):
@@ -93,10 +95,12 @@ def local_model(path: str, weights: bool = True) -> Path:
     except ImportError:
         raise UserError(f"{path} needs the 'huggingface_hub' package", "pip install 'arriero[hub]'") from None
     try:
+        fetch = partial(snapshot_download, name, revision=revision or None)
         files = MODEL_FILES if weights else TOKENIZER_FILES
-        folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=files))
-        if weights and not any(folder.glob("*.safetensors")):
-            snapshot_download(name, revision=revision or None, allow_patterns=PICKLED_FILES)
+        folder = Path(fetch(allow_patterns=files, ignore_patterns=_MISTRALS_FILES))
+        for others in (_MISTRALS_FILES, _PICKLED_FILES) if weights else ():
+            if not any(folder.glob("*.safetensors")):
+                fetch(allow_patterns=others)
         return folder
     except Exception as error:  # the library raises many kinds for a missing network, name or account
         raise _unavailable(path.removeprefix(HUB), error) from None
