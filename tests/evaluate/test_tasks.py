@@ -62,6 +62,20 @@ def test_the_harness_gets_the_numbers_of_transformers(trained):
     assert ours.generate_until(asked) == theirs.generate_until(asked)
 
 
+def test_samples_of_a_prompt_differ_and_are_drawn_again_alike(trained):
+    """A task with repeats asks for the same prompt several times, in batches."""
+
+    def drawn(count, **how):
+        model = harness_model(find_model(trained.run), TasksRequest("", [], batch=2, device="cpu"))
+        given = {"until": [], "max_gen_toks": 12, "do_sample": True, **how}
+        return model.generate_until(requests("generate_until", *[("def add(a, b):", given)] * count))
+
+    samples = drawn(6, temperature=1.0)
+    assert len(set(samples)) == 6
+    assert drawn(6) == samples
+    assert len(set(drawn(4, temperature=0.0))) == 1
+
+
 ADAPTERS = {"prefix": {"prefix.tokens": 3}, "llama_adapter": {"llama_adapter.tokens": 2}}
 
 

@@ -125,12 +125,16 @@ def harness_model(source: ModelReader, request: TasksRequest) -> Any:
         model = read_model(source, device, DTYPES[request.dtype] if request.dtype else None, advance)
 
     class Harness(HFLM):
+        drawn = 0
+
         def _model_call(self, inps: Tensor, attn_mask: Any = None, labels: Any = None) -> Tensor:
             with torch.no_grad():
                 return model(inps)
 
         def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **given: Any) -> Tensor:
-            return _generated(model, self.tokenizer, context, max_length, stop, given)
+            # each row of an evaluation has its own seed: a task may ask for several samples of a prompt
+            seed, self.drawn = self.drawn, self.drawn + len(context)
+            return _generated(model, self.tokenizer, context, max_length, stop, given, seed)
 
     length = model.spec.max_seq_len - model.offset
     described = SimpleNamespace(device=device, config=SimpleNamespace(model_type=model.spec.family))
@@ -160,14 +164,15 @@ def _generated(
     most: int,
     stop: Sequence[str],
     given: Mapping[str, Any],
+    seed: int,
 ) -> Tensor:
     """Return prompts and continuations in rows of one length; a row ends after one of the texts of `stop`."""
     seen = given.get("attention_mask")
     visible = context.new_ones(context.shape) if seen is None else seen
     prompts = [row[mask.bool()].tolist() for row, mask in zip(context, visible, strict=True)]
-    temperature = given.get("temperature") or (1.0 if given.get("do_sample") else 0.0)
+    temperature = given.get("temperature", 1.0 if given.get("do_sample") else 0.0)
     is_greedy = given.get("do_sample") is False
-    chosen = Sampling(0.0 if is_greedy else temperature, given.get("top_k"), given.get("top_p"))
+    chosen = Sampling(0.0 if is_greedy else temperature, given.get("top_k"), given.get("top_p"), seed)
     made: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     # a token has at least one byte
