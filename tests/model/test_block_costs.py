@@ -150,6 +150,7 @@ MEMORY_CASES = [
     }.items()
     for mode in MEMORY_MODES[:modes]
 ]  # fmt: skip
+MEMORY_CASES += [("llama-test", True, False, 2), ("gpt2-1.5b", True, True, 4)]
 
 
 @pytest.mark.parametrize(("name", "compiled", "fused", "element"), MEMORY_CASES)

@@ -74,6 +74,8 @@ def test_windows_are_read_from_layer_types_or_from_the_first_layer_with_a_window
     assert mixed.attended(100) == spec.attended(100) and spec_from_hf(hf_config(mixed)) == mixed
     with pytest.raises(UserError, match=r"layer_types is .*, and num_hidden_layers is 3"):
         spec_from_hf({**config, "layer_types": config["layer_types"][:2]})
+    with pytest.raises(UserError, match=r"give each layer full_attention or sliding_attention"):
+        spec_from_hf({**config, "layer_types": [{}, {}, {}]})
     for wrong in (None, "2"):
         with pytest.raises(UserError, match=f"max_window_layers is {wrong!r}, not a whole number"):
             spec_from_hf({**config, "layer_types": None, "max_window_layers": wrong})

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from peft import AdaptionPromptConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from torch._subclasses import FakeTensor, FakeTensorMode
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import arriero
@@ -140,6 +141,13 @@ def test_quantised_weights_are_near_the_weights_and_quantise_to_themselves(kind,
     assert torch.equal(unpack(pack(torch.zeros(shape), kind), shape[1]), torch.zeros(shape))
     # any rows are quantised alike, so that shards of a weight are shards of its stored form
     assert torch.equal(pack(weight[1:], kind), packed[1:])
+
+
+def test_a_traced_quantisation_leaves_nothing_for_real_ones():
+    weight = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    with FakeTensorMode() as fake:
+        assert isinstance(unpack(pack(fake.from_tensor(weight), "nf4"), 64), FakeTensor)
+    assert not isinstance(unpack(pack(weight, "nf4"), 64), FakeTensor)
 
 
 QUANTISED = {

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from arriero.kernels import kernels, usable
 from arriero.model.layers import converted, replace_module
@@ -76,7 +77,7 @@ def _pack(weight: Tensor, kind: Kind) -> Tensor:
     if kind == "int8":
         codes = (unit * 127).round().to(torch.int8).view(torch.uint8)
     else:
-        levels = _levels(weight.device)
+        levels = _levels(weight)
         # the number of midpoints below an element is the number of its nearest level
         nearest = torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
         high, low = nearest.unflatten(-1, (-1, 2)).unbind(-1)
@@ -93,19 +94,26 @@ def unpack(packed: Tensor, columns: int, dtype: torch.dtype = torch.float32) -> 
         unit = codes.view(torch.int8).float() * (1 / 127)
     else:
         pairs = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(-2)
-        unit = _levels(packed.device)[pairs.int()]
+        unit = _levels(packed)[pairs.int()]
     return (unit * scale).to(dtype).flatten(1)[:, :columns]
 
 
+def _levels(like: Tensor) -> Tensor:
+    """Return the levels of nf4 on the device of a tensor."""
+    # a fake tensor must not be kept for real ones
+    found = _levels_on.__wrapped__ if isinstance(like, FakeTensor) else _levels_on
+    return found(like.device)
+
+
 @cache
-def _levels(device: torch.device) -> Tensor:
+def _levels_on(device: torch.device) -> Tensor:
     return torch.tensor(_NF4, device=device)
 
 
 def _restored(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Return the weight; on a GPU by one kernel."""
     if usable(packed):
-        return kernels("packed_weights").unpack(packed, columns, dtype, _levels(packed.device))
+        return kernels("packed_weights").unpack(packed, columns, dtype, _levels(packed))
     return unpack(packed, columns, dtype)
 
 

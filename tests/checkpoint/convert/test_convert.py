@@ -151,8 +151,15 @@ def test_gpt2_cannot_be_written_in_metas_layout(folder):
     assert not (folder / "out").exists()
 
 
-def test_rope_scaling_that_meta_cannot_express_is_rejected(folder):
-    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 2048}
-    spec = ModelSpec.from_dict({**BASE, "rope_scaling": scaling})
-    with pytest.raises(UserError, match="not 4 from 2048"):
+@pytest.mark.parametrize(
+    ("different", "words"),
+    [
+        ({"factor": 4.0, "original_max_seq_len": 2048}, "llama3 by 4 from 2048"),
+        ({"type": "yarn"}, "yarn by 8 "),
+    ],
+)
+def test_rope_scaling_that_meta_cannot_express_is_rejected(folder, different, words):
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
+    spec = ModelSpec.from_dict({**BASE, "rope_scaling": scaling | different})
+    with pytest.raises(UserError, match=f"not as {words}"):
         convert(in_memory(spec), folder / "out", "meta")

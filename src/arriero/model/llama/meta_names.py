@@ -333,11 +333,12 @@ def _check_expressible(spec: ModelSpec) -> None:
             f"Meta's layout needs heads x head_dim = dim, not {spec.heads} x {spec.head_dim} and {spec.dim}",
             "convert to hf, dcp or torch",
         )
-    if spec.rope_scaling is not None and spec.rope_scaling not in _scalings():
+    scaling = spec.rope_scaling
+    if scaling is not None and scaling not in _scalings():
         raise UserError(
-            "Meta's params.json can only say that rope is scaled, by 8 or 32 from 8192 between 1 and 4, not "
-            f"{spec.rope_scaling.factor:g} from {spec.rope_scaling.original_max_seq_len} between "
-            f"{spec.rope_scaling.low_freq_factor:g} and {spec.rope_scaling.high_freq_factor:g}",
+            "Meta's params.json can only say that rope is scaled as llama3 by 8 or 32 from 8192 between 1 "
+            f"and 4, not as {scaling.type} by {scaling.factor:g} from {scaling.original_max_seq_len} between "
+            f"{scaling.low_freq_factor:g} and {scaling.high_freq_factor:g}",
             "convert to hf, dcp or torch",
         )
 

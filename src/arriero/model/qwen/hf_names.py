@@ -37,7 +37,7 @@ def _from_config(fields: dict[str, Any], config: Mapping[str, Any], where: str) 
         return fields
     window = config.get("sliding_window", 4096)
     if isinstance(kinds, list):
-        if len(kinds) != layers or not set(kinds) <= set(_KINDS):
+        if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
             what = f"{where}: layer_types is {kinds!r}, and num_hidden_layers is {layers!r}"
             raise UserError(what, f"give each layer {' or '.join(_KINDS)}")
         windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
