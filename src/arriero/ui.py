@@ -109,7 +109,8 @@ class Table(RichTable):
 
     def row(self, *cells: object) -> None:
         """Add a row of plain values; use `styled` for a colour and `bar` for a bar."""
-        self._cells.append([each if isinstance(each, Text | Bar) else Text(str(each)) for each in cells])
+        row = [each if isinstance(each, Text | Bar) else Text(str(each)) for each in cells]
+        self._cells.append(row + [Text()] * (len(self.columns) - len(row)))
         self.add_row(*self._cells[-1])
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:

@@ -48,6 +48,7 @@ PRIVATE = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": "checkpoint/save_plan.py",
     "torch.distributed.distributed_c10d._set_pg_timeout": "parallel/mesh.py",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "parallel/dtensor.py",
+    "torch.distributed.tensor.debug._clear_sharding_prop_cache": "parallel/dtensor.py",
     "torch.distributed.tensor.placement_types._StridedShard": "parallel/dtensor.py",
     "torch.ops._c10d_functional": "parallel/activation_checkpointing.py",
     "torch.distributed.distributed_c10d._resolve_process_group": "parallel/simulate.py",

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from arriero.config.keys import ConfigError
 from arriero.config.load import load_run
 from arriero.model.presets import expand
 from arriero.plan.advice import write_run_file
@@ -90,3 +91,25 @@ def test_a_plan_searches_open_keys_and_writes_them(tmp_path):
     written = tomllib.loads((tmp_path / "run.toml").read_text())
     assert written["precision"]["float8"] == "tensorwise"
     assert written["optim"]["state"] == plan.best.choice.keys["optim.state"]
+
+
+def test_ranks_with_different_free_memory_agree():
+    run = config("optim.state=auto", "memory.offload_activations=auto")
+    least, more = 110 << 30, 135 << 30
+    total = H200.memory_total
+    ranks = [resolve(run, replace(H200, memory_free=free), 1) for free in (least, more)]
+    assert chosen(ranks[0]) != chosen(ranks[1])
+    agreed = [rank.with_least_memory(least, total) for rank in ranks]
+    assert agreed[0].open_settings == agreed[1].open_settings
+    assert chosen(agreed[0]) == chosen(agreed[1]) == chosen(ranks[0])
+
+
+def test_offloading_is_not_planned_beyond_the_memory_of_the_host():
+    huge = ("model.preset=llama3.1-405b", "parallel.dp_shard=2", *OPEN, "memory.offload_state=auto")
+    with pytest.raises(ConfigError):
+        resolve(config(*huge), H200, 2)
+
+
+def test_float8_is_not_searched_beside_an_adapter():
+    adapted = ("model.preset=llama3.2-1b", "lora.rank=4", "precision.float8=auto")
+    assert resolve(config(*adapted), H200, 1).config.precision.float8 == "off"

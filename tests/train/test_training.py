@@ -437,6 +437,14 @@ def test_a_wall_time_horizon_ends_the_run_and_still_evaluates(session):
     assert lines(run.run_dir / "metrics.jsonl")[-1]["eval_loss"] == outcome.last_eval_loss
 
 
+def test_a_resumed_run_keeps_its_precision(session):
+    train(session("precision.compute=bf16", "optim.state=bf16"))
+    with pytest.raises(UserError, match='precision.compute was "bf16", is "auto"'):
+        session("optim.state=bf16")
+    # an open key takes the value of the run
+    assert session("precision.compute=bf16", "optim.state=auto").config.optim.state == "bf16"
+
+
 def test_the_same_run_may_be_repeated_and_a_different_one_is_refused(session):
     train(session())
     train(session())

@@ -51,7 +51,7 @@ def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) ->
         verdict = styled("yes", "green") if row.problem is None else styled(f"no: {row.problem}", "red")
         table.row(row.step, *row.shown(_age), verdict, *[row.scores for _ in shown])
     for step, path in aside:
-        table.row(step, "", "", "", styled(f"no: renamed aside as {path.name}", "red"))
+        table.row(step, "", "", "", styled(f"no: renamed aside as {path.name}", "red"), *["" for _ in shown])
     console.print(table if found or aside else f"{run} has no checkpoints")
 
 

@@ -400,7 +400,7 @@ def _adapter_fits_the_rest(
         yield Problem("checkpoint.adapter_from", what, todo)
     if not keys:
         return
-    if precision.float8 != "off":
+    if precision.float8 not in ("off", "auto"):
         yield Problem(
             "precision.float8", f"does not work with {keys[0]}", f"set it to 'off', or {keys[0]} = false"
         )
@@ -426,7 +426,7 @@ def _speculator_fits_the_rest(
     if optim.freeze:
         what = "has no meaning with speculator.n_predict: only the speculator is trained"
         yield Problem("optim.freeze", what, "remove it")
-    if precision.float8 != "off":
+    if precision.float8 not in ("off", "auto"):
         yield Problem("precision.float8", "does not work with speculator.n_predict", "set it to 'off'")
     if speculator.tie_weights and speculator.n_predict == 1:
         yield Problem("speculator.tie_weights", "needs two heads or more", "remove it")

@@ -107,7 +107,7 @@ def _tokens_for_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Se
     All tensors go in one all-to-all; where there are fewer heads than ranks, some ranks share one.
     """
     size = group.size()
-    copied = [x.repeat_interleave(max(1, size // x.shape[2]), dim=2) for x in tensors]
+    copied = [x.repeat_interleave(n, dim=2) if (n := size // x.shape[2]) > 1 else x for x in tensors]
     shares = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in copied]
     arrived_UBtW = _AllToAll.apply(torch.cat([x.flatten(3) for x in shares], dim=3), group)
     whole_BTW = arrived_UBtW.transpose(0, 1).flatten(1, 2)

@@ -1,7 +1,8 @@
 """Which part of a tensor is local: shards of DTensors and their place in the whole.
 
-A plain tensor is its own local part. `compute_local_shape_and_global_offset` and `_StridedShard` are private
-torch APIs, tested with torch 2.11 and 2.13; nothing else in Arriero imports them.
+A plain tensor is its own local part. `compute_local_shape_and_global_offset`, `_StridedShard` and
+`_clear_sharding_prop_cache` are private torch APIs, tested with torch 2.11 and 2.13; nothing else in Arriero
+imports them.
 """
 
 import math
@@ -9,9 +10,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor import DeviceMesh, DTensor, debug
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+
+def forget_meshes() -> None:
+    """Clear torch's cache of placements, which keeps the groups of meshes that no longer exist.
+
+    A later run in this process has an equal mesh, and torch would use the groups of the earlier one.
+    """
+    # an older torch may not have it
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import resource
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -290,6 +291,10 @@ def process_group(
     # not after an error, when other ranks may be gone
     dist.barrier()
     dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from arriero.parallel.dtensor import forget_meshes
+
+        forget_meshes()
 
 
 def raise_file_limit() -> None:

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any
 
+from arriero.config.keys import Problem
 from arriero.config.schema import RunConfig
 from arriero.plan.hardware import Machine
+from arriero.units import human_bytes
 
 # key: what a decision calls it, its values with the default first, and how a candidate shows the others
 _KEYS: Mapping[str, tuple[str, tuple[Any, ...], str]] = {
@@ -25,17 +27,35 @@ Arithmetic = dict[str, Any]
 
 def open_keys(config: RunConfig) -> list[str]:
     """Return the keys that the run file sets to "auto"."""
-    sections = {name: getattr(config, name) for name in ("precision", "optim", "memory")}
-    return [key for key in _KEYS if getattr(sections[key.split(".")[0]], key.split(".")[1]) == "auto"]
+    return [key for key in _KEYS if value_of(config, key) == "auto"]
+
+
+def value_of(config: RunConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
 
 
 def variants(config: RunConfig, machine: Machine) -> list[Arithmetic]:
     """Return all values of the open keys together, the defaults first; one empty variant if none is open."""
     keys = open_keys(config)
     values = [_KEYS[key][1] for key in keys]
-    if not machine.float8:
+    trains_part = config.lora.rank or config.prefix.tokens or config.llama_adapter.tokens
+    if not machine.float8 or trains_part or config.speculator.n_predict:
         values = [("off",) if "off" in each else each for each in values]
     return [dict(zip(keys, each, strict=True)) for each in product(*values)]
+
+
+def host_problem(open_values: Iterable[str], needed: int, machine: Machine) -> Problem | None:
+    """Return what is wrong if a planned offload needs more of the host than the memory of the device.
+
+    Nodes have at least as much memory for each device; how much more is not known.
+    """
+    keys = [key for key in open_values if key.startswith("memory.offload")]
+    if not keys or needed <= machine.memory_total:
+        return None
+    sizes = human_bytes(needed), human_bytes(machine.memory_total)
+    what = f"needs {sizes[0]} of the host per rank, and no more than {sizes[1]} are planned"
+    return Problem(keys[0], what, "set it to true if the node has more")
 
 
 def handicap(values: Iterable[tuple[str, Any]]) -> float:

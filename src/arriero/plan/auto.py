@@ -6,7 +6,7 @@ from typing import Any
 
 from arriero.config.keys import ConfigError, Problem
 from arriero.config.schema import RunConfig
-from arriero.plan.arithmetic import explained, handicap, open_keys, variants
+from arriero.plan.arithmetic import explained, handicap, host_problem, open_keys, variants
 from arriero.plan.explain import time_facts
 from arriero.plan.hardware import Machine, cluster_for
 from arriero.plan.layout import AXES
@@ -15,6 +15,7 @@ from arriero.plan.rates import Rates, ranking_rates
 from arriero.plan.resolve import AS_STARTED, Decision, Resolved, resolve
 from arriero.plan.search import plan_run
 from arriero.plan.timing import step_time
+from arriero.units import counted
 
 
 def resolve_planned(config: RunConfig, machine: Machine, ranks: int) -> Resolved:
@@ -33,7 +34,9 @@ def resolve_planned(config: RunConfig, machine: Machine, ranks: int) -> Resolved
     if not found.candidates:
         reasons = "; ".join(f"{each.reason} ({each.example})" for each in found.rejections[:3])
         todo = f"see `arriero plan --cluster {cluster.name} --gpus {ranks}`"
-        raise ConfigError([Problem("parallel", f"no layout of {ranks} ranks fits: {reasons}", todo)])
+        raise ConfigError(
+            [Problem("parallel", f"no layout of {counted(ranks, 'rank')} fits: {reasons}", todo)]
+        )
     resolved, time = found.resolved(), found.best.time
     reason = f"planned: best of {found.considered:,}, {time.tokens_per_s:,.0f} tok/s per device predicted"
     decisions = [
@@ -54,11 +57,13 @@ def resolve_arithmetic(config: RunConfig, machine: Machine, ranks: int, kept: Ma
         chosen = {key: kept[key] for key in keys}
         run = resolve(config.with_values(chosen), machine, ranks, kept)
         rows = [Decision(*explained(key, chosen, {})[:2], AS_STARTED) for key in keys]
-        return replace(run, decisions=(*run.decisions, *rows), arithmetic=chosen)
+        return replace(run, decisions=(*run.decisions, *rows), arithmetic=chosen, kept={**run.kept, **chosen})
     runs, errors = [], []
     for values in variants(config, machine):
         try:
             run = resolve(config.with_values(values), machine, ranks, kept)
+            if problem := host_problem(keys, run.host_bytes, machine):
+                raise ConfigError([problem])
         except ConfigError as error:
             errors.append(error)
             continue

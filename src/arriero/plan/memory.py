@@ -6,7 +6,7 @@ moment; `tests/plan/test_measured_memory.py` compares it with measurements. See 
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from math import prod
@@ -22,9 +22,9 @@ from arriero.plan.layout import SCHEDULES, Layout, cut_stages, in_flight, stages
 
 FP32 = 4
 _ADAPTER = ".adapter"
-# bytes per element of quantised weights, with a scale of four bytes per 64 elements
 # elements of a quantised weight that share a scale
 QUANTIZED_BLOCK = 64
+# bytes per element of quantised weights, with a scale of four bytes per block
 _QUANTIZED = {"int8": 68 / QUANTIZED_BLOCK, "nf4": 36 / QUANTIZED_BLOCK}
 _STATE = {"fp32": 4, "bf16": 2}
 # elements of 8-bit optimizer state that share a scale
@@ -131,6 +131,13 @@ class MemoryEstimate:
             del vars(other)[name]
         vars(other)["choices"] = choices
         return other
+
+    def host_bytes(self, micro_batch: int) -> int:
+        """Return the bytes that offloading moves from the device to the host."""
+        if not self.config.memory.offload_state and not self.config.memory.offload_activations:
+            return 0
+        kept = self.config.with_values({"memory.offload_state": False, "memory.offload_activations": False})
+        return replace(self, config=kept).bytes(micro_batch) - self.bytes(micro_batch)
 
     @property
     def state(self) -> int:

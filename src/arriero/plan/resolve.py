@@ -96,6 +96,12 @@ class Resolved:
         return max(parts, key=lambda each: sum(each.values()))
 
     @property
+    def host_bytes(self) -> int:
+        """The estimated memory of the host that offloading takes for this rank."""
+        phases = zip(self.estimates, self.shares, strict=True)
+        return max(estimate.host_bytes(share.micro_batch) for estimate, share in phases)
+
+    @property
     def open_settings(self) -> dict[str, Any]:
         """The derived settings that decide the order of sums and the kernels: a resumed run keeps them."""
         return {
@@ -126,7 +132,8 @@ class Resolved:
         if (free, total) == (self.machine.memory_free, self.machine.memory_total):
             return self
         machine = replace(self.machine, memory_free=free, memory_total=total)
-        other = resolve(self.config, machine, self.layout.ranks, self.kept)
+        opened = self.config.with_values(dict.fromkeys(self.arithmetic, "auto"))
+        other = resolve(opened, machine, self.layout.ranks, self.kept)
         values = {decision.name: decision.value for decision in self.decisions}
         missing = values.keys() - {decision.name for decision in other.decisions}
         decisions = [
@@ -134,7 +141,7 @@ class Resolved:
             for each in other.decisions
         ]
         decisions += [each for each in self.decisions if each.name in missing]
-        return replace(other, decisions=tuple(decisions), arithmetic=self.arithmetic)
+        return replace(other, decisions=tuple(decisions))
 
 
 def resolve(

@@ -17,7 +17,7 @@ from arriero.config.schema import RunConfig
 from arriero.config.timeline import Timeline
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
-from arriero.plan.arithmetic import variants
+from arriero.plan.arithmetic import host_problem, variants
 from arriero.plan.candidates import Candidate, Choice, Constraint, Plan, Rejection
 from arriero.plan.choose import Chooser, loss_chunk, micro_batch_sizes, preferred
 from arriero.plan.hardware import Cluster, Machine
@@ -263,6 +263,8 @@ def _checked(search: _Search, found: Sequence[Candidate], keep: int | None) -> I
         try:
             config = search.config.with_values(candidate.choice.keys)
             resolved = resolve(config, search.machine, search.devices)
+            if problem := host_problem(dict(search.arithmetic), resolved.host_bytes, search.machine):
+                raise ConfigError([problem])
         except ConfigError as error:
             search.reject(f"{error.problems[0].key} {error.problems[0].what}", candidate.choice)
             continue

@@ -122,9 +122,10 @@ def _resolved(config: RunConfig, machine: Machine, world: World) -> Resolved:
 
 def build(plan: Arrangement, progress: ProgressCallback, extra_hooks: Sequence[Hook] = ()) -> Session:
     """Build a run. Called by all ranks together; rejects what it can before it writes the run file."""
-    config, device = plan.config, plan.device
     streams = open_data(plan, progress)
     mesh, plan = build_mesh(plan)
+    # after the ranks agreed on the least memory
+    config, device = plan.config, plan.device
     model, model_decisions = build_model_state(plan, mesh)
     optimizer = build_optimizer(plan, model, mesh)
     saved = local_parts(named_tensors(model.stored(), optimizer.state()))

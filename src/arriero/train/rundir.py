@@ -14,6 +14,7 @@ from arriero.data.order.ledger import LEDGER, read_ledger
 from arriero.errors import UserError
 from arriero.events import EVENTS
 from arriero.files import locked, publish_file
+from arriero.plan.arithmetic import open_keys, value_of
 from arriero.train.schedule import LearningRates
 
 _RUN_FILE = "run.toml"
@@ -140,9 +141,13 @@ def write_settings(config: RunConfig, settings: Mapping[str, Any]) -> None:
 
 def started_with(config: RunConfig) -> dict[str, Any]:
     """Return the derived settings that a run was started with; none for a new run."""
-    path = run_directory(config) / _SETTINGS
+    path, written = run_directory(config) / _SETTINGS, run_directory(config) / _RUN_FILE
+    chosen = {}
+    if written.exists() and (keys := open_keys(config)):
+        there = config_from_toml(written)
+        chosen = {key: value for key in keys if (value := value_of(there, key)) != "auto"}
     if not path.exists():
-        return {}
+        return chosen
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         ActivationCheckpointing.parse(stored["memory.activation_checkpointing"])
@@ -152,7 +157,7 @@ def started_with(config: RunConfig) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         what = f"{path} is damaged ({type(error).__name__}: {error})"
         raise UserError(what, "delete it: the settings are derived again") from None
-    return stored
+    return stored | chosen
 
 
 def _differences(there: RunConfig, here: RunConfig) -> dict[str, tuple[str, str]]:
@@ -160,12 +165,13 @@ def _differences(there: RunConfig, here: RunConfig) -> dict[str, tuple[str, str]
 
     Phases and schedules are not among them: `check_phases` and `check_learning_rates` compare them.
     """
-    changed = {}
+    changed, chosen_before = {}, open_keys(here)
     for section in RunConfig.model_fields:
         old, new = (getattr(config, section).model_dump(mode="json") for config in (there, here))
         for name in new:
             key = f"{section}.{name}"
-            same = new[name] in (old[name], "auto")
+            # an open key keeps the value that the run file has
+            same = new[name] == old[name] or key in chosen_before
             if section not in _FREE_SECTIONS and key not in _FREE and not same:
                 changed[key] = toml_value(old[name]), toml_value(new[name])
     return changed
