@@ -147,6 +147,7 @@ def test_a_killed_coordinator_continues_where_it_was(federate, tmp_path, command
     out, errors = second.communicate(timeout=300)
     assert second.returncode == 0, errors
     assert "round 2/2" in out and "final" in out
+    assert "momentum 0.056 = 0.9 x rounds / (rounds + 30)" in out
     assert open_global(rounds / "0002" / "global").tokens == 4 * 1024
 
     shown = command("fed", "status", path, "--replay", "--json")
