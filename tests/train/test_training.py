@@ -439,7 +439,7 @@ def test_a_wall_time_horizon_ends_the_run_and_still_evaluates(session):
 
 def test_a_resumed_run_keeps_its_precision(session):
     train(session("precision.compute=bf16", "optim.state=bf16"))
-    with pytest.raises(UserError, match='precision.compute was "bf16", is "auto"'):
+    with pytest.raises(UserError, match=r'precision\.compute was "bf16", is "auto"'):
         session("optim.state=bf16")
     # an open key takes the value of the run
     assert session("precision.compute=bf16", "optim.state=auto").config.optim.state == "bf16"
