@@ -1,10 +1,17 @@
 import dataclasses
+import os
+import py_compile
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
+import arriero
 from arriero.config.fields import to_toml
 from arriero.config.keys import ConfigError, all_keys, facts_of, field_at, nearest_key
 from arriero.config.load import config_from_toml, load_run
@@ -209,6 +216,20 @@ def test_optional_key_can_be_unset_in_a_file_and_by_set(tmp_path, key):
     top = write(tmp_path / "top.toml", f'extends = "{written.name}"\n[{section}]\n{name} = {word}\n')
     if section != "model":  # a resolved file holds every dimension itself
         assert load_run(top, [], expand).config == untouched
+
+
+def test_keys_have_facts_where_the_source_is_not_installed(tmp_path):
+    """As in an installation by `compileall -b`, which has no .py files."""
+    package = tmp_path / "arriero"
+    shutil.copytree(Path(arriero.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("schema", "keys"):
+        source = package / "config" / f"{name}.py"
+        py_compile.compile(str(source), str(source.with_suffix(".pyc")), f"absent/{name}.py")
+        source.unlink()
+    code = "from arriero.config.keys import facts_of; print(facts_of('optim.lr'))"
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert "default='0.0003', meaning=''" in result.stdout, result.stderr
 
 
 @pytest.mark.parametrize("key", [key for key in all_keys(RunConfig) if "." in key and "sources" not in key])

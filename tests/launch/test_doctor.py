@@ -1,5 +1,6 @@
 """`arriero doctor` on one node: what it checks, how it fails, and that no check can hang it."""
 
+import io
 import json
 import os
 import resource
@@ -181,6 +182,23 @@ def test_a_full_disk_and_one_that_cannot_be_written_fail(small_disk, tmp_path):
     assert absent.facts["path"] == str(tmp_path)
     assert list(tmp_path.iterdir()) == [small_disk], "the measurement leaves nothing behind"
     assert check_disk(Path("/sys/class/net")).status == "fail"
+
+
+def test_short_reads_of_a_file_system_are_no_corruption(tmp_path, monkeypatch):
+    class ShortReads(io.FileIO):
+        def read(self, size=-1):
+            return super().read(min(size, 1000))
+
+        def readinto(self, buffer):
+            return super().readinto(memoryview(buffer)[: 2**20 // 3])
+
+    usual = Path.open
+
+    def opened(path, mode="r", **options):
+        return ShortReads(path, "r") if mode == "rb" else usual(path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+    assert check_disk(tmp_path, size=2**21).facts["same"] is True
 
 
 def test_small_shared_memory_fails_and_leftovers_are_named(small_disk, tmp_path):

@@ -170,7 +170,7 @@ def test_a_base_model_is_found_where_it_moved_to_and_refused_if_changed_or_gone(
     changed = runs.spec | {"checkpoint.start_from": str(where)}
     runs("on-alone", **changed | {"train.horizon": "2 steps"})
     where.rename(moved := runs.folder / "elsewhere")
-    with pytest.raises(UserError, match="model: not the same model"):
+    with pytest.raises(UserError, match="model holds another model"):
         runs("on-alone", **changed | {"checkpoint.start_from": str(runs.folder / "base" / "model")})
     changed |= {"checkpoint.start_from": str(moved)}
     runs("on-alone", **changed | {"train.horizon": "3 steps"})

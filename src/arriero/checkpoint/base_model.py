@@ -55,8 +55,8 @@ def find_base(directory: Path, start_from: str | None = None, checked: bool = Tr
     if not (isinstance(named, str) and isinstance(wanted, str)):
         what = f"{file} is damaged: it has no path and checksum of the base model of the speculator"
         raise UserError(what, "copy it from another checkpoint of the run, or give another checkpoint")
-    others = []
-    for path in _places(directory, record, start_from):
+    notes: list[str] = []
+    for path in _places(directory, record, start_from, notes):
         if not path.exists():
             continue
         stamps = _stamps(path)
@@ -65,22 +65,31 @@ def find_base(directory: Path, start_from: str | None = None, checked: bool = Tr
             if (path / BASE_FILE).is_file():
                 return find_base(path, start_from, checked)
             return {**record, "path": str(path.resolve()), "files": stamps}
-        others.append(path)
-    if Path(named) in others:
+        notes.append(f"{path} holds another model")
+    if Path(named).exists():
         what = f"the base model {named} is not the one that the speculator in {directory} is for"
         raise UserError(what, "restore the base model, or train a new speculator")
     what = f"{directory} holds a speculator, and its base model {named} does not exist"
-    found = f" ({', '.join(map(str, dict.fromkeys(others)))}: not the same model)" if others else ""
-    raise UserError(what + found, "copy the base model there, or name it with checkpoint.start_from")
+    raise UserError(
+        what + (f" ({'; '.join(notes)})" if notes else ""),
+        "copy the base model there, or name it with checkpoint.start_from",
+    )
 
 
-def _places(directory: Path, record: Mapping[str, Any], start_from: str | None) -> Iterator[Path]:
+def _places(
+    directory: Path, record: Mapping[str, Any], start_from: str | None, notes: list[str]
+) -> Iterator[Path]:
+    """Yield where a base model may be; a name that cannot be loaded is noted."""
     yield Path(record["path"])
     # of a run directory that moved
     yield directory.resolve().parent.parent / KEPT / record["sha256"][:16]
     for name in dict.fromkeys((record.get("where"), start_from)):
         if isinstance(name, str):
-            path = local_model(name)
+            try:
+                path = local_model(name)
+            except UserError as error:
+                notes.append(error.what)
+                continue
             saved = find_checkpoints(path, report_unreadable=True)
             yield from (each.directory for each in saved if each.manifest)
             if not saved:

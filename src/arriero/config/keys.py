@@ -95,7 +95,7 @@ def facts_of(key: str) -> KeyFacts | None:
         kind = _type_words(node, toml_value(unset))
         value = unset if unset is not None else field.get_default()
         default = "required" if field.is_required() else toml_value(_plain(value))
-    return KeyFacts(key, kind, default, node["description"], _aliases().get(key, {}))
+    return KeyFacts(key, kind, default, node.get("description", ""), _aliases().get(key, {}))
 
 
 def keys_of(section: str) -> list[str]:

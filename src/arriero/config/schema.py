@@ -25,9 +25,12 @@ from arriero.config.fields import (
 
 @cache
 def _meanings(module: str) -> dict[str, str]:
-    """Return the text below each field of the sections in a module, by SECTION.FIELD."""
+    """Return the text below each field of the sections in a module, by SECTION.FIELD; none without source."""
     found = {}
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except OSError:
+        return {}
     for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for field, below in pairwise(section.body):
             match field, below:

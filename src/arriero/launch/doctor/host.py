@@ -272,7 +272,7 @@ def check_disk(directory: Path, size: int = 64 * MIB) -> Finding:
 
 def _measured_disk(place: Path, size: int) -> dict[str, Any]:
     """Return MB/s of a synced write and of a read past the cache, and the time to sync a small file."""
-    block, seconds, same = os.urandom(MIB), 0.0, True
+    block, buffer, seconds, same = os.urandom(MIB), bytearray(MIB), 0.0, True
     with tempfile.TemporaryDirectory(prefix=".arriero-doctor-", dir=place) as name:
         path, small = Path(name, "data"), Path(name, "small")
         pieces = [number.to_bytes(8, "little") + block[8:] for number in range(size // MIB)]
@@ -286,9 +286,13 @@ def _measured_disk(place: Path, size: int) -> dict[str, Any]:
         with path.open("rb", buffering=0) as file:
             for piece in pieces:
                 start = time.monotonic()
-                read = file.read(MIB)
+                count = 0
+                # a network file system may return fewer bytes than asked for
+                while count < MIB and (more := file.readinto(memoryview(buffer)[count:])):
+                    count += more
                 seconds += time.monotonic() - start
-                same = same and read == piece
+                same = same and buffer[:count] == piece
+            same = same and not file.read(1)
         start = time.monotonic()
         small.write_bytes(b"x")
         sync(small)
