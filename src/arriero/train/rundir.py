@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from arriero.checkpoint.base_model import KEPT
 from arriero.config.fields import ActivationCheckpointing, to_toml, toml_value
 from arriero.config.load import config_from_toml
 from arriero.config.schema import RunConfig
@@ -83,7 +84,7 @@ def check_run_directory(config: RunConfig) -> None:
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is not a directory", "choose another run with --set run.name=NAME")
     # a kill may have left the run file under its temporary name; a supervisor writes before the run starts
-    early = (f"{_RUN_FILE}.tmp", EVENTS, "preflight", "logs")
+    early = (f"{_RUN_FILE}.tmp", EVENTS, "preflight", "logs", KEPT)
     if not directory.exists() or all(path.name in early for path in directory.iterdir()):
         return
     if not (directory / _RUN_FILE).exists():
