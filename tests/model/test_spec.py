@@ -48,6 +48,7 @@ def test_a_spec_is_restored_from_its_dict():
         ({"hedas": 3}, "did you mean heads?"),
         ({"dim": None}, "dim is missing"),
         ({"rope_scaling": {"factor": 8.0}}, "rope_scaling needs factor"),
+        ({"rope_scaling": RopeScaling(2.0, type="linear", attention_factor=1.2)}, "has no attention_factor"),
         ({"family": "gpt2", "kv_heads": 2}, "gpt2 has as many kv_heads as heads"),
         ({"family": "gpt2", "rope_theta": 1e4}, "rope_theta does not apply"),
         ({"family": "gpt2", "head_dim": 32}, "gpt2 needs heads x head_dim = dim"),
