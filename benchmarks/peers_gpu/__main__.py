@@ -162,11 +162,14 @@ def write_page(result: Path) -> None:
 
 def _table(found: dict[str, Any]) -> Iterator[str]:
     runs = [Measurement(**each) for each in found["measurements"]]
+    checked = any(run.loss_checked for run in runs)
     yield (
         f"{found['device']}, {found['power']}, torch {found['torch']}, torchtitan {found['torchtitan']} "
         f"({found['attention']} attention for documents), Arriero {(found['arriero'] or 'no commit')[:7]}, "
         f"{found['time']}. llama3.1-8b, 1 x {LENGTH:,}, bf16 weights and AdamW state, compiled, no "
-        "activation checkpointing; median step of each process, in the order in which they ran.\n"
+        "activation checkpointing; median step of each process, in the order in which they ran."
+        + ("" if checked else " The loss was not checked in this call (`--no-gate`).")
+        + "\n"
     )
     yield "| work | system | tok/s | ms per step | GiB allocated | GiB reserved | mJ per token | Arriero is |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|"
