@@ -14,10 +14,8 @@ from arriero.data.text.hub import local_model
 from arriero.errors import UserError
 from arriero.files import link_tree, sha256_of, sha256_of_file, space_for, staged_directory
 from arriero.model.description import read_json
-from arriero.model.speculator.settings import BASE_FILE
+from arriero.model.speculator.settings import BASE_FILE, KEPT
 
-# directory of a run with its own base models
-KEPT = "base"
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".distcp", "config.json", "params.json", "model.toml")
 
 

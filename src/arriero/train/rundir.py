@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from arriero.checkpoint.base_model import KEPT
 from arriero.config.fields import ActivationCheckpointing, to_toml, toml_value
 from arriero.config.load import config_from_toml
 from arriero.config.schema import RunConfig
@@ -15,6 +14,7 @@ from arriero.data.order.ledger import LEDGER, read_ledger
 from arriero.errors import UserError
 from arriero.events import EVENTS
 from arriero.files import locked, publish_file
+from arriero.model.speculator.settings import KEPT
 from arriero.plan.arithmetic import open_keys, value_of
 from arriero.train.schedule import LearningRates
 

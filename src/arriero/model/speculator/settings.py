@@ -12,6 +12,8 @@ from arriero.model.spec import ModelSpec
 INSIDE, STORED = "head.speculator.", "speculator."
 # beside a checkpoint that holds a speculator alone: path and checksum of the base model
 BASE_FILE = "base.json"
+# directory of a run with its own base models
+KEPT = "base"
 
 
 def is_speculator(name: str) -> bool:
