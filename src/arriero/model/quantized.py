@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from arriero.kernels import kernels, usable
 from arriero.model.layers import converted, replace_module
@@ -100,8 +99,8 @@ def unpack(packed: Tensor, columns: int, dtype: torch.dtype = torch.float32) -> 
 
 def _levels(like: Tensor) -> Tensor:
     """Return the levels of nf4 on the device of a tensor."""
-    # a fake tensor must not be kept for real ones
-    found = _levels_on.__wrapped__ if isinstance(like, FakeTensor) else _levels_on
+    # fake tensors and other classes must not be kept for plain ones
+    found = _levels_on if type(like) in (Tensor, nn.Parameter) else _levels_on.__wrapped__
     return found(like.device)
 
 
