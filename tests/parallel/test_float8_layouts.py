@@ -297,11 +297,11 @@ def losses_alone(recipe, parts=1, shift=0):
     return losses
 
 
-def losses_in_layout(recipe, dp, tp, steps, **keys):
+def losses_in_layout(recipe, dp, tp, **keys):
     model, settings, ranks = laid_out(recipe, dp, tp, torch.bfloat16, **keys)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     losses = []
-    for _ in range(steps):
+    for _ in range(STEPS):
         loss = mean_loss(model, ranks.get_local_rank(), dp)
         loss.backward()
         optimizer.step()
@@ -341,10 +341,8 @@ def test_float8_reaches_the_loss_of_bf16(recipe):
     ids=["fsdp", "fsdp x tp"],
 )
 def test_a_layout_reaches_the_loss_of_one_process(dp, tp, gathered, tolerance):
-    steps = STEPS // dp // tp
-    keys = {"float8_all_gather": gathered}
-    found = in_ranks(dp * tp, lambda: losses_in_layout("tensorwise", dp, tp, steps, **keys))
-    assert largest_difference(found, reference_losses("tensorwise", dp)[:steps]) < tolerance
+    found = in_ranks(dp * tp, lambda: losses_in_layout("tensorwise", dp, tp, float8_all_gather=gathered))
+    assert largest_difference(found, reference_losses("tensorwise", dp)) < tolerance
 
 
 def test_a_wrong_scale_or_wrong_labels_are_detected(monkeypatch):

@@ -1,8 +1,8 @@
 """Which part of a tensor is local: shards of DTensors and their place in the whole.
 
-A plain tensor is its own local part. `compute_local_shape_and_global_offset`, `_StridedShard` and
-`_clear_sharding_prop_cache` are private torch APIs, tested with torch 2.11 and 2.13; nothing else in Arriero
-imports them.
+A plain tensor is its own local part. `compute_local_shape_and_global_offset` and `_StridedShard` are private
+torch APIs, tested with torch 2.11 and 2.13, and `_clear_sharding_prop_cache` is one tested with 2.13; nothing
+else in Arriero uses them.
 """
 
 import math
