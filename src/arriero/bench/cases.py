@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import combinations
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from arriero.model.family import family_of
@@ -252,6 +252,9 @@ def _compiled() -> list[Case]:
 # about three times the measured differences
 BF16 = Tolerance(2e-3, 1e-3, 1e-2)
 BF16_WEIGHTS = Tolerance(2e-3, 1e-3, 4e-2)
+# what document masks add below fp32: short documents attend to few keys, and their gradients are noisier
+MASKED = Tolerance(1e-3, 5e-3, inf)
+BF16_MASKED = Tolerance(BF16.loss + MASKED.loss, BF16.norm + MASKED.norm, BF16.weights)
 FLOAT8 = Tolerance(1e-2, 1.5e-2, 5e-2)
 STATES = {
     "bf16": Tolerance(1e-4, 1e-5, 4e-3),
@@ -291,6 +294,7 @@ def _on_a_gpu() -> list[Case]:
         made += _named("GPU", [f"{name} offloaded, dp_shard 2"], mode, {}, BF16)
     made += _named("GPU", ["float8 all-gather, dp_shard 2"], gather, {}, FLOAT8)
     made += _named("GPU", ["float8 all-gather compiled, dp_shard 2"], gather | _COMPILED, {}, FLOAT8)
-    # against bf16 in one process: with documents bf16 alone changes the first gradient norm by 0.2 %
+    # with documents bf16 alone changes the first gradient norm by 0.2 %: one process is compared with fp32
+    made += _named("GPU", ["documents, compiled bf16, 1 process"], packed, _MASK, BF16_MASKED)
     made += _named("GPU", [documents], packed, packed, BF16)
     return made + _named("GPU", [f"{documents}, ring"], packed | _RING, packed, BF16)
