@@ -160,6 +160,7 @@ def gradients(spec, mesh, how):
     [
         (Layout(tp=2), "none"),
         (Layout(tp=2), "full"),
+        (Layout(dp_shard=2, tp=2), "none"),
         (Layout(dp_shard=2, tp=2), "selective"),
     ],
     ids=str,
