@@ -56,7 +56,7 @@ _LONG = 20  # choices that leave no room for the help on 80 columns
 
 def _named(parameter: Any, ctx: Any) -> Any:
     """Return a parameter whose help shows a short name of its value instead of a Python type."""
-    if not hasattr(parameter, "display_type"):  # typer before 0.29
+    if not hasattr(parameter, "display_type"):  # typer before 0.29, in an environment that others maintain
         return parameter
     kind = parameter.display_type(ctx).strip("<>").removeprefix("list[").rstrip("]").removesuffix(" range")
     if kind in _VALUES and parameter.param_type_name == "argument":
