@@ -71,24 +71,32 @@ exec {python} -m arriero launch supervise {folder}/run.toml --nodes {nodes} --no
 
 @pytest.fixture
 def supervised(slurm, tmp_path):
-    """Submit a supervised job of some nodes which become unusable as it starts; return its last decision."""
+    """Submit a supervised job whose last node, or all of them, become unusable as it starts.
+
+    Return the job, the next job of its chain, the unusable nodes and the last decision of its supervisor.
+    """
     (tmp_path / "run.toml").write_text(
         '[model]\npreset = "llama3.1-8b"\n[data]\nsources = ["builtin:stdlib"]\n'
     )
 
-    def submit(nodes, bad):
-        drain = f"scontrol update NodeName={bad} State=DRAIN Reason=test" if bad else ""
+    def submit(nodes, all_of_them=False):
+        bad = "$SLURM_JOB_NODELIST"
+        if not all_of_them:
+            bad = f"$(scontrol show hostnames {bad} | tail -1)"
+        drain = f"scontrol update NodeName={bad} State=DRAIN Reason=test"
         about = {"done": tmp_path / "done", "drain": drain, "folder": tmp_path, "nodes": nodes}
         text = SUPERVISED.format(python=sys.executable, **about)
         job = job_of(slurm, tmp_path, text, f"--nodes={nodes}", "--hold")
         link = job_of(slurm, tmp_path, text, f"--dependency=afterany:{job}")
         slurm.run("scontrol", "release", job)
         slurm.wait(job)
-        slurm.run("scontrol", "update", f"NodeName={bad}", "State=RESUME")
+        had = slurm.run("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).stdout.split()
+        bad = had if all_of_them else had[-1:]
+        slurm.run("scontrol", "update", f"NodeName={','.join(bad)}", "State=RESUME")
         events = [e for e in read_records(tmp_path / "again" / "events.jsonl") if e.get("decision")]
         last = [e for e in events if e["decision"] in ("resubmit", "give up")][-1:]
         assert last, (tmp_path / "log").read_text()
-        return job, link, last[0]
+        return job, link, bad, last[0]
 
     return submit
 
@@ -96,18 +104,19 @@ def supervised(slurm, tmp_path):
 def test_a_job_with_a_bad_node_is_submitted_again_without_it_before_the_rest_of_its_chain(
     slurm, tmp_path, supervised
 ):
-    job, link, decision = supervised(2, "n2")
-    assert (decision["decision"], decision["excluded"]) == ("resubmit", ["n2"])
+    job, link, [bad], decision = supervised(2)
+    assert (decision["decision"], decision["excluded"]) == ("resubmit", [bad])
     [again] = [each for each in client.submitted(tmp_path) if each.get("replaces") == job]
     assert slurm.wait(again["job"]) == "COMPLETED"
-    assert "n2" not in slurm.job(again["job"])["NodeList"]
-    assert slurm.job(again["job"])["ExcNodeList"] == "n2"
+    names = slurm.run("scontrol", "show", "hostnames", slurm.job(again["job"])["NodeList"])
+    assert bad not in names.stdout.split()
+    assert slurm.job(again["job"])["ExcNodeList"] == bad
     assert slurm.wait(link) == "COMPLETED"
     assert slurm.job(link)["StartTime"] >= slurm.job(again["job"])["EndTime"]
 
 
 def test_a_job_whose_nodes_are_all_bad_gives_up_with_the_reason(slurm, tmp_path, supervised):
-    job, _, decision = supervised(4, "n[1-4]")
+    job, _, _, decision = supervised(4, all_of_them=True)
     assert decision["decision"] == "give up"
     assert "all 4 nodes fail, n1 because: Slurm reports it as" in decision["reason"]
     assert slurm.job(job)["ExitCode"] == "1:0"
@@ -118,5 +127,5 @@ def test_a_job_is_not_submitted_again_for_ever_without_a_save(tmp_path, supervis
     earlier = '{"event": "supervise", "decision": "resubmit", "time": 1}\n' * 2
     (tmp_path / "again").mkdir()
     (tmp_path / "again" / "events.jsonl").write_text('{"event": "save"}\n' + earlier)
-    _, _, decision = supervised(2, "n2")
+    *_, decision = supervised(2)
     assert "submitted again 2 times without a save" in decision["reason"]
