@@ -72,7 +72,7 @@ def test_a_site_that_is_killed_continues_inside_its_round(federate):
     paths.out.parent.mkdir(parents=True, exist_ok=True)
     code = (
         "import os, sys, json; from pathlib import Path\n"
-        "from arriero.federate.rounds import Assignment; from arriero.federate.site import *\n"
+        "from arriero.federate.round_files import Assignment; from arriero.federate.site import *\n"
         "from arriero.train.hooks import Hook\n"
         "class Kill(Hook):\n"
         "    def on_step(self, session, step, tokens):\n"

@@ -13,7 +13,8 @@ from arriero.federate.members import (
     read_manifest,
     write_manifest,
 )
-from arriero.federate.rounds import Discarded, Rounds, balanced_tokens, remaining_tokens
+from arriero.federate.round_files import Discarded
+from arriero.federate.rounds import Rounds, balanced_tokens, remaining_tokens
 from arriero.federate.schema import FederationSection
 from arriero.files import sha256_of_json
 from federate.models import DILOCO, first_model, member, moved, weights

@@ -12,7 +12,7 @@ import pytest
 from arriero.errors import UserError
 from arriero.federate.coordinator import Coordinator
 from arriero.federate.members import open_global
-from arriero.federate.rounds import Assignment
+from arriero.federate.round_files import Assignment
 from arriero.federate.schema import load_federation
 from arriero.federate.site import run_turn
 from arriero.federate.streamflow import (

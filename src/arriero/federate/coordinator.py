@@ -25,7 +25,8 @@ from arriero.data.text.hub import local_model
 from arriero.errors import UserError
 from arriero.federate.members import MemberManifest, open_global, publish_first_model
 from arriero.federate.outer import OuterOptimizer
-from arriero.federate.rounds import Assignment, Rounds, balanced_tokens, remaining_tokens
+from arriero.federate.round_files import Assignment
+from arriero.federate.rounds import Rounds, balanced_tokens, remaining_tokens
 from arriero.federate.schema import FederationConfig, OuterSection, SiteSection, load_federation, with_numbers
 from arriero.federate.site import SitePaths
 from arriero.files import locked, publish_file

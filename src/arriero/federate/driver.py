@@ -18,7 +18,7 @@ from typing import Protocol
 from arriero.errors import UserError
 from arriero.federate.coordinator import Coordinator
 from arriero.federate.members import GlobalManifest
-from arriero.federate.rounds import Assignment
+from arriero.federate.round_files import Assignment
 from arriero.federate.schema import SiteSection
 from arriero.federate.site import Launcher, SitePaths, perform
 from arriero.federate.streamflow import Engine

@@ -34,7 +34,7 @@ from arriero.federate.members import (
     write_json,
     write_member,
 )
-from arriero.federate.rounds import Assignment
+from arriero.federate.round_files import Assignment
 from arriero.files import link_tree, locked, publish_file, sha256_of_json, staged_directory
 from arriero.model.description import base_of_adapter
 from arriero.model.presets import expand

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from arriero.errors import UserError
 from arriero.federate.coordinator import Coordinator
 from arriero.federate.members import OUTER, Record, write_json
-from arriero.federate.rounds import Assignment
+from arriero.federate.round_files import Assignment
 from arriero.federate.schema import FederationConfig, SiteSection
 from arriero.federate.site import EVALUATION, MEMBER, MODEL, ORDER, RUN_FILE
 from arriero.files import is_locked, link_tree, staged_directory
