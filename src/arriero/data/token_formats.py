@@ -135,7 +135,7 @@ def _csv_ends(table: Path) -> np.ndarray:
 
 def _from_ends(path: Path, index: Path, ends: np.ndarray, tokenizer: Tokenizer, remark: str) -> RawFile:
     size, tokens = path.stat().st_size, int(ends[-1]) if len(ends) else 0
-    widths = {np.dtype(layout.numpy).itemsize: name for name, layout in DTYPES.items()}
+    widths = {layout.numpy.itemsize: name for name, layout in DTYPES.items()}
     lengths = np.diff(ends, prepend=0)
     if (bad := np.flatnonzero(lengths < 0)).size:
         raise UserError(f"{index}: document {bad[0]} ends before the one before it", _COPY_AGAIN)
@@ -152,7 +152,7 @@ def _from_ends(path: Path, index: Path, ends: np.ndarray, tokenizer: Tokenizer, 
 
 def _split_at_eos(path: Path, tokenizer: Tokenizer, dtype: str | None, why: str) -> RawFile:
     dtype = dtype or dtype_for(tokenizer.vocab_size)
-    layout = np.dtype(DTYPES[dtype].numpy)
+    layout = DTYPES[dtype].numpy
     size = path.stat().st_size
     if size % layout.itemsize:
         raise UserError(f"{path} has {size} bytes, not a whole number of {dtype} tokens", _COPY_AGAIN)

@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from arriero.data.prepare.planning import (
     PLAN,
     TOKENIZER,
@@ -106,7 +104,7 @@ def _least_bytes(preparation: Preparation | None) -> int:
     if preparation is None:
         return 0
     text = sum(preparation.shard_bytes(number) for number in preparation.unfinished())
-    return text // 8 * np.dtype(DTYPES[dtype_for(preparation.vocab_size)].numpy).itemsize
+    return text // 8 * DTYPES[dtype_for(preparation.vocab_size)].numpy.itemsize
 
 
 def make_shards(

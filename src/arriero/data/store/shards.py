@@ -27,10 +27,10 @@ IDX_HEADER = struct.Struct("<9sQBQQ")
 
 class Layout(NamedTuple):
     code: int
-    numpy: str
+    numpy: np.dtype
 
 
-DTYPES = {"uint16": Layout(8, "<u2"), "int32": Layout(4, "<i4")}
+DTYPES = {"uint16": Layout(8, np.dtype("<u2")), "int32": Layout(4, np.dtype("<i4"))}
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -114,12 +114,15 @@ class ShardWriter:
 def index_bytes(lengths: np.ndarray, layout: Layout) -> bytes:
     """Return the Megatron v1 index of consecutive documents of one sequence each."""
     n = len(lengths)
-    pointers = np.zeros(n, dtype="<i8")
-    np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-    pointers *= np.dtype(layout.numpy).itemsize
+    pointers = (_starts(lengths) * layout.numpy.itemsize).astype("<i8", copy=False)
     header = IDX_HEADER.pack(IDX_MAGIC, IDX_VERSION, layout.code, n, n + 1)
     table = np.arange(n + 1, dtype="<i8")
     return header + lengths.astype("<i4").tobytes() + pointers.tobytes() + table.tobytes()
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    """Return the number of tokens before each sequence."""
+    return np.cumsum(lengths, dtype=np.int64) - lengths
 
 
 LONGEST_DOCUMENT = 2**31 - 1
@@ -138,7 +141,7 @@ class Index(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        return np.dtype(DTYPES[self.dtype].numpy).itemsize
+        return DTYPES[self.dtype].numpy.itemsize
 
     @property
     def tokens(self) -> int:
@@ -180,9 +183,7 @@ def index_problems(index: Index) -> list[str]:
     problems = []
     if (bad := np.flatnonzero(index.lengths < 0)).size:
         problems.append(f"sequence {bad[0]} has length {index.lengths[bad[0]]}")
-    expected = np.zeros(len(index.lengths), dtype=np.int64)
-    np.cumsum(index.lengths[:-1], dtype=np.int64, out=expected[1:])
-    expected *= index.itemsize
+    expected = _starts(index.lengths) * index.itemsize
     if (bad := np.flatnonzero(index.pointers != expected)).size:
         k = bad[0]
         problems.append(
@@ -284,9 +285,7 @@ class DocumentIndex:
         finally:
             os.close(fd)
         magic, version, code, *counts = IDX_HEADER.unpack_from(content)
-        codes = {
-            layout.code for layout in DTYPES.values() if np.dtype(layout.numpy).itemsize == self._itemsize
-        }
+        codes = {layout.code for layout in DTYPES.values() if layout.numpy.itemsize == self._itemsize}
         if (magic, version, *counts) != (IDX_MAGIC, IDX_VERSION, n, n + 1) or code not in codes:
             raise UserError(f"{self._path} is not the index of this dataset", REMAKE)
         if size <= SMALL_INDEX:

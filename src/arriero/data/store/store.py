@@ -144,7 +144,7 @@ class TokenStore:
         self.directory = directory
         self.vocab_size: int = manifest["vocab_size"]
         self.eos_id: int = manifest["eos_id"]
-        self.dtype = np.dtype(DTYPES[manifest["dtype"]].numpy)
+        self.dtype = DTYPES[manifest["dtype"]].numpy
         self.tokenizer_path = directory / manifest["tokenizer"]["file"]
         self.tokenizer_sha256: str = manifest["tokenizer"]["sha256"]
         self.about: dict[str, Any] = manifest["about"]

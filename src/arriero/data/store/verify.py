@@ -1,7 +1,6 @@
 """Compare every byte of a dataset with its manifest and report all problems."""
 
 import hashlib
-import io
 import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,23 +90,16 @@ def scan_tokens(
     path: Path, dtype: str, lengths: np.ndarray, vocab_size: int, eos_id: int, advance: Advance = no_advance
 ) -> Scan:
     """Read a token file; `lengths` are the tokens of its documents and add up to the file."""
-    layout = np.dtype(DTYPES[dtype].numpy)
+    layout = DTYPES[dtype].numpy
     scan, digest, buffer = Scan(lengths, vocab_size, eos_id), hashlib.sha256(), bytearray(CHUNK_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while (got := _fill(file, buffer)) >= layout.itemsize:
+    with path.open("rb") as file:
+        while (got := file.readinto(buffer)) >= layout.itemsize:
             view = memoryview(buffer)[:got]
             digest.update(view)
             scan.add(np.frombuffer(view, dtype=layout, count=got // layout.itemsize))
             advance(got)
     scan.sha256 = digest.hexdigest()
     return scan
-
-
-def _fill(file: io.RawIOBase, buffer: bytearray) -> int:
-    view, filled = memoryview(buffer), 0
-    while filled < len(buffer) and (got := file.readinto(view[filled:])):
-        filled += got
-    return filled
 
 
 _SHARDS_AT_ONCE = 4096
@@ -178,7 +170,7 @@ def _check_shard(
     name = path.name
     lengths, doubts = _check_index(store, number, dtype, sums)
     problems = [Problem(path.with_suffix(".idx").name, doubt) for doubt in doubts]
-    itemsize = np.dtype(DTYPES[dtype].numpy).itemsize
+    itemsize = DTYPES[dtype].numpy.itemsize
     expected = store.shard_tokens(number) * itemsize
     try:
         size = path.stat().st_size
