@@ -16,10 +16,11 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from arriero.data.order.order import ORDER_VERSION, Located, Stream, fingerprint_of, trimmed
+from arriero.data.order.order import ORDER_VERSION, Located, Stream, trimmed
 from arriero.data.order.packing import PlannedRows, Windows
 from arriero.data.order.shuffle import block_keys
 from arriero.errors import UserError, first_problem
+from arriero.files import sha256_of_json
 
 VERSION = 1
 LEDGER = "ledger.json"
@@ -70,7 +71,7 @@ def ledger_bytes(stream: Stream, ledger: Ledger) -> bytes:
         "version": VERSION,
         "samples": ledger.samples,
         "batch_sequences": ledger.batch_sequences,
-        "fingerprint": fingerprint_of(ledger.order),
+        "fingerprint": sha256_of_json(ledger.order),
         "order": ledger.order,
         "sources": [
             {"name": name, **_share(stream, i, int(drawn[i]))} for i, name in enumerate(ledger.names)
@@ -199,7 +200,7 @@ def check_data_unchanged(directory: Path, stream: Stream) -> None:
 
 def check_same_order(state: dict[str, Any], stream: Stream, what: str) -> None:
     """Raise UserError if a loader's state was saved with another order than this stream."""
-    expected = fingerprint_of(stream.identity_until(int(state["sample"])))
+    expected = sha256_of_json(stream.identity_until(int(state["sample"])))
     if state["fingerprint"] != expected:
         raise UserError(
             f"{what} was trained on other data or in another order "

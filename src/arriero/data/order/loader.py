@@ -10,17 +10,17 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 import torch
 
 from arriero.data.order.ledger import Stretch, checksum
-from arriero.data.order.order import EvalStream, Located, Stream, fingerprint_of
-from arriero.data.order.packing import PlannedRows, TokenSource, Windows
+from arriero.data.order.order import EvalStream, Located, Stream
+from arriero.data.order.packing import PlannedRows, Windows
 from arriero.data.order.packing_plan import BEGINS, CONTINUES
 from arriero.data.store.loss_mask import LossMask
+from arriero.files import sha256_of_json
 
 IGNORED = -100
 
@@ -33,7 +33,7 @@ class Rows:
         self._mask = document_mask
         longest = stream.longest_sequence
         self._row = {s.store.dtype: np.empty(longest + 1, s.store.dtype) for s in stream.sources}
-        self._loss_mask = lru_cache(maxsize=None)(lambda source: _loss_mask(stream.sources[source]))
+        self._loss_masks = [LossMask(s.store) if s.store.labels else None for s in stream.sources]
         self._count = np.arange(longest, dtype=np.int32)
         self.padding_id = stream.sources[0].store.eos_id
 
@@ -102,7 +102,7 @@ class Rows:
         store.read_into(start, row)
         tokens_T[:] = row[:-1]
         labels_T[:] = row[1:]
-        if mask := self._loss_mask(source):
+        if mask := self._loss_masks[source]:
             labels_T[~mask.read(start + 1, len(labels_T))] = IGNORED
         if not self._mask:
             return _NOWHERE
@@ -146,7 +146,7 @@ class Rows:
         if prompt:
             for end in first[begins_here].tolist():
                 labels_T[end - prompt : end - 1] = IGNORED
-        if mask := self._loss_mask(number):
+        if mask := self._loss_masks[number]:
             counts = ends - first + (segments["flags"] & CONTINUES > 0)
             for start, at, count in zip(
                 segments["start"].tolist(), first.tolist(), counts.tolist(), strict=True
@@ -156,13 +156,6 @@ class Rows:
 
 
 _NOWHERE = np.empty(0, dtype=np.int64)
-
-
-def _loss_mask(source: TokenSource) -> LossMask | None:
-    return LossMask(source.store) if source.store.labels else None
-
-
-__all__ = ["IGNORED", "Batch", "Loader"]
 
 
 @dataclass(frozen=True)
@@ -253,7 +246,7 @@ class Loader:
     def state(self) -> dict[str, int | str]:
         """Return the position after the last batch returned, without prefetched ones."""
         until = self._stream.identity_until(self._consumed)
-        return {"sample": self._consumed, "fingerprint": fingerprint_of(until)}
+        return {"sample": self._consumed, "fingerprint": sha256_of_json(until)}
 
     def read(self) -> Stretch:
         """Return the range of samples this loader has returned, for the ledger."""

@@ -83,7 +83,7 @@ class _SampleSource:
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint_of(self.identity)
+        return sha256_of_json(self.identity)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -300,10 +300,6 @@ def trimmed(identity: dict[str, Any], sample: int | None) -> dict[str, Any]:
     if "later" in kept:
         kept["later"] = [[first, weights[:used]] for first, weights in kept["later"]]
     return kept
-
-
-def fingerprint_of(identity: dict[str, Any]) -> str:
-    return sha256_of_json(identity)
 
 
 def _indices(samples: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from arriero.data.order.shuffle import heldout_tokens_of, move_heldout_last
+from arriero.data.order.shuffle import move_heldout_last
 from arriero.data.store.store import TokenStore
 from arriero.data.workers import ProgressCallback, worker_pool
 from arriero.errors import UserError
@@ -259,7 +259,7 @@ def _by_processes(
     if workers == 1 or len(numbers) < 2:
         yield from ((number, do(request, work, number)) for number in numbers)
         return
-    sent = (request.store.directory, heldout_tokens_of(request.store)), request[1:], work
+    sent = (request.store.directory, request.store.heldout_tokens), request[1:], work
     with worker_pool(min(workers, len(numbers))) as pool:
         todo = {pool.submit(_in_worker, do, *sent, number): number for number in numbers}
         for each in as_completed(todo):
@@ -285,22 +285,10 @@ def _units(store: TokenStore, span: range) -> Iterator[tuple[int, int, int]]:
         yield from ((shard, lo, min(lo + UNIT, end)) for lo in range(begin, end, UNIT))
 
 
-def _unit_segments(request: PackingRequest, unit: np.ndarray) -> tuple[np.ndarray, dict[str, int]]:
-    shard, lo, hi = unit.tolist()
-    edges = request.store.document_edges(shard, lo, hi).clip(request.span.start, request.span.stop)
-    starts, lengths = edges[:-1], np.diff(edges)
-    real = lengths > 0
-    counts = dict.fromkeys(_COUNTED, 0)
-    return (
-        _segments(starts[real], lengths[real], request.prompt, request.seq_len, request.long_docs, counts),
-        counts,
-    )
-
-
 def _count_units(request: PackingRequest, work: Path, begin: int) -> np.ndarray:
     units = np.load(work / "units.npy", mmap_mode="r")[begin : begin + UNITS_AT_ONCE]
-    found = (_unit_segments(request, unit) for unit in units)
-    return np.array([[len(segments), *counts.values()] for segments, counts in found])
+    found = (_segments(request, unit) for unit in units)
+    return np.array([[len(segments), *counts] for segments, counts in found])
 
 
 def pack_part(request: PackingRequest, work: Path, first: int) -> None:
@@ -319,7 +307,7 @@ def pack_part(request: PackingRequest, work: Path, first: int) -> None:
         while begin < last:
             size = min(GROUP, last - begin)
             while len(held) < size:
-                segments, _ = _unit_segments(request, units[at])
+                segments, _ = _segments(request, units[at])
                 skipped = max(0, first - (int(ends[at]) - len(segments)))
                 held, at = np.concatenate((held, segments[skipped:])), at + 1
             group, held = held[:size], held[size:]
@@ -360,19 +348,21 @@ def _write_rows(work: Path, parts: Sequence[int], total: int, counted: dict[str,
         os.fsync(out.fileno())
 
 
-def _segments(
-    starts: np.ndarray, lengths: np.ndarray, prompt: int, seq_len: int, long_docs: str, counts: dict[str, Any]
-) -> np.ndarray:
-    """Return the segments of documents with a prompt before each, cut where they are longer than a row."""
-    whole = lengths + prompt
+def _segments(request: PackingRequest, unit: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Return the segments of the documents of a unit, each with a prompt before it and cut where it is longer
+    than a row, and the counts that `_COUNTED` names."""
+    shard, lo, hi = unit.tolist()
+    edges = request.store.document_edges(shard, lo, hi).clip(request.span.start, request.span.stop)
+    lengths = np.diff(edges)
+    starts, lengths = edges[:-1][lengths > 0], lengths[lengths > 0]
+    prompt, seq_len = request.prompt, request.seq_len
+    documents, whole, lost = len(starts), lengths + prompt, 0
     long = whole > seq_len
-    counts["documents"] += len(starts)
-    counts["long_documents"] += int(long.sum())
-    if long_docs == "drop":
-        counts["lost_tokens"] += int(lengths[long].sum())
+    if request.long_docs == "drop":
+        lost = int(lengths[long].sum())
         starts, whole = starts[~long], whole[~long]
-    if long_docs == "truncate":
-        counts["lost_tokens"] += int((whole[long] - seq_len).sum())
+    if request.long_docs == "truncate":
+        lost = int((whole[long] - seq_len).sum())
         whole = np.minimum(whole, seq_len)
     parts = -(-whole // seq_len)
     document = np.repeat(np.arange(len(starts)), parts)
@@ -381,7 +371,7 @@ def _segments(
     segments["start"] = starts[document] + np.where(part > 0, part * seq_len - prompt, 0)
     segments["slots"] = np.minimum(whole[document] - part * seq_len, seq_len)
     segments["flags"] = np.where(part == 0, BEGINS, 0) | np.where(part < parts[document] - 1, CONTINUES, 0)
-    return segments
+    return segments, (documents, int(long.sum()), lost)
 
 
 def best_fit_decreasing(slots: np.ndarray, capacity: int) -> np.ndarray:

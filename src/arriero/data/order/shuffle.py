@@ -1,8 +1,6 @@
 """The pure functions behind the data order: keyed permutations, mixture shares and held-out documents."""
 
-import hashlib
 import heapq
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -14,13 +12,13 @@ import numpy as np
 
 from arriero.data.store.store import TokenStore
 from arriero.errors import UserError
-from arriero.files import sha256_of
+from arriero.files import sha256_of, sha256_of_json
 
 ROUNDS = 8
 
 
 def key_of(*parts: Any) -> int:
-    return int.from_bytes(hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()[:8], "little")
+    return int.from_bytes(bytes.fromhex(sha256_of_json(parts))[:8], "little")
 
 
 def block_keys(key: int, numbers: np.ndarray) -> np.ndarray:
@@ -309,11 +307,6 @@ class _HeldoutLast(TokenStore):
         part = self._part_at(int(edges[0]))
         before = self._stops[part - 1] if part else 0
         return edges - self._begins[part] + before
-
-
-def heldout_tokens_of(store: TokenStore) -> int:
-    """Return the number of tokens with which `move_heldout_last` made this view; 0 for a plain dataset."""
-    return store.heldout_tokens if isinstance(store, _HeldoutLast) else 0
 
 
 def split_heldout(store: TokenStore, tokens: int) -> tuple[range, range]:

@@ -138,7 +138,12 @@ def check_finished(directory: Path) -> None:
 
 
 class TokenStore:
-    """All shards as one sequence of tokens. Opening reads only the manifest; shards open when first read."""
+    """All shards as one sequence of tokens. Opening reads only the manifest; shards open when first read.
+
+    `heldout_tokens` is the argument of `move_heldout_last` that made a view of the dataset.
+    """
+
+    heldout_tokens = 0
 
     def __init__(self, directory: Path, manifest: dict[str, Any], columns: ShardColumns) -> None:
         self.directory = directory
