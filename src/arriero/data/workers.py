@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any
 
 from arriero.errors import UserError
 
@@ -43,10 +43,8 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
-class ProgressCallback(Protocol):
-    """Called with the name of a stage, the amount done and the total."""
-
-    def __call__(self, stage: str, done: int, total: int) -> None: ...
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with the name of a stage, the amount done and the total."""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from arriero.config.options import AsJson
 from arriero.errors import UserError
+from arriero.files import LinkKind
 from arriero.ui import (
     Console,
     StageProgress,
@@ -251,9 +252,12 @@ def _line(problem: "Problem") -> str:
 
 
 Format = Literal["megatron", "datatrove", "olmo", "fms-arrow", "hf-parquet"]
-Linking = Literal["auto", "hard", "symbolic", "copy"]
-
-_LINK_HELP = "How raw token files are placed: auto is a hard link, or a symbolic link across file systems."
+Linking = Annotated[
+    LinkKind,
+    typer.Option(
+        help="How raw token files are placed: auto is a hard link, or a symbolic link across file systems."
+    ),
+]
 
 
 def import_tokens(
@@ -280,7 +284,7 @@ def import_tokens(
         Literal["uint16", "int32"] | None,
         typer.Option(help="Type of the tokens in files without an index; int32 also reads uint32."),
     ] = None,
-    link: Annotated[Linking, typer.Option(help=_LINK_HELP)] = "auto",
+    link: Linking = "auto",
 ) -> None:
     """Make a dataset from token files of another system; raw tokens are linked, not copied.
 
@@ -312,7 +316,7 @@ def export_tokens(
     format: Annotated[Format, typer.Argument(help="Format to write.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
     column: Annotated[str, typer.Option(help="Column of token ids in Parquet files.")] = "input_ids",
-    link: Annotated[Linking, typer.Option(help=_LINK_HELP)] = "auto",
+    link: Linking = "auto",
 ) -> None:
     """Write a dataset in another system's format; formats of raw tokens are linked, not copied.
 

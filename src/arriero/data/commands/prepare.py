@@ -163,7 +163,12 @@ def prepare(
     elif part is not None:
         _prepare_part(request, part, workers)
     else:
-        _prepare_here(request, workers)
+        from arriero.data.commands.prepare_progress import PrepareBar
+        from arriero.data.prepare.prepare import prepare as make_dataset
+
+        with PrepareBar() as bar:
+            store = make_dataset(request, workers, bar)
+        bar.summary(store)
 
 
 def train_tokenizer(
@@ -244,15 +249,6 @@ def _size(option: str, text: str) -> int:
     if size < SMALLEST:
         raise UserError(f"{option} {text} is too small", "give 1MB or more")
     return size
-
-
-def _prepare_here(request: "PrepareRequest", workers: int) -> None:
-    from arriero.data.commands.prepare_progress import PrepareBar
-    from arriero.data.prepare.prepare import prepare as run
-
-    with PrepareBar() as bar:
-        store = run(request, workers, bar)
-    bar.summary(store)
 
 
 def _prepare_part(request: "PrepareRequest", part: str, workers: int) -> None:

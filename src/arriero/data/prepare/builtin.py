@@ -29,14 +29,9 @@ TEXT = "text"
 _CACHE = "set data.cache to a directory"
 
 
-def synthetic_texts() -> list[str]:
-    text = markov_text()
-    return [text.document(number) for number in range(round(DEFAULT_BYTES / text.document_bytes))]
-
-
 BUILTINS = {
     STDLIB: lambda: [document.text for document in stdlib_documents()],
-    SYNTHETIC: synthetic_texts,
+    SYNTHETIC: lambda: list(markov_text().documents(0, round(DEFAULT_BYTES / markov_text().document_bytes))),
 }
 
 

@@ -22,17 +22,16 @@ class HubCorpus(NamedTuple):
     """A dataset of the hub and where its text is. `files` is read instead of the dataset's own loader."""
 
     dataset: str
-    config: str | None
-    split: str
-    column: str
+    config: str | None = None
+    split: str = "train"
+    column: str = "text"
     revision: str | None = None
     files: str | None = None
 
 
 def hub_corpora() -> dict[str, HubCorpus]:
     raw = tomllib.loads(resources.files("arriero.data.text").joinpath("corpora.toml").read_text("utf-8"))
-    fields = HubCorpus._fields
-    return {name: HubCorpus(*(about.get(field) for field in fields)) for name, about in raw.items()}
+    return {name: HubCorpus(**about) for name, about in raw.items()}
 
 
 def hub_corpus(name: str) -> HubCorpus:
@@ -46,7 +45,7 @@ def hub_corpus(name: str) -> HubCorpus:
         )
     dataset, _, split = name.partition("@")
     dataset, _, config = dataset.partition(":")
-    return HubCorpus(dataset, config or None, split or "train", "text")
+    return HubCorpus(dataset, config or None, split or "train")
 
 
 def stay_offline() -> None:
