@@ -10,7 +10,7 @@ import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from arriero.checkpoint.ranks import Ranks
 from arriero.files import sha256_of
+
+if TYPE_CHECKING:
+    from arriero.checkpoint.state import LocalPart
 
 Ints = np.ndarray
 VERSION = "1.0.0"
@@ -161,19 +164,6 @@ def _records(count: int, fields: Sequence[bytes | Ints]) -> bytes:
     return table.tobytes()
 
 
-class Held(Protocol):
-    """The attributes of a LocalPart that a plan uses."""
-
-    @property
-    def local(self) -> torch.Tensor: ...
-
-    @property
-    def offset(self) -> Sequence[int]: ...
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-
 @dataclass(frozen=True)
 class PartTable:
     """The parts of a rank. `heads` has a line per tensor: name, dtype, shape. `rows` has offset and size of
@@ -183,7 +173,7 @@ class PartTable:
     rows: Ints
 
     @staticmethod
-    def of(parts: Mapping[str, Held]) -> "PartTable":
+    def of(parts: "Mapping[str, LocalPart]") -> "PartTable":
         lines, most = [], max((len(part.shape) for part in parts.values()), default=0)
         rows = np.tile(np.repeat(np.array([0, 1]), most), (len(parts), 1))
         for row, (name, part) in zip(rows, parts.items(), strict=True):
@@ -323,7 +313,7 @@ class SavePlan:
         self._lengths: Ints | None = None
         self._index, self._sha256 = b"", ""
 
-    def names(self, parts: Mapping[str, Held], ranks: Ranks) -> list[str]:
+    def names(self, parts: "Mapping[str, LocalPart]", ranks: Ranks) -> list[str]:
         """Return the names of the parts that this rank writes, in order."""
         table = PartTable.of(parts)
         if ranks.any(self._table is None or not table.same_as(self._table)):
