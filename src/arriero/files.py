@@ -27,6 +27,8 @@ from arriero.errors import UserError
 from arriero.events import warn
 from arriero.units import human_bytes
 
+Advance = Callable[[int], None]
+"""Called with the number of bytes that were read or written since the last call."""
 LinkKind = Literal["auto", "hard", "symbolic", "copy"]
 Placed = Literal["hard link", "symbolic link", "copy"]
 
@@ -46,6 +48,10 @@ _NO_HARD_LINK = (
     errno.EMLINK,
     errno.ENOSYS,
 )
+
+
+def no_progress(_: int) -> None:
+    pass
 
 
 def sync(path: Path, drop_cache: bool = False) -> None:
@@ -92,10 +98,10 @@ def publish_directory(making: Path, target: Path) -> None:
 
 
 @contextmanager
-def staged_directory(target: Path, todo: str = "choose another place") -> Iterator[Path]:
+def staged_directory(target: Path) -> Iterator[Path]:
     """Yield a temporary directory that becomes `target` when the block ends without an error.
 
-    `target` must not exist, or be an empty directory. `todo` is the advice when it cannot be written.
+    `target` must not exist, or be an empty directory.
     """
     target = Path(target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -105,7 +111,7 @@ def staged_directory(target: Path, todo: str = "choose another place") -> Iterat
         _remove_abandoned(target)
         making = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".making", dir=target.parent))
     except OSError as error:
-        raise UserError(f"cannot write {target} ({error.strerror})", todo) from None
+        raise UserError(f"cannot write {target} ({error.strerror})", "choose another place") from None
     descriptor = os.open(making, os.O_RDONLY)
     try:
         _try_lock(descriptor)
@@ -174,8 +180,8 @@ def sha256_of_json(value: Any) -> str:
     return sha256_of(json.dumps(value, sort_keys=True).encode())
 
 
-def sha256_of_file(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
-    """Read a file and return its checksum; `progress` is called with the size of each chunk."""
+def sha256_of_file(path: Path, progress: Advance = no_progress) -> str:
+    """Read a file and return its checksum."""
     digest, buffer = hashlib.sha256(), bytearray(_CHUNK)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):

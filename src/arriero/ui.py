@@ -6,7 +6,7 @@ Nothing else imports rich. Without a terminal there are no bars and no colours, 
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,10 +29,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from arriero.events import finite
+from arriero.files import Advance
 
 __all__ = ["Text", "escape"]
-
-Advance = Callable[[int], None]
 
 _quiet = False
 

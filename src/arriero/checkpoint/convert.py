@@ -22,11 +22,10 @@ from arriero.checkpoint.formats.hf_directory import open_hf, write_hf
 from arriero.checkpoint.formats.meta_directory import open_meta, write_meta
 from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, Adapter, ModelReader, WriteOptions
 from arriero.checkpoint.formats.peft_directory import open_peft, write_peft
-from arriero.checkpoint.formats.tensor_files import Advance, no_progress
 from arriero.config.options import run_path
 from arriero.data.text.hub import local_model
 from arriero.errors import UserError
-from arriero.files import check_free_space, staged_directory
+from arriero.files import Advance, check_free_space, no_progress, staged_directory
 from arriero.model.description import ADAPTER, base_of_adapter
 from arriero.model.family import build_model
 from arriero.model.language_model import LanguageModel

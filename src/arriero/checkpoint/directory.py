@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 from arriero.errors import UserError
 from arriero.files import (
+    Advance,
     check_free_space,
     check_quota,
     free_bytes,
+    no_progress,
     publish_directory,
     reserve_bytes,
     sha256_of_file,
@@ -101,7 +103,7 @@ def find_damage(
     directory: Path,
     manifest: Manifest,
     only: Iterable[str] | None = None,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Advance = no_progress,
     report_unreadable: bool = False,
     sizes_only: bool = False,
 ) -> dict[str, str]:
@@ -124,7 +126,7 @@ def find_damage(
     return {name: problem for name, problem in zip(names, found, strict=True) if problem}
 
 
-def _problem(path: Path, file: File, progress: Callable[[int], None], size_only: bool) -> str | None:
+def _problem(path: Path, file: File, progress: Advance, size_only: bool) -> str | None:
     try:
         size = path.stat().st_size
     except FileNotFoundError:

@@ -33,6 +33,7 @@ from arriero.checkpoint.formats.dcp_directory import SafeDcpReader, without_warn
 from arriero.checkpoint.ranks import Ranks, cause_of
 from arriero.checkpoint.save_plan import SavePlan, file_of
 from arriero.errors import UserError
+from arriero.files import Advance, no_progress
 from arriero.parallel.dtensor import local_shard
 
 METADATA = ".metadata"
@@ -283,9 +284,7 @@ def load_tensors(
             keep(name, tensor)
 
 
-def non_finite_tensors(
-    directory: Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None
-) -> list[str]:
+def non_finite_tensors(directory: Path, manifest: Manifest, progress: Advance = no_progress) -> list[str]:
     """Return the names of tensors with a NaN or an infinity; reads one tensor at a time."""
     reader, extremes = SafeDcpReader(directory), FiniteCheck()
     for name, (dtype, shape) in manifest.tensors.items():

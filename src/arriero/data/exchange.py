@@ -21,11 +21,20 @@ from arriero.data.store.shards import (
     read_index,
 )
 from arriero.data.store.store import TokenStore
-from arriero.data.store.verify import Advance, Scan, no_advance, scan_tokens
+from arriero.data.store.verify import Scan, scan_tokens
 from arriero.data.token_formats import EOS_KEPT, EOS_STRIPPED, ColumnFile, RawFile, find_files, read_raw
 from arriero.data.tokens.tokenizer import Tokenizer, read_definition
 from arriero.errors import UserError
-from arriero.files import LinkKind, link_or_copy, publish_file, sha256_of, space_for, staged_directory
+from arriero.files import (
+    Advance,
+    LinkKind,
+    link_or_copy,
+    no_progress,
+    publish_file,
+    sha256_of,
+    space_for,
+    staged_directory,
+)
 
 FORMATS = (*formats.RAW_SUFFIX, *formats.COLUMN_SUFFIX)
 PROVENANCE = "imported.tsv"
@@ -74,7 +83,7 @@ class Import:
         self._tokenizer = tokenizer
         self._dtype, self._column, self._separator, self._link = dtype, column, separator, link
 
-    def into(self, target: Path, advance: Advance = no_advance) -> Imported:
+    def into(self, target: Path, advance: Advance = no_progress) -> Imported:
         made = Imported()
         with staged_directory(target) as making:
             if self.format in formats.RAW_SUFFIX:
@@ -216,7 +225,7 @@ def export_dataset(
     *,
     column: str = formats.HF_COLUMN,
     link: LinkKind = "auto",
-    advance: Advance = no_advance,
+    advance: Advance = no_progress,
 ) -> Exported:
     _suffix(format)
     made = Exported()

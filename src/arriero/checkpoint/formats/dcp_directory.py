@@ -24,8 +24,9 @@ from arriero.checkpoint.formats.model_reader import (
     write_model_files,
 )
 from arriero.checkpoint.formats.peft_directory import with_adapter
-from arriero.checkpoint.formats.tensor_files import Advance, TorchFileWriter, TorchReader, no_progress
+from arriero.checkpoint.formats.tensor_files import TorchFileWriter, TorchReader
 from arriero.errors import UserError
+from arriero.files import Advance, no_progress
 from arriero.model.adapters import is_adapter
 from arriero.model.description import require_description
 from arriero.model.name_maps import check_tensors, own_tensors

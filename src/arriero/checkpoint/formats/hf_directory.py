@@ -15,15 +15,13 @@ from arriero.checkpoint.formats.model_reader import (
     find_extra_files,
 )
 from arriero.checkpoint.formats.tensor_files import (
-    Advance,
-    SafetensorsReader,
     Slices,
-    TorchReader,
-    no_progress,
+    open_tensors,
     write_safetensors,
 )
 from arriero.data.tokens.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS, first_token, parsed, read_definition
 from arriero.errors import UserError
+from arriero.files import Advance, no_progress
 from arriero.model.description import checked_token_ids, read_json, write_json
 from arriero.model.name_maps import (
     check_tensors,
@@ -47,7 +45,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def open_hf(directory: Path) -> ModelReader:
     config = _config(directory)
     spec = spec_from_hf(config, str(directory / CONFIG))
-    readers = {name: file for path in _files(directory) for file in [_reader(path)] for name in file.tensors}
+    readers = {name: file for file in map(open_tensors, _files(directory)) for name in file.tensors}
     found = {name: file.tensors[name] for name, file in readers.items()}
     names = hf_names(found, spec)
     check_tensors(
@@ -116,10 +114,6 @@ def _config(directory: Path) -> dict[str, Any]:
     if not (directory / CONFIG).is_file():
         raise UserError(f"{directory} holds no {CONFIG}", "give a Hugging Face model directory")
     return read_json(directory / CONFIG)
-
-
-def _reader(path: Path) -> SafetensorsReader | TorchReader:
-    return SafetensorsReader(path) if path.suffix == ".safetensors" else TorchReader(path)
 
 
 def _files(directory: Path) -> list[Path]:

@@ -22,14 +22,12 @@ from arriero.checkpoint.formats.model_reader import (
     write_model_files,
 )
 from arriero.checkpoint.formats.tensor_files import (
-    Advance,
-    SafetensorsReader,
     TorchFileWriter,
-    TorchReader,
-    no_progress,
+    open_tensors,
     write_safetensors,
 )
 from arriero.errors import UserError
+from arriero.files import Advance, no_progress
 from arriero.model.description import read_description, read_json, write_json
 from arriero.model.family import meta_names
 from arriero.model.name_maps import TensorRule, check_names, check_tensors, own_tensors
@@ -44,7 +42,7 @@ def open_meta(directory: Path) -> ModelReader:
     if not (directory / "params.json").is_file():
         raise UserError(f"{directory} holds no params.json", "copy the one that came with the weights there")
     params = meta.read_params(directory / "params.json")
-    files = [_reader(path) for path in _shard_files(directory)]
+    files = [open_tensors(path) for path in _shard_files(directory)]
     pieces = [{n: t for n, t in file.tensors.items() if n != _NOT_WEIGHTS} for file in files]
     for file, shard in zip(files[1:], pieces[1:], strict=True):
         check_names(shard, pieces[0], str(file.path))
@@ -120,10 +118,6 @@ def _write_shards(
             for file, piece in zip(files, split(name, tensor), strict=True):
                 file.put(name, piece)
             advance(tensor.nbytes)
-
-
-def _reader(path: Path) -> SafetensorsReader | TorchReader:
-    return SafetensorsReader(path) if path.suffix == ".safetensors" else TorchReader(path)
 
 
 def _shard_files(directory: Path) -> list[Path]:

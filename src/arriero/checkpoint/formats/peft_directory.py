@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 
 from arriero.checkpoint.formats.model_reader import Adapter, ModelReader, WriteOptions, find_extra_files
-from arriero.checkpoint.formats.tensor_files import (
-    Advance,
-    SafetensorsReader,
-    no_progress,
-    write_safetensors,
-)
+from arriero.checkpoint.formats.tensor_files import SafetensorsReader, write_safetensors
 from arriero.errors import UserError
+from arriero.files import Advance, no_progress
 from arriero.model.adapters import AdapterSettings
 from arriero.model.attention_prompts import (
     GATE,

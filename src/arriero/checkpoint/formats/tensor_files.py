@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from arriero.errors import UserError
+from arriero.files import Advance, no_progress
 
-Advance = Callable[[int], None]
 Slices = tuple[slice, ...]
 
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -30,10 +30,6 @@ _CODES |= {torch.int8: "I8"}
 _TYPES = {code: dtype for dtype, code in _CODES.items()} | {"F8_E4M3": torch.float8_e4m3fn}
 _TYPES |= {"U8": torch.uint8, "BOOL": torch.bool, "I64": torch.int64, "I32": torch.int32}
 _AGAIN = "copy or download it again"
-
-
-def no_progress(_: int) -> None:
-    pass
 
 
 class SafetensorsReader:
@@ -189,6 +185,11 @@ def _offset(tensor: Tensor) -> int:
     offset = tensor.untyped_storage()._checkpoint_offset
     assert offset is not None
     return offset
+
+
+def open_tensors(path: Path) -> SafetensorsReader | TorchReader:
+    """Open a file of either kind, which its suffix names."""
+    return SafetensorsReader(path) if path.suffix == ".safetensors" else TorchReader(path)
 
 
 class TorchFileWriter:

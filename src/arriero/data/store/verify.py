@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +15,9 @@ from arriero.data.store.shards import DTYPES, index_problems, read_index
 from arriero.data.store.store import TokenStore
 from arriero.data.tokens.tokenizer import tokenizer_of
 from arriero.errors import UserError
-from arriero.files import sha256_of, sha256_of_file
+from arriero.files import Advance, no_progress, sha256_of, sha256_of_file
 
 CHUNK_BYTES = 2**22
-
-Advance = Callable[[int], None]
-
-
-def no_advance(_: int) -> None:
-    """Ignore progress."""
 
 
 class Scan:
@@ -87,7 +81,7 @@ class Scan:
 
 
 def scan_tokens(
-    path: Path, dtype: str, lengths: np.ndarray, vocab_size: int, eos_id: int, advance: Advance = no_advance
+    path: Path, dtype: str, lengths: np.ndarray, vocab_size: int, eos_id: int, advance: Advance = no_progress
 ) -> Scan:
     """Read a token file; `lengths` are the tokens of its documents and add up to the file."""
     layout = DTYPES[dtype].numpy
@@ -124,7 +118,7 @@ class Verified:
     without_eos: int = 0
 
 
-def verify_dataset(store: TokenStore, workers: int = 1, advance: Advance = no_advance) -> Verified:
+def verify_dataset(store: TokenStore, workers: int = 1, advance: Advance = no_progress) -> Verified:
     """Read every byte once, with threads, because hashing and comparing release the GIL."""
     manifest = json.loads((store.directory / MANIFEST).read_bytes())
     found = Verified()
