@@ -4,7 +4,6 @@ import json
 import math
 import shlex
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,8 @@ from arriero.config.site import Site, Variable
 from arriero.config.timeline import total_steps
 from arriero.errors import UserError
 from arriero.events import EVENTS, START_OVER, end_of, events_since, metrics_of
-from arriero.model.spec import ModelSpec
 from arriero.plan.layout import AXES
+from arriero.plan.rules import spec_of
 from arriero.train.rundir import run_directory
 from arriero.units import counted, human_count, human_time
 
@@ -216,7 +215,7 @@ def signal_seconds(config: RunConfig, request: JobRequest, step_s: float | None 
         save = max(event.get("blocked_s", 0.0) + event.get("written_s", 0.0) for event in saves[-20:])
         why = f"the slowest of the last {counted(len(saves[-20:]), 'save')}"
     else:
-        parameters = ModelSpec.from_dict(config.model.model_dump(exclude={"preset"})).parameters
+        parameters = spec_of(config).parameters
         save = parameters * _BYTES_PER_PARAMETER / (_BYTES_PER_S * request.nodes)
         why = f"estimated: {human_count(parameters)} parameters, 1 GB/s per node"
     seconds = max(_LEAST_S, math.ceil(1.5 * save + 3 * step + _SLACK_S))
@@ -233,10 +232,10 @@ def is_finished(config: RunConfig) -> bool:
     return end.get("steps", 0) >= steps
 
 
-def submit_chain(job: Job, slots: int, options: Sequence[str] = ()) -> list[str]:
+def submit_chain(job: Job, slots: int) -> list[str]:
     """Submit a job for each time slot; each starts when the one before it has ended, however it ended."""
     jobs: list[str] = []
     for _ in range(slots):
         after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
-        jobs.append(slurm.submit(job.script, *after, *options))
+        jobs.append(slurm.submit(job.script, *after))
     return jobs
