@@ -144,11 +144,9 @@ def _measure_all(
 
 def _op_line(case: "OpCase", row: OpTime, remark: str) -> Any:
     backward = "" if row.backward is None else f"{row.backward.median * 1e3:,.3f}"
-    kind = OPS[case.op]
-    shape = " x ".join(str(case.shape[name]) for name in (kind.size, *kind.others))
     spread = (row.forward.high - row.forward.low) / row.forward.median
     return columns(
-        _WIDTHS, case.op, case.precision, shape, f"{row.forward.median * 1e3:,.3f}", backward,
+        _WIDTHS, case.op, case.precision, case.size, f"{row.forward.median * 1e3:,.3f}", backward,
         remark or f"±{spread / 2:.0%}",
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from arriero.bench.result import quartiles
 from arriero.bench.step import DocumentLengths
 from arriero.config.schema import RunConfig
 from arriero.kernels import kernels, usable
@@ -71,9 +72,12 @@ class OpCase(NamedTuple):
     def key(self) -> tuple[object, ...]:
         return self.op, self.precision, self.variant, tuple(sorted(self.shape.items()))
 
+    @property
+    def size(self) -> str:
+        return " x ".join(str(self.shape[name]) for name in (OPS[self.op].size, *OPS[self.op].others))
+
     def __str__(self) -> str:
-        shape = " x ".join(str(self.shape[name]) for name in (OPS[self.op].size, *OPS[self.op].others))
-        return f"{self.op} {self.precision} {shape}"
+        return f"{self.op} {self.precision} {self.size}"
 
 
 class Pass(NamedTuple):
@@ -126,8 +130,7 @@ def _difference(both: Sequence[float], forward: Sequence[float]) -> Spread:
 
 def spread_of(seconds: Sequence[float]) -> Spread:
     """Return the median and the quartiles."""
-    several = seconds if len(seconds) > 1 else [*seconds, *seconds]
-    low, median, high = statistics.quantiles(several, n=4, method="inclusive")
+    low, median, high = quartiles(seconds)
     return Spread(median=median, low=low, high=high, runs=len(seconds))
 
 

@@ -50,6 +50,12 @@ class Stored(Part):
             ) from None
 
 
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Return the lower quartile, the median and the upper quartile; of a single value, itself."""
+    several = values if len(values) > 1 else [*values, *values]
+    return statistics.quantiles(several, n=4, method="inclusive")
+
+
 class MeasuredWork(Part):
     """What was computed, independent of how: only speeds of equal work are compared."""
 
@@ -103,8 +109,7 @@ class Timing(Part):
 
     @classmethod
     def of(cls, step_ms: Sequence[float], tokens_per_step: int, warmup: int, start_up_s: float) -> "Timing":
-        several = step_ms if len(step_ms) > 1 else [*step_ms, *step_ms]
-        lower, median, upper = statistics.quantiles(several, n=4, method="inclusive")
+        lower, median, upper = quartiles(step_ms)
         return cls(
             warmup_steps=warmup,
             step_ms=tuple(step_ms),

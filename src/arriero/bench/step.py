@@ -18,13 +18,7 @@ from arriero.bench.cases import BF16, BF16_WEIGHTS, FLOAT8, FP32, MASKED, STATES
 from arriero.bench.machine import describe_code
 from arriero.bench.measure import Measured, StepCounts, measure
 from arriero.bench.parity import Parity
-from arriero.bench.result import (
-    CodeVersion,
-    Gate,
-    MeasuredWork,
-    Rate,
-    StepResult,
-)
+from arriero.bench.result import CodeVersion, Gate, MeasuredWork, Rate, StepResult
 from arriero.config.fields import flat
 from arriero.config.schema import RunConfig, SourceSection
 from arriero.data.store.manifest import write_manifest
@@ -32,10 +26,11 @@ from arriero.data.store.shards import ShardWriter, dtype_for
 from arriero.errors import UserError
 from arriero.events import finite
 from arriero.kernels import usable_on
-from arriero.model.spec import FLOP_FORMULAS, ModelSpec, attended_by, flops_per_token
+from arriero.model.spec import FLOP_FORMULAS, attended_by, flops_per_token
 from arriero.parallel.spawn import run_ranks
 from arriero.parallel.world import World, world_from
 from arriero.plan.hardware import peak_of
+from arriero.plan.rules import spec_of
 from arriero.train.build import arrange
 from arriero.units import Span
 
@@ -51,7 +46,7 @@ _PLAIN: dict[str, Any] = {
     "precision.compile": False,
     "precision.master": "fp32",
     "precision.float8": "off",
-    "precision.float8_exclude": (),
+    "precision.float8_exclude": [],
     "precision.float8_all_gather": False,
     "precision.float8_head": False,
     "precision.kernels": False,
@@ -126,7 +121,7 @@ def with_documents(config: RunConfig, lengths: DocumentLengths, steps: int, fold
     tokenizer.add_special_tokens(["<|endoftext|>"])
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    vocabulary, generator = _spec(config).vocab_size, np.random.default_rng(config.run.seed)
+    vocabulary, generator = spec_of(config).vocab_size, np.random.default_rng(config.run.seed)
     with ShardWriter(folder, "00000", vocabulary) as writer:
         while writer.tokens < (steps + 1) * config.train.batch.amount:
             writer.add(np.append(generator.integers(1, vocabulary, lengths.draw(generator) - 1), 0))
@@ -185,7 +180,6 @@ def mode_of(config: RunConfig, compute: str, compiled: bool, kernels: bool) -> M
     keys = [*_PLAIN, "data.document_mask", "data.packing"]
     sets = flat(config.model_dump(mode="json", exclude_none=True))
     sets = {key: sets[key] for key in sets if key in keys or (key.startswith("optim.") and key != "optim.lr")}
-    sets = {key: tuple(value) if isinstance(value, list) else value for key, value in sets.items()}
     sets |= {
         "precision.compute": _NAMES[compute],
         "precision.compile": compiled,
@@ -234,7 +228,7 @@ def check_loss(mode: Mode, family: str, device: str, cache_dir: Path) -> Gate:
         needed=True,
         holds=verdict.holds,
         model=f"{family}-test",
-        settings=as_written(mode.sets),
+        settings=dict(mode.sets),
         steps=GATE_STEPS,
         loss=finite(verdict.loss),
         loss_bound=bounds.loss,
@@ -242,11 +236,6 @@ def check_loss(mode: Mode, family: str, device: str, cache_dir: Path) -> Gate:
         norm_bound=bounds.norm,
         error=verdict.error,
     )
-
-
-def as_written(sets: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings as they are read back from a file."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in sets.items()}
 
 
 @dataclass(frozen=True)
@@ -276,7 +265,7 @@ def _gate(here: ResolvedMode, family: str, cache_dir: Path, earlier: StepResult 
     """Return the check of an earlier result of the same mode, device and code, or a new one."""
     if earlier is not None:
         gate = earlier.gate
-        same = (gate.model, gate.settings) == (f"{family}-test", as_written(here.mode.sets))
+        same = (gate.model, gate.settings) == (f"{family}-test", here.mode.sets)
         if gate.holds and same and (earlier.device.name, earlier.code) == (here.device_name, here.code):
             return gate
     return check_loss(here.mode, family, here.device, cache_dir)
@@ -314,7 +303,7 @@ def benchmark(
             here = resolve_mode(run, ranks)
             if gated:
                 report(f"checking the loss: {here.mode}")
-                gate = _gate(here, _spec(run).family, Path(config.data.cache), earlier)
+                gate = _gate(here, spec_of(run).family, Path(config.data.cache), earlier)
                 if gate.holds is False:
                     return gate
         counts = replace(counts, started=counts.started + time.time() - begun)
@@ -328,10 +317,6 @@ def benchmark(
     data = run.data.model_copy(update={"sources": config.data.sources})
     stored = run.model_copy(update={"run": config.run, "data": data, "memory": found.memory_section})
     return _result(stored.with_values(found.arithmetic), name, counts, found, gate, documents)
-
-
-def _spec(config: RunConfig) -> ModelSpec:
-    return ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
 
 
 def _result(
@@ -367,7 +352,7 @@ def _result(
 
 
 def _work(config: RunConfig, found: Measured, documents: DocumentLengths | None) -> MeasuredWork:
-    spec = _spec(config)
+    spec = spec_of(config)
     return MeasuredWork(
         model=spec.to_dict(),
         parameters=spec.parameters,
@@ -387,7 +372,7 @@ def _work(config: RunConfig, found: Measured, documents: DocumentLengths | None)
 
 def _rates(config: RunConfig, found: Measured) -> list[Rate]:
     """Return the speed by every FLOP formula: MFU of the bf16 peak, for float8 also of its own peak."""
-    spec = _spec(config)
+    spec = spec_of(config)
     # what the run counted itself, per document if documents are masked
     attended = attended_by(spec, found.flops_per_token) if config.data.document_mask else None
     peak = peak_of(found.device.name) if found.compute == "bfloat16" else None
