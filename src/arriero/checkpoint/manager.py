@@ -58,8 +58,8 @@ class SaveReport:
     `warnings` name old checkpoints that could not be deleted."""
 
     step: int
-    blocked_s: float
-    written_s: float
+    blocked_s: float = 0.0
+    written_s: float = 0.0
     size: int = 0
     still_fit: int | None = None
     removed: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ class Checkpoints:
         """
         start = time.perf_counter()
         self.wait()
-        staged = SaveRequest(request.step, self._staging.copy(request.parts), request.files, request.about)
+        staged = replace(request, parts=self._staging.copy(request.parts))
         self._check_finite(request.step)
         if not self._background:
             self._write(staged, start)
@@ -179,7 +179,7 @@ class Checkpoints:
         names = sorted({name for part in self._ranks.on_all_ranks(lambda: found) for name in part})
         contain = "contains" if len(names) == 1 else "contain"
         problem = f"{counted(len(names), 'tensor')} {contain} non-finite values: {listed(names)}"
-        self._reports.append(SaveReport(step, 0.0, 0.0, error=problem))
+        self._reports.append(SaveReport(step, error=problem))
         raise UserError(
             f"step {step} was not saved: {problem}",
             "older checkpoints are kept, and the same command resumes from the newest; check the data and "
@@ -196,7 +196,7 @@ class Checkpoints:
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def _write(self, request: SaveRequest, start: float, blocked: float | None = None) -> None:
-        report = SaveReport(request.step, 0.0, 0.0)
+        report = SaveReport(request.step)
         try:
             report = self._write_whole(request)
         except (Exception, CheckpointException) as error:
@@ -240,7 +240,7 @@ class Checkpoints:
         sync(making / MANIFEST)
         publish(making, self.folder / directory_name(request.step))
         self._damaged.discard(directory_name(request.step))
-        report = SaveReport(request.step, 0.0, 0.0, manifest.size)
+        report = SaveReport(request.step, size=manifest.size)
         try:
             removed, warnings = self._delete_old()
             fits = disk_space(self.folder, self.bytes_each).fits

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from arriero.checkpoint.directory import Manifest, unreadable
 from arriero.checkpoint.formats.dcp_directory import SafeDcpReader, without_warning
+from arriero.checkpoint.formats.tensor_files import split_by_size
 from arriero.checkpoint.ranks import Ranks, cause_of
 from arriero.checkpoint.save_plan import SavePlan, file_of
 from arriero.errors import UserError
@@ -277,7 +278,7 @@ def load_tensors(
     # all ranks read the same batches, because each read is a collective call
     sizes = {name: total_bytes({name: manifest.tensors[name]}) for name in there if name in wanted}
     reader = SafeDcpReader(directory)
-    for names in _batches(sizes, _READ_AT_ONCE * ranks.size):
+    for names in split_by_size(sizes, _READ_AT_ONCE * ranks.size):
         some = {name: tensors[name] for name in names if name in tensors}
         read_parts(reader, local_parts(some), ranks)
         for name, tensor in some.items():
@@ -294,19 +295,6 @@ def non_finite_tensors(directory: Path, manifest: Manifest, progress: Advance = 
             extremes.add(name, tensor)
         progress(tensor.nbytes)
     return extremes.non_finite()
-
-
-def _batches(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    batch: list[str] = []
-    left = most
-    for name, size in sizes.items():
-        if batch and size > left:
-            yield batch
-            batch, left = [], most
-        batch.append(name)
-        left -= size
-    if batch:
-        yield batch
 
 
 def _check_names_and_shapes(

@@ -17,6 +17,7 @@ from arriero.checkpoint.formats.model_reader import (
 from arriero.checkpoint.formats.tensor_files import (
     Slices,
     open_tensors,
+    split_by_size,
     write_safetensors,
 )
 from arriero.data.tokens.tokenizer import KNOWN_BEGINNINGS, KNOWN_ENDS, first_token, parsed, read_definition
@@ -148,14 +149,7 @@ def _indexed(path: Path) -> list[str]:
 
 def _shards(planned: Mapping[str, Tensor], limit: int) -> dict[str, list[str]]:
     """Distribute tensors over files of at most `limit` bytes; a larger tensor gets its own file."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in planned.items():
-        if shards[-1] and filled + tensor.nbytes > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += tensor.nbytes
+    shards = list(split_by_size({name: tensor.nbytes for name, tensor in planned.items()}, limit))
     if len(shards) == 1:
         return {_WEIGHTS: shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}

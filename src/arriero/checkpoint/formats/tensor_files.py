@@ -11,7 +11,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -74,6 +74,20 @@ class SafetensorsReader:
             begins += (slices[1].start or 0) * planned.dtype.itemsize
             _read_into(self.path, begins, part, row_stride=row_bytes)
         return part
+
+
+def split_by_size(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """Divide names, in order, into lists of at most `most` bytes; a larger one is alone."""
+    batch: list[str] = []
+    left = most
+    for name, size in sizes.items():
+        if batch and size > left:
+            yield batch
+            batch, left = [], most
+        batch.append(name)
+        left -= size
+    if batch:
+        yield batch
 
 
 def _on_meta(name: str, entry: Mapping[str, Any], path: Path) -> Tensor:
