@@ -159,9 +159,9 @@ def styled(text: object, style: str) -> Text:
     return Text(str(text), style)
 
 
-def bar(value: float, largest: float, width: int = 40) -> Bar:
+def bar(value: float, largest: float) -> Bar:
     """Return a horizontal bar, for a table cell."""
-    return Bar(largest, 0, value, width=width)
+    return Bar(largest, 0, value, width=40)
 
 
 def facts(rows: Iterable[tuple[str, ...]]) -> RichTable:
