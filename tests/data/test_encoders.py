@@ -222,6 +222,26 @@ def test_a_shard_on_which_the_encoders_differ_is_encoded_again(
     )
 
 
+@pytest.mark.usefixtures("faulty_encoder")
+def test_a_shard_that_is_encoded_again_has_the_loss_mask_of_its_tokens(tmp_path, tokenizer_file, monkeypatch):
+    monkeypatch.setattr(preparation, "SAMPLE_BYTES", 2_000)
+    plain = write_texts(tmp_path / "plain.jsonl", [*(f"text {i}" * 40 for i in range(100)), "rare ŋ"])
+    asked = [json.dumps({"question": f"{i} and {i}?", "answer": str(2 * i)}) + "\n" for i in range(100)]
+    (tmp_path / "asked.jsonl").write_text("".join(asked))
+    sources = (str(tmp_path / "asked.jsonl"), str(plain))
+    templates = ((sources[0], "{question} {answer}"),)
+    stores = [
+        prepare(
+            PrepareRequest(sources, tmp_path / name, tokenizer_file, encoder=name, templates=templates),
+            1,
+            PrepareWatcher(),
+        )
+        for name in ("gigatoken", "tokenizers")
+    ]
+    assert stores[0].about["backend"]["redone"]
+    assert stores[0].fingerprint == stores[1].fingerprint
+
+
 @pytest.mark.parametrize("name", CHAIN)
 def test_an_encoder_can_be_forced(tmp_path, tokenizer_file, name):
     source = write_texts(tmp_path / "a.jsonl", ["some text"])

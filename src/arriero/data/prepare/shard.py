@@ -21,7 +21,7 @@ from arriero.data.store.loss_mask import MASK
 from arriero.data.store.shards import DTYPES, ShardWriter, dtype_for
 from arriero.data.text.formats import MarkedText
 from arriero.data.text.readers import BadRecords, read_text_range
-from arriero.data.tokens.encoders import REFERENCE, Encoder, IdsDiffer, SpotCheck, load_encoder
+from arriero.data.tokens.encoders import REFERENCE, IdsDiffer, SpotCheck, load_encoder
 from arriero.data.tokens.marked import encode_chats, encode_parts
 from arriero.data.tokens.tokenizer import Encoded, Separators, SpecialToken
 from arriero.errors import UserError
@@ -37,37 +37,37 @@ Report = Callable[[int, int], None]
 def make_shard(preparation: Preparation, number: int, report: Report) -> None:
     """Make a shard and its record; if the ids differ from those of `tokenizers`, repeat it with that."""
     name = preparation.shard_name(number)
-    used, encoder = load_encoder(preparation.backend.used, preparation.definition)
     seed = [preparation.settings["seed"], number]
-    check = None if used == REFERENCE else SpotCheck(preparation.definition, seed)
     redone = mask_sha256 = ""
     work = preparation.work / f"{name}{MAKING}"
     shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
     work.mkdir()
     try:
-        with (work / "unshuffled").open("w+b", buffering=2**20) as file:
-            encoding = ShardEncoding(preparation, encoder, report, check, work / "included")
+        unshuffled, included = (
+            (work / each).open("w+b", buffering=2**20) for each in ("unshuffled", "included")
+        )
+        with unshuffled, included:
+            encoding = ShardEncoding(preparation, preparation.backend.used, seed, report)
             try:
-                encoding.encode_shard(number, file)
+                encoding.encode_shard(number, unshuffled, included)
             except IdsDiffer as error:
                 report(-encoding.read_bytes, -sum(encoding.lengths))
-                redone = f"shard {name}: {used} gave {error}"
-                used, encoder = load_encoder(REFERENCE, preparation.definition)
-                file.seek(0)
-                file.truncate()
-                encoding = ShardEncoding(preparation, encoder, report, mask=work / "included")
-                encoding.encode_shard(number, file)
-            file.flush()
+                redone = f"shard {name}: {encoding.used} gave {error}"
+                for file in (unshuffled, included):
+                    file.seek(0)
+                    file.truncate()
+                encoding = ShardEncoding(preparation, REFERENCE, seed, report)
+                encoding.encode_shard(number, unshuffled, included)
             report(preparation.shard_bytes(number) - encoding.read_bytes, 0)
-            with ShardWriter(work, name, encoding.vocab_size) as writer:
-                for ids, lengths in _shuffled(file, encoding.dtype, encoding.lengths, seed):
+            with ShardWriter(work, name, preparation.vocab_size) as writer:
+                for ids, lengths in _shuffled(unshuffled, encoding.dtype, encoding.lengths, seed):
                     writer.add_many(ids, lengths)
                 shard = writer.close()
-        suffixes = [".idx", ".bin"]
-        if encoding.included is not None:
-            suffixes.append(f".{MASK}")
-            _write_mask(work / f"{name}.{MASK}", encoding, seed)
-            mask_sha256 = sha256_of_file(work / f"{name}.{MASK}")
+            suffixes = [".idx", ".bin"]
+            if preparation.text.masks_loss:
+                suffixes.append(f".{MASK}")
+                _write_mask(work / f"{name}.{MASK}", included, encoding.lengths, seed)
+                mask_sha256 = sha256_of_file(work / f"{name}.{MASK}")
         for suffix in suffixes:
             (work / f"{name}{suffix}").replace(preparation.directory / f"{name}{suffix}")
     finally:
@@ -75,7 +75,7 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
     sync(preparation.directory)
     record: dict[str, Any] = {
         "shard": shard._replace(text_bytes=encoding.text_bytes)._asdict(),
-        "backend": used,
+        "backend": encoding.used,
         "redone": redone,
         "empty": encoding.empty,
         "spelled_out": encoding.spelled_out,
@@ -91,25 +91,18 @@ def make_shard(preparation: Preparation, number: int, report: Report) -> None:
 class ShardEncoding:
     """Encodes the text ranges of a shard and counts what goes into it."""
 
-    def __init__(
-        self,
-        preparation: Preparation,
-        encoder: Encoder,
-        report: Report,
-        check: SpotCheck | None = None,
-        mask: Path | None = None,
-    ) -> None:
-        """`mask` is the file for one byte per token, 1 where the loss includes it, where it excludes some."""
-        self.included = mask if preparation.text.masks_loss else None
-        self._preparation, self._encoder, self._report, self._check = preparation, encoder, report, check
-        self.vocab_size = preparation.vocab_size
+    def __init__(self, preparation: Preparation, encoder: str, seed: list[int], report: Report) -> None:
+        self._preparation, self._report = preparation, report
+        self.used, self._encoder = load_encoder(encoder, preparation.definition)
+        self._check = None if self.used == REFERENCE else SpotCheck(preparation.definition, seed)
         self.dtype = DTYPES[dtype_for(preparation.vocab_size)].numpy
         self.lengths = array("i")
         self.text_bytes = self.read_bytes = self.empty = 0
         self.spelled_out = {"bos": 0, "eos": 0}
         self.sources: dict[int, BadRecords] = {}
 
-    def encode_shard(self, number: int, file: IO[bytes]) -> None:
+    def encode_shard(self, number: int, file: IO[bytes], masks: IO[bytes]) -> None:
+        """Write the ids and, where the loss excludes some, for each a byte that is 1 if it is included."""
         preparation = self._preparation
         for part in preparation.shards[number]:
             files = preparation.inputs[part.first : part.first + part.files]
@@ -124,9 +117,8 @@ class ShardEncoding:
                 self.text_bytes += batch.text_bytes
                 self.read_bytes += batch.read_bytes
                 self._write(encoded, file, files[0].path)
-                if self.included is not None:
-                    with self.included.open("ab") as masks:
-                        masks.write(included.data)
+                if preparation.text.masks_loss:
+                    masks.write(included.data)
                 self._report(batch.read_bytes, len(encoded.ids))
 
     def encode(self, texts: list[str]) -> tuple[Encoded, np.ndarray]:
@@ -154,9 +146,9 @@ class ShardEncoding:
     def _write(self, encoded: Encoded, file: IO[bytes], path: str) -> None:
         if not len(encoded.ids):
             return
-        if (largest := int(encoded.ids.max())) >= self.vocab_size:
+        if (largest := int(encoded.ids.max())) >= (vocab_size := self._preparation.vocab_size):
             raise UserError(
-                f"{path}: the tokenizer gives id {largest}, its vocabulary has {self.vocab_size}",
+                f"{path}: the tokenizer gives id {largest}, its vocabulary has {vocab_size}",
                 "use a tokenizer whose ids lie within its vocabulary",
             )
         if (longest := int(encoded.lengths.max())) >= 2**31:
@@ -165,18 +157,15 @@ class ShardEncoding:
         self.lengths.frombytes(encoded.lengths.astype(np.intc).tobytes())
 
 
-def _write_mask(path: Path, encoding: ShardEncoding, seed: list[int]) -> None:
+def _write_mask(path: Path, included: IO[bytes], sizes: Sequence[int], seed: list[int]) -> None:
     """Write the loss mask of a shard, one bit per token, in the order of its documents."""
-    assert encoding.included is not None
     left = np.empty(0, dtype=np.uint8)
     with path.open("wb") as target:
-        if encoding.included.exists():
-            with encoding.included.open("rb") as source:
-                for bits, _ in _shuffled(source, np.uint8, encoding.lengths, seed):
-                    bits = np.concatenate((left, bits))
-                    whole = len(bits) // 8 * 8
-                    target.write(np.packbits(bits[:whole], bitorder="little").data)
-                    left = bits[whole:]
+        for bits, _ in _shuffled(included, np.uint8, sizes, seed):
+            bits = np.concatenate((left, bits))
+            whole = len(bits) // 8 * 8
+            target.write(np.packbits(bits[:whole], bitorder="little").data)
+            left = bits[whole:]
         target.write(np.packbits(left, bitorder="little").data)
         target.flush()
         os.fsync(target.fileno())
@@ -189,6 +178,7 @@ def _shuffled(
     lengths = np.array(sizes, dtype=np.int64)
     if not len(lengths):
         return
+    file.flush()
     order = np.random.default_rng(seed).permutation(len(lengths))
     starts, lengths = (np.cumsum(lengths) - lengths)[order], lengths[order]
     totals = np.cumsum(lengths)
