@@ -15,12 +15,25 @@ from arriero.units import counted, human_bytes, human_count, human_time
 
 if TYPE_CHECKING:
     from arriero.checkpoint.directory import Manifest, SavedCheckpoint
+    from arriero.checkpoint.formats.model_reader import ModelReader, WriteOptions
 
 Run = Annotated[Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)]
 Checkpoint = Annotated[
     Path, typer.Argument(help="A checkpoint, or a run directory for its newest one.", show_default=False)
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Compare file sizes only.")]
+Format = Literal["hf", "meta", "dcp", "torch", "peft"]
+Rule = Literal["llama2", "llama3"]
+Dtype = Annotated[
+    Literal["bf16", "fp16", "fp32"] | None,
+    typer.Option(help="Dtype of the written weights; unchanged if not given."),
+]
+ShardSize = Annotated[str, typer.Option(help="hf: largest size of a safetensors file.")]
+ModelParallel = Annotated[int, typer.Option(min=1, help="meta: number of consolidated.NN.pth files.")]
+MetaRule = Annotated[
+    Rule | None,
+    typer.Option(help="meta: the code that will read the shards; llama2 splits the embedding by columns."),
+]
 
 
 def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) -> None:
@@ -243,23 +256,6 @@ def _tensor_table(made: "Manifest") -> Table:
     for name, (dtype, shape) in made.tensors.items():
         table.row(name, dtype, " x ".join(map(str, shape)) or "scalar")
     return table
-
-
-if TYPE_CHECKING:
-    from arriero.checkpoint.formats.model_reader import ModelReader, WriteOptions
-
-Format = Literal["hf", "meta", "dcp", "torch", "peft"]
-Rule = Literal["llama2", "llama3"]
-Dtype = Annotated[
-    Literal["bf16", "fp16", "fp32"] | None,
-    typer.Option(help="Dtype of the written weights; unchanged if not given."),
-]
-ShardSize = Annotated[str, typer.Option(help="hf: largest size of a safetensors file.")]
-ModelParallel = Annotated[int, typer.Option(min=1, help="meta: number of consolidated.NN.pth files.")]
-MetaRule = Annotated[
-    Rule | None,
-    typer.Option(help="meta: the code that will read the shards; llama2 splits the embedding by columns."),
-]
 
 
 class SpreadWeights(Verb):
