@@ -212,7 +212,6 @@ def _doubled(path: Path, where: str) -> UserError:
 class Exported:
     """The result of an export. `kept_eos` counts fms-arrow files whose separators were not removed."""
 
-    files: int = 0
     placed: Counter[str] = field(default_factory=Counter)
     kept_eos: int = 0
     empty: int = 0
@@ -248,7 +247,6 @@ def export_dataset(
                 made.kept_eos += not strip
                 tokens = formats.write_arrow(folder / f"{shard.name}.arrow", shard.ids, shard.lengths, strip)
                 counts.append(f"/{folder.name}/{shard.name}.arrow,{len(shard.lengths)},{tokens}")
-            made.files += 1
             advance(shard.bin.stat().st_size)
         if format == "fms-arrow":
             (making / "meta").mkdir()

@@ -334,7 +334,7 @@ def export_tokens(
     how = ", ".join(f"{count} by {how}" for how, count in made.placed.items()) or "rewritten"
     held = f"{human_count(store.tokens)} tokens in {counted(store.documents, 'document')}"
     console.print(
-        f"{held} -> {escape(str(target))}: {counted(made.files, f'{format} file')} ({how})",
+        f"{held} -> {escape(str(target))}: {counted(store.shards, f'{format} file')} ({how})",
     )
     if format == "fms-arrow":
         console.print("end-of-document tokens are removed: fms-fsdp's loader adds its own")
