@@ -49,18 +49,16 @@ def pci_gpus(root: Path = Path("/sys/bus/pci/devices")) -> list[str]:
     return found
 
 
-def expected_devices() -> int | None:
-    """Return the number of GPUs that Slurm gave this job on this node."""
-    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    return int(given) if given.isdigit() else None
+def check_devices(expected: int | None) -> Finding:
+    """Compare the GPUs that torch sees with those that are expected, and find those in use or faulty.
 
-
-def check_devices(expected: int | None = None) -> Finding:
-    """Compare the GPUs that torch sees with those that are expected, and find those in use or faulty."""
+    Without a number, those are expected that Slurm gave this job on this node.
+    """
     import torch
 
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    expected = expected_devices() if expected is None else expected
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    expected = int(given) if expected is None and given.isdigit() else expected
     on_bus = pci_gpus()
     if not visible:
         return _without_gpu(torch, expected, on_bus)
@@ -143,9 +141,9 @@ def _nvidia_gpus(torch: Any, visible: int) -> list[Gpu]:
     return found
 
 
-def _amd_gpus(root: Path = Path("/sys/class/drm")) -> list[Gpu]:
+def _amd_gpus() -> list[Gpu]:
     found = []
-    for path in sorted(root.glob("card[0-9]*/device")):
+    for path in sorted(Path("/sys/class/drm").glob("card[0-9]*/device")):
         used, total = path / "mem_info_vram_used", path / "mem_info_vram_total"
         if not total.exists():
             continue

@@ -35,9 +35,9 @@ class Interface:
         return self.up and self.address is not None and self.leaves_node
 
 
-def interfaces(folder: Path = Path("/sys/class/net")) -> list[Interface]:
+def interfaces() -> list[Interface]:
     """Return the interfaces of this node, sorted by name."""
-    return [_interface(path) for path in sorted(folder.iterdir()) if (path / "type").exists()]
+    return [_interface(path) for path in sorted(Path("/sys/class/net").iterdir()) if (path / "type").exists()]
 
 
 def _interface(path: Path) -> Interface:
@@ -76,14 +76,10 @@ def default_interface() -> str | None:
     return next((line.split()[0] for line in lines if line.split()[1] == "00000000"), None)
 
 
-def fabric_devices(root: Path = Path("/sys/class")) -> list[str]:
+def fabric_devices() -> list[str]:
     """Return the RDMA devices: InfiniBand and RoCE (verbs) and Slingshot (cxi)."""
-    return [
-        path.name
-        for kind in ("infiniband", "cxi", "cxi_user")
-        if (root / kind).is_dir()
-        for path in sorted((root / kind).iterdir())
-    ]
+    kinds = ("infiniband", "cxi", "cxi_user")
+    return [path.name for kind in kinds for path in sorted(Path("/sys/class").glob(f"{kind}/*"))]
 
 
 def fabric_plugin() -> str | None:
