@@ -223,11 +223,16 @@ def test_a_shard_on_which_the_encoders_differ_is_encoded_again(
 
 
 @pytest.mark.usefixtures("faulty_encoder")
-def test_a_shard_that_is_encoded_again_has_the_loss_mask_of_its_tokens(tmp_path, tokenizer_file, monkeypatch):
+@pytest.mark.parametrize("rare", ["text", "answer"])
+def test_a_shard_that_is_encoded_again_has_the_loss_mask_of_its_tokens(
+    tmp_path, tokenizer_file, monkeypatch, rare
+):
     monkeypatch.setattr(preparation, "SAMPLE_BYTES", 2_000)
-    plain = write_texts(tmp_path / "plain.jsonl", [*(f"text {i}" * 40 for i in range(100)), "rare ŋ"])
-    asked = [json.dumps({"question": f"{i} and {i}?", "answer": str(2 * i)}) + "\n" for i in range(100)]
-    (tmp_path / "asked.jsonl").write_text("".join(asked))
+    texts, answers = [f"text {i}" * 40 for i in range(100)], [str(2 * i) for i in range(100)]
+    (texts if rare == "text" else answers).append("rare ŋ")
+    plain = write_texts(tmp_path / "plain.jsonl", texts)
+    asked = [json.dumps({"question": f"{i} and {i}?", "answer": each}) for i, each in enumerate(answers)]
+    (tmp_path / "asked.jsonl").write_text("\n".join(asked))
     sources = (str(tmp_path / "asked.jsonl"), str(plain))
     templates = ((sources[0], "{question} {answer}"),)
     stores = [

@@ -21,7 +21,7 @@ from arriero.data.store.loss_mask import MASK
 from arriero.data.store.shards import DTYPES, ShardWriter, dtype_for
 from arriero.data.text.formats import MarkedText
 from arriero.data.text.readers import BadRecords, read_text_range
-from arriero.data.tokens.encoders import REFERENCE, IdsDiffer, SpotCheck, load_encoder
+from arriero.data.tokens.encoders import REFERENCE, CheckedEncoder, IdsDiffer, load_encoder
 from arriero.data.tokens.marked import encode_chats, encode_parts
 from arriero.data.tokens.tokenizer import Encoded, Separators, SpecialToken
 from arriero.errors import UserError
@@ -94,7 +94,8 @@ class ShardEncoding:
     def __init__(self, preparation: Preparation, encoder: str, seed: list[int], report: Report) -> None:
         self._preparation, self._report = preparation, report
         self.used, self._encoder = load_encoder(encoder, preparation.definition)
-        self._check = None if self.used == REFERENCE else SpotCheck(preparation.definition, seed)
+        if self.used != REFERENCE:
+            self._encoder = CheckedEncoder(self._encoder, preparation.definition, seed)
         self.dtype = DTYPES[dtype_for(preparation.vocab_size)].numpy
         self.lengths = array("i")
         self.text_bytes = self.read_bytes = self.empty = 0
@@ -127,8 +128,6 @@ class ShardEncoding:
         marked = [text for text in texts if isinstance(text, MarkedText)]
         if len(marked) < len(texts) or not texts:
             encoded = self._encoder.encode(texts)
-            if self._check and texts:
-                self._check.check(texts, encoded)
             included = np.ones(len(encoded.ids), dtype=bool)
         elif marked[0].is_chat:
             encoded, included = encode_chats(marked, self._preparation.definition)

@@ -151,22 +151,28 @@ class IdsDiffer(Exception):
     """The ids of an encoder differ from those of `tokenizers`."""
 
 
-class SpotCheck:
-    """Compares some documents of a shard with the reference, the same ones in each repetition.
+class CheckedEncoder:
+    """Compares the ids of some texts of a shard with the reference, the same ones in each repetition.
 
-    In each sampled batch it takes one document of any kind and one that is not ASCII.
+    In each sampled batch it takes one text of any kind and one that is not ASCII.
     """
 
     BUDGET = 2**19
     SHORT = 2**14
 
-    def __init__(self, definition: str, seed: list[int]) -> None:
-        self._definition = definition
+    def __init__(self, inner: Encoder, definition: str, seed: list[int]) -> None:
+        self._inner, self._definition = inner, definition
         self._random = random.Random(str(seed))
         self._batches = 0
         self._left = self.BUDGET
 
-    def check(self, texts: Sequence[str], encoded: Encoded) -> None:
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        encoded = self._inner.encode(texts)
+        if texts:
+            self._check(texts, encoded)
+        return encoded
+
+    def _check(self, texts: Sequence[str], encoded: Encoded) -> None:
         number, self._batches = self._batches, self._batches + 1
         if number % 16 and number & (number - 1):
             return
