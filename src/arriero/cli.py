@@ -47,7 +47,7 @@ config = Verbs(help="Check and show run files, explain keys, list model presets.
 data = Verbs(help="Turn text into tokens; inspect and verify datasets.", no_args_is_help=True)
 evaluation = Verbs(help="Evaluate models: perplexity, tasks, new checkpoints.", no_args_is_help=True)
 fed = Verbs(help="Train one model at several sites, which keep their data.", no_args_is_help=True)
-runs = Verbs(help="List and compare runs.", invoke_without_command=True)
+runs = Verbs(invoke_without_command=True)
 launch = Verbs(help="Run training jobs on a Slurm cluster.", no_args_is_help=True)
 bench = Verbs(help="Benchmark training steps and verify parallel layouts.", no_args_is_help=True)
 

@@ -87,6 +87,15 @@ def test_explain_compares_a_layout_with_the_best(command, run_file):
     assert "parallel.tp = 4 and --fix tp=8" in refused.stderr
 
 
+def test_an_excluded_kind_of_activation_checkpointing_is_not_planned(command, run_file):
+    """Where only `full` is left, every candidate uses it."""
+    left_out = ("--exclude", "none,selective,attention,fraction")
+    result = command("plan", run_file, "--cluster", "8xh100", "--gpus", "64", "--json", *left_out)
+    assert result.returncode == 0, result.stderr
+    candidates = json.loads(result.stdout)["candidates"]
+    assert {each["activation_checkpointing"] for each in candidates} == {"full"}
+
+
 def test_what_if_shows_scaling(command, run_file):
     result = command("plan", run_file, "--cluster", "frontier", "--what-if", "nodes=32,64", "--json")
     rows = json.loads(result.stdout)["what_if"]

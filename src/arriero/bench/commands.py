@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 _PROFILED_STEPS = 3
 _SYNTHETIC = "data.sources=[{path='builtin:synthetic'}]"
-_COMMAS = "Separate several with commas."
+_COMMAS = "Separate several with commas; default: all."
 _PARITY_COLUMNS = {"layout": 32, "ranks": 5, "loss": 8, "gradient": 8, "weights": 8, "seconds": 7, "": 5}
 
 Steps = Annotated[int, typer.Option(min=1, help="Number of timed steps.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Number of untimed steps first; blocks compile in them.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the result there.", show_default=False)]
-Profile = Annotated[bool, typer.Option(help="Profile some more steps, to show where the time goes.")]
-NoGate = Annotated[bool, typer.Option("--no-gate", help="Skip the loss check; the result says so.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", help="Write the result to this file.", show_default=False)
+]
+Profile = Annotated[bool, typer.Option(help="Profile three more steps, to show where the time goes.")]
+NoGate = Annotated[bool, typer.Option("--no-gate", help="Skip the loss check; the result is marked.")]
 GateFrom = Annotated[
     Path | None,
     typer.Option(
@@ -73,10 +75,10 @@ def step(
 ) -> None:
     """Measure the training step of a run: speed, memory, energy, and where the time goes.
 
-    The run trains as with `arriero train`, on synthetic text without a run file. Data loading, gradient
-    clipping, optimizer and logging are timed; evaluation, checkpoints and export are skipped.
-    Unless the mode is plain fp32, a small model is first trained in it and in fp32. If the losses differ, no
-    speed is shown.
+    The run trains as with `arriero train`; without a run file, on synthetic text. Data loading, gradient
+    clipping, optimizer and logging are timed; evaluation, checkpoints and export are skipped. Unless the
+    mode is plain fp32, a small model is first trained in this mode and in fp32. If their losses differ by
+    more than the bound of the mode, no speed is shown and the exit code is 1.
 
     Example: arriero bench step --set model.preset=llama3.2-1b --set data.seq_len=8192
     --set train.batch='32768 tok' --json result.json
@@ -212,9 +214,13 @@ def _gate_text(gate: "Gate") -> tuple[str, str]:
 
 
 def matrix(
-    models: Annotated[str, typer.Option(help=f"Models; default: all. {_COMMAS}")] = "",
-    modes: Annotated[str, typer.Option(help=f"Modes; default: all. {_COMMAS}")] = "",
-    layouts: Annotated[str, typer.Option(help=f"Layouts; default: all. {_COMMAS}")] = "",
+    models: Annotated[
+        str, typer.Option(help=f"Some of gpt2-1.5b, llama3.1-70b-proxy, llama3.1-8b, llama3.2-1b. {_COMMAS}")
+    ] = "",
+    modes: Annotated[
+        str, typer.Option(help=f"Some of bf16, compile, float8, selective AC, all together. {_COMMAS}")
+    ] = "",
+    layouts: Annotated[str, typer.Option(help=f"Some of 1 process, DDP, FSDP, HSDP. {_COMMAS}")] = "",
     sets: Sets = [],
     steps: Steps = 20,
     warmup: Warmup = 5,
@@ -304,7 +310,9 @@ def parity(
     only: Annotated[
         str | None,
         typer.Option(
-            metavar="PATTERN", help="Only cases whose 'group: name' contains this.", show_default=False
+            metavar="PATTERN",
+            help="Only cases whose 'group: name' in docs/parity.md contains this.",
+            show_default=False,
         ),
     ] = None,
     write: Annotated[

@@ -57,9 +57,8 @@ def ops(
     """Measure the operations of a model on one device, forward and backward, for `arriero plan`.
 
     Linear layers, attention, norm, RoPE, activation, loss, optimizer and a whole block are run with the
-    shapes and kernels of training. Results are kept in the user's cache by device, shape and versions; what
-    the cache has is not measured again. Attention, elementwise operations and the optimizer of float8 runs
-    are those of bf16.
+    shapes and kernels of training. Results are kept in ~/.cache/arriero by device, shape and versions; what
+    the cache has is not measured again. For float8 only linear layers and blocks are measured.
 
     Example: arriero bench ops --models llama3.1-8b --precisions bf16,float8 --seq-lens 8192 --out ops.json
     """
@@ -168,8 +167,8 @@ def comm(
     """Measure collectives over groups of 2, 4, ... ranks, inside and between nodes, for `arriero plan`.
 
     Sizes are powers of two; a size is the whole tensor: the output of an all-gather, the input of the others.
-    Groups between nodes have one rank per node, as data-parallel replicas, or all of them. All groups of a
-    kind run at once. On several nodes: srun --nodes 4 --ntasks-per-node 8 arriero bench comm --out comm.json
+    Groups between nodes have one rank of each node, like data-parallel replicas, or all ranks. All groups of
+    a kind run at once. On several nodes: srun --nodes 4 --ntasks-per-node 8 arriero bench comm.
 
     Example: arriero bench comm --nproc 8 --out comm.json
     """

@@ -32,15 +32,17 @@ ShardSize = Annotated[str, typer.Option(help="hf: largest size of a safetensors 
 ModelParallel = Annotated[int, typer.Option(min=1, help="meta: number of consolidated.NN.pth files.")]
 MetaRule = Annotated[
     Rule | None,
-    typer.Option(help="meta: the code that will read the shards; llama2 splits the embedding by columns."),
+    typer.Option(
+        help="meta: code that reads the shards; llama2 splits the embedding by columns. Default: by model."
+    ),
 ]
 
 
 def list_checkpoints(run: Run, quick: Quick = False, as_json: AsJson = False) -> None:
     """List the checkpoints of a run: step, tokens, size, age, evaluations, and whether they are valid.
 
-    Every file is read and its checksum compared, unless --quick. Damaged checkpoints that a run has renamed
-    aside are listed too.
+    Every file is read and its checksum compared, unless --quick. Damaged checkpoints, which a run has renamed
+    to step-N.damaged, are listed too.
 
     Example: arriero ckpt list runs/demo
     """
@@ -154,15 +156,19 @@ def verify(path: Checkpoint, as_json: AsJson = False) -> None:
 
 def prune(
     run: Run,
-    keep: Annotated[int | None, typer.Option(min=1, help="Number of newest checkpoints to keep.")] = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of newest checkpoints to keep; default: checkpoint.keep."),
+    ] = None,
     keep_every: Annotated[
-        str | None, typer.Option(help="Also keep the first after each interval, such as '10B tok'.")
+        str | None,
+        typer.Option(help="Also keep the first after each '10B tok'; default: checkpoint.keep_every."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
     ] = False,
 ) -> None:
-    """Delete old checkpoints of a run that is not training, by the rules of its run file or these options.
+    """Delete old checkpoints of a run that is not training, by its run file or by these options.
 
     Nothing is deleted before the newest one has been read and found valid.
 
@@ -202,7 +208,10 @@ def run_directory_at(run: Path) -> Path:
     """Return a run directory given by its path or by its name under runs/."""
     run = run_path(run)
     if not (run / "run.toml").exists():
-        raise UserError(f"{run} is not the directory of a run", "give one that holds a run.toml")
+        raise UserError(
+            f"{run} is not the directory of a run",
+            "give one that holds a run.toml; `arriero runs` lists them",
+        )
     return run
 
 
@@ -289,7 +298,7 @@ def convert(
 ) -> None:
     """Convert a model to another format, one tensor at a time. The format of SRC is recognised by its files.
 
-    Tokenizer files and the generation config are copied. DST must not exist, and appears when it is complete.
+    Tokenizer files and the generation config are copied. DST must not exist; it appears when it is complete.
 
     Example: arriero ckpt convert runs/demo/checkpoints/step-00001000 exported --to hf --dtype bf16
     """
@@ -306,13 +315,13 @@ def mini(
     ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to create.")],
     layers: Annotated[
-        int | None, typer.Option(min=1, help="Keep the first blocks, as many as this; 4 if nothing is given.")
+        int | None, typer.Option(min=1, help="Number of first blocks to keep; default: 4.")
     ] = None,
     blocks: Annotated[str | None, typer.Option(help="Keep these blocks instead: 0,1,30,31.")] = None,
     to: Annotated[Format | None, typer.Option(help="The format to write; that of SRC if not given.")] = None,
     dtype: Dtype = None,
 ) -> None:
-    """Write a model with fewer blocks of another, for debugging: the same widths, vocabulary and tokenizer.
+    """Write a copy of a model with fewer blocks, for debugging; widths, vocabulary and tokenizer stay.
 
     Example: arriero ckpt mini runs/demo/model small --layers 2
     """

@@ -72,8 +72,8 @@ class RunSection(Section):
     """Use deterministic algorithms: two runs on one machine have bit-identical losses, at some cost in speed.
     """
     share_gpu: bool = False
-    """For tests: several ranks share one GPU, and collectives go through host memory, as asynchronous as
-    NCCL's. A result that is read before it is waited for is NaN."""
+    """For tests: several ranks share one GPU, and collectives go through host memory. They are asynchronous
+    like NCCL's: a result that is read too early is NaN."""
     cluster: str | None = None
     """Cluster for degrees that are "auto": a name or file of `arriero plan --cluster`. Unless given, the
     shipped one with the same device."""
@@ -149,8 +149,8 @@ class SourceSection(Section):
     """For text: a template with fields of a record in braces, 'Question: {question} Answer: {answer}'. The
     loss includes the last field and what follows it."""
     chat: bool | str = False
-    """For text: records are chats, a column 'messages' that the tokenizer's chat template turns into text, or
-    the template in this file. The loss includes the assistant's turns."""
+    """For text: true if records are chats, a column 'messages' that the tokenizer's chat template turns into
+    text; a path names another template. The loss includes the assistant's turns."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Weight in the mixture, by tokens. Weights that are all below 1 must sum to 1; others are proportions.
     """
@@ -179,8 +179,8 @@ class PhaseSection(Section):
     at: Progress
     """Start of the phase, rounded up to a whole step."""
     sources: Sources | None = None
-    """Mixture of the phase; a source used before continues at its position. A phase keeps what it does not
-    set."""
+    """Mixture of the phase, with the keys of data.sources; a source used before continues at its position. A
+    phase keeps what it does not set."""
     batch: Tokens | None = None
     """Global batch size of the phase, in tokens per optimizer step."""
     seq_len: Positive | None = None
@@ -222,8 +222,8 @@ class TrainSection(Section):
     """Micro-batch size: sequences per rank and forward pass; 'auto' is derived from the device memory, and
     gradient accumulation follows. The last micro-batch of a step may be smaller."""
     gc_every: Positive | Literal[False] = 100
-    """Steps between Python's garbage collections, which all ranks run at the same step; false leaves their
-    time to Python, where one rank after another delays a step."""
+    """Steps between Python's garbage collections, which all ranks run at the same step; with false Python
+    chooses the step on each rank, and a rank delays all others."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the z-loss, the squared log of the softmax's denominator, which keeps logits small. Reported
     losses do not include it."""
@@ -271,7 +271,7 @@ class LoraSection(Section):
     rank: Positive | Literal[False] = False
     """Rank of the LoRA adapters; false trains the model itself."""
     alpha: Annotated[float, Field(gt=0)] = 16.0
-    """The product of an adapter is multiplied by alpha / rank."""
+    """The output of an adapter is multiplied by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the input of an adapter, during training."""
     targets: tuple[str, ...] = ("blocks.*.attention.q", "blocks.*.attention.v")
@@ -280,8 +280,8 @@ class LoraSection(Section):
 
 class SpeculatorSection(Section):
     n_predict: Annotated[int, Field(ge=1, le=32)] | Literal[False] = False
-    """Heads of an MLP speculator, which is trained on the frozen model of checkpoint.start_from; each
-    predicts one token more. false trains the model itself."""
+    """Number of heads of an MLP speculator, which is trained on the frozen model of checkpoint.start_from;
+    each predicts one token further ahead. false trains the model itself."""
     inner_dim: Annotated[int, Field(ge=0, le=2**20)] = 0
     """Width of the speculator; 0 is the width of the model."""
     tie_weights: bool = False
@@ -292,12 +292,12 @@ class SpeculatorSection(Section):
 
 class PrefixSection(Section):
     tokens: Positive | Literal[False] = False
-    """Trained keys and values that precede the tokens in every block; false has none."""
+    """Number of trained keys and values before the tokens in every block; false trains none."""
 
 
 class LlamaAdapterSection(Section):
     tokens: Positive | Literal[False] = False
-    """Trained prompts per block, with a gate that is zero at first; false has none."""
+    """Number of trained prompts per block, with a gate that is zero at first; false trains none."""
     layers: Positive | None = None
     """Number of blocks with prompts, counted from the last; all unless given."""
 
@@ -326,15 +326,16 @@ class EvalSection(Section):
 class ParallelSection(Section):
     dp_replicate: Degree = 1
     """Data parallelism: replicas of the sharded model (HSDP, DDP). One of the five degrees may be -1: the
-    remaining ranks. "auto" is planned, like `arriero plan` does; `parallel = "auto"` plans all five."""
+    remaining ranks. "auto" is chosen by the planner, as in `arriero plan`; `parallel = "auto"` plans all
+    five."""
     dp_shard: Degree = -1
     """Data parallelism: ranks that shard one copy of the weights (FSDP, ZeRO)."""
     cp: Degree = 1
-    """Context parallelism: ranks that share a sequence."""
+    """Context parallelism: ranks that divide the tokens of a sequence."""
     tp: Degree = 1
-    """Tensor parallelism, with sequence parallel norms: ranks that share a layer."""
+    """Tensor parallelism, with sequence parallel norms: ranks that divide the matrices of a layer."""
     pp: Degree = 1
-    """Pipeline parallelism: ranks that share the blocks."""
+    """Pipeline parallelism: ranks that divide the blocks."""
     schedule: Literal[
         "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
     ] = "1f1b"
@@ -344,8 +345,8 @@ class ParallelSection(Section):
     reshard: Literal["auto", "always", "never"] | Positive = "auto"
     """Reshard gathered weights after forward: 'always' (ZeRO-3), 'never' (weights are gathered once and kept
     for all micro-batches of a step: ZeRO-1, or ZeRO-2 with sync = 'each'), or a number: keep them sharded
-    over groups of that many ranks, such as a node. 'auto' is 'never' in a pipeline and on GPUs where the
-    gathered weights fit, else 'always'."""
+    over groups of that many ranks, such as a node. 'auto' is 'never' in a pipeline, 'always' on CPUs, else
+    the faster of the two that fits."""
     context: Literal["auto", "ulysses", "ring"] = "auto"
     """Context parallel method: 'ulysses' (all-to-all) or 'ring' attention. 'auto' is Ulysses as far as the
     heads divide, and a ring of such groups beyond."""
@@ -369,7 +370,7 @@ class PrecisionSection(Section):
     """Precision of activations and matmuls; 'auto' is bf16 where the device supports it. 'fp16' scales the
     loss."""
     master: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the master weights; 'bf16' keeps no others and uses stochastic rounding."""
+    """Precision of the master weights; 'bf16' stores the weights in bf16 only, with stochastic rounding."""
     base_weights: Literal["master", "compute", "int8", "nf4"] = "master"
     """Precision of the frozen weights beside an adapter: that of the master weights, that of the computation,
     or with linear layers in 8 bits ('int8') or 4 bits ('nf4') and a scale per 64 elements."""
@@ -402,15 +403,15 @@ class MemorySection(Section):
     K-th), 'fraction:P' (that share of blocks, evenly spread), 'attention' (keeps the output of attention),
     'selective' (keeps attention and every second matmul), 'MODE:P' or 'MODE:P+MODE' (a share of the blocks
     in one mode, the others in another: 'attention:1/4+selective'), 'budget:B' (memory budget of compiled
-    blocks, 0 to 1). 'auto' is what fits by the memory estimate with the least recomputation."""
+    blocks, 0 to 1). 'auto' is the fastest that is predicted to fit."""
     ffn_tile: Positive | Literal[False] = False
     """Tokens per tile of the feed-forward layer, recomputed in the backward pass: for very long sequences."""
     offload_activations: bool | Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = False
     """Offload activations to CPU memory: of all blocks, or of that share of them. 'auto' does it where the
-    run else does not fit or is slower."""
+    run would otherwise not fit or be slower."""
     offload_state: bool | Literal["auto"] = False
     """Offload sharded weights, gradients and optimizer state to CPU memory, where the optimizer runs. 'auto'
-    does it where the run else does not fit or is slower."""
+    does it where the run would otherwise not fit or be slower."""
 
 
 class LoadSection(Section):
@@ -473,7 +474,7 @@ class GuardSection(Section):
     """A spike is this many deviations above the median; the deviation is 1.4826 times the median absolute
     deviation, and at least 0.1 % of the loss."""
     window: Annotated[int, Field(ge=8, le=10_000)] = 128
-    """Losses that a spike is compared with; it is looked for once half of them are known."""
+    """Number of past losses that a loss is compared with; spikes are detected once half of them are known."""
     skip_batches: Positive = 1
     """Batches that a rollback skips: the bad one and those before it. A spike may have its cause some
     steps earlier."""

@@ -39,7 +39,10 @@ TokenizerFile = Annotated[
 ]
 
 Nproc = Annotated[
-    int | None, typer.Option("--nproc", min=1, max=1024, help="Number of ranks to start on this machine.")
+    int | None,
+    typer.Option(
+        "--nproc", min=1, max=1024, help="Number of ranks to start on this machine.", show_default="1"
+    ),
 ]
 Attach = Annotated[
     bool,
@@ -50,17 +53,20 @@ Attach = Annotated[
 Data = Annotated[
     list[str],
     typer.Option(
-        help="A prepared dataset, or text: JSONL, Parquet, files. Repeatable. Without it, the held-out data "
-        "of the checkpoint's run."
+        help="A prepared dataset, or text: JSONL, Parquet, files. Repeatable.",
+        show_default="the held-out data of the checkpoint's run",
     ),
 ]
 SeqLen = Annotated[
-    int | None, typer.Option(min=2, help="Longest context. Default: the run's, else the model's up to 4,096.")
+    int | None,
+    typer.Option(
+        min=2, help="Longest context, in tokens.", show_default="the run's, else the model's up to 4,096"
+    ),
 ]
 Include = Annotated[
     Path | None, typer.Option(help="A folder of your own task files (YAML of lm-evaluation-harness).")
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Examples per task, for a trial; all if not given.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Examples per task, for a trial.", show_default="all")]
 
 
 def generate(
@@ -71,16 +77,26 @@ def generate(
             metavar="PROMPT", help="Texts to continue; without any, standard input is the prompt."
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 128,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens to generate per prompt.")
+    ] = 128,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 is greedy decoding; 1 samples from the model's probabilities.")
     ] = 0.0,
     top_p: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens of this total probability."),
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Sample from the most likely tokens of this total probability.",
+            show_default="all tokens",
+        ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.")
+        int | None,
+        typer.Option(
+            min=1, help="Sample from this many of the most likely tokens.", show_default="all tokens"
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     lines: Annotated[bool, typer.Option("--lines", help="Each line of standard input is a prompt.")] = False,
@@ -194,9 +210,14 @@ def perplexity(
     seq_len: SeqLen = None,
     packing: Annotated[
         Literal["bestfit", "concat", "none"] | None,
-        typer.Option(help="bestfit (default): each document alone. concat: windows over all documents."),
+        typer.Option(
+            help="bestfit, none: each document alone. concat: windows over all documents.",
+            show_default="bestfit",
+        ),
     ] = None,
-    column: Annotated[str | None, typer.Option(help="Column of the text in JSONL and Parquet files.")] = None,
+    column: Annotated[
+        str | None, typer.Option(help="Column of the text in JSONL and Parquet files.", show_default="text")
+    ] = None,
     tokenizer: TokenizerFile = None,
     cache: Annotated[str, typer.Option(help="Directory for tokenised text.")] = "data",
     sets: Sets = [],
@@ -242,7 +263,8 @@ def tasks(
     ],
     include: Include = None,
     fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Examples in the prompt; the task's own number if not given.")
+        int | None,
+        typer.Option(min=0, help="Examples in the prompt (few-shot).", show_default="as the task says"),
     ] = None,
     limit: Limit = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
@@ -283,7 +305,9 @@ def watch(
     ],
     data: Data = [],
     seq_len: SeqLen = None,
-    tasks: Annotated[str, typer.Option("--tasks", help="Names of tasks, separated by commas.")] = "",
+    tasks: Annotated[
+        str, typer.Option("--tasks", help="Also evaluate these tasks, separated by commas.")
+    ] = "",
     include: Include = None,
     limit: Limit = None,
     poll: Annotated[float, typer.Option(min=0.1, help="Seconds between checks for a new checkpoint.")] = 30.0,
@@ -295,11 +319,11 @@ def watch(
     nproc: Nproc = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate each checkpoint of a run as it appears, until the run ends: beside a running job.
+    """Evaluate each new checkpoint of a run, while it trains or afterwards, until the run has ended.
 
-    Computes the perplexity on --data, else on the held-out data of the run, unless only --tasks are given.
-    Results are stored beside the checkpoints; those that have them already are not evaluated again. --json
-    prints one line per result. Exits with code 1 if a checkpoint could not be evaluated.
+    Computes the perplexity on --data, else on the held-out data of the run; with --tasks alone only the
+    tasks. Results are stored beside the checkpoints, and a checkpoint that has them is not evaluated again.
+    --json prints one line per result. Exit code 1 if a checkpoint could not be evaluated.
 
     Example: arriero eval watch runs/demo --data builtin:stdlib --once
     """

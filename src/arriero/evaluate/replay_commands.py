@@ -27,28 +27,38 @@ def replay(
         typer.Option(
             "--from",
             min=0,
-            help="The checkpoint to begin with, by its step; 0 is the beginning of the run.",
-            show_default="the last one with recorded steps after it",
+            help="Step of the checkpoint to start from; 0 is the start of the run.",
+            show_default="the last with recorded steps after it",
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps to repeat.", show_default="5, or up to a recorded one")
+        int | None,
+        typer.Option(
+            min=1, help="Number of steps to repeat.", show_default="5, or more up to the first logged one"
+        ),
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", min=1, max=1024, help="Number of local ranks.", show_default="as the run"),
+        typer.Option(
+            "--nproc",
+            min=1,
+            max=1024,
+            help="Number of ranks to start on this machine.",
+            show_default="as the run",
+        ),
     ] = None,
     sets: Sets = [],
     workdir: Annotated[
-        Path | None, typer.Option(help="Folder for temporary files; the system's if not given.")
+        Path | None, typer.Option(help="Folder for temporary files.", show_default="the system's")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Repeat steps of a run from a checkpoint, and compare losses, norms and weights with its record.
+    """Repeat recorded steps of a run from a checkpoint and compare losses, gradient norms and weights.
 
-    A run with run.deterministic must be repeated bit by bit on the same layout; elsewhere, and on any other
-    layout (--nproc, srun, torchrun, --set parallel.tp=2), within the bounds of `bench parity`. The first step
-    that differs is named, with exit code 1. The run directory is only read.
+    If the run has run.deterministic, all numbers must be bit-identical on the same layout and device.
+    Otherwise, and on another layout (--nproc, srun, torchrun, --set parallel.tp=2), they must agree within
+    the bounds of `bench parity`. Names the first step that differs and exits with code 1. The run directory
+    is not changed.
 
     Example: arriero replay runs/demo --nproc 2
     """

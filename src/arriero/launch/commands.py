@@ -24,10 +24,17 @@ Nodes = Annotated[int, typer.Option(min=1, help="Nodes to train on.")]
 TasksPerNode = Annotated[
     int | None, typer.Option(min=1, help="Ranks per node.", show_default="GPUs per node of the site")
 ]
-Spares = Annotated[int, typer.Option(min=0, help="Extra nodes to allocate, which replace failing ones.")]
+Spares = Annotated[
+    int, typer.Option(min=0, help="Nodes to allocate in addition to --nodes; they replace failing ones.")
+]
 Restarts = Annotated[int, typer.Option(min=0, help="Restarts after a failure, per job.")]
 SaveSeconds = Annotated[
-    int | None, typer.Option(min=0, help="Seconds that a save takes.", show_default="measured, or estimated")
+    int | None,
+    typer.Option(
+        min=0,
+        help="Seconds that a save takes; the job saves that long before its time limit.",
+        show_default="measured, or estimated",
+    ),
 ]
 Out = Annotated[
     Path | None,
@@ -55,7 +62,7 @@ def render_job(
     sets: Sets = [],
     as_json: AsJson = False,
 ) -> None:
-    """Write the job script of a run for a site, its variables with reasons, and the planned layout.
+    """Write the Slurm job of a run for a site: script, environment with reasons, planned layout.
 
     The folder RUN.launch gets job.sbatch, environment.sh, resolved.toml (the run file with all values) and,
     if no degree is set, plan.json. Nothing is submitted. A layout that does not fit is rejected.
@@ -85,7 +92,7 @@ def _like_render(verb: Callable[..., None]) -> Callable[..., None]:
 
 @_like_render
 def submit_job(**given: Any) -> None:
-    """Render the job of a run and submit it; at its time limit it saves, and is requeued to continue.
+    """Render the job of a run and submit it. At each time limit it saves, is requeued and resumes.
 
     Example: arriero launch submit run.toml --site leonardo --nodes 4 --account my_project
     """
@@ -99,10 +106,10 @@ def chain(
     hours: Annotated[float, typer.Option(min=0.01, help="Hours of training, over as many jobs as needed.")],
     **given: Any,
 ) -> None:
-    """Submit a chain of jobs that continue a run, each after the one before it, for more than one time limit.
+    """Submit a chain of jobs for one run: each starts when the one before it has ended, and resumes.
 
-    Each job saves before its time limit and ends; the next resumes. Jobs after the end of the run exit at
-    once. For clusters where jobs may not be requeued; otherwise `submit` is enough.
+    Each job saves and ends before its time limit. Jobs that start after the end of the run exit at once. For
+    clusters that do not requeue jobs; elsewhere `launch submit` is enough.
 
     Example: arriero launch chain run.toml --hours 96 --site leonardo --nodes 4 --account my_project
     """
@@ -138,11 +145,11 @@ def status(
 
 def sites(
     name: Annotated[
-        str | None, typer.Argument(help="Show all values of this site.", show_default=False)
+        str | None, typer.Argument(help="The site to show; without it, all are listed.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the known sites, or show one with its variables, their reasons and which values are unverified.
+    """List the shipped sites, or show all values of one with their reasons; unverified ones are marked.
 
     Example: arriero launch sites frontier
     """

@@ -243,8 +243,13 @@ def supervise(
     run_file: Annotated[Path, typer.Argument(help="The run file.", show_default=False)],
     nodes: Annotated[int, typer.Option(help="Nodes that the run needs.", min=1)] = 1,
     tasks_per_node: Annotated[int, typer.Option(help="Ranks per node.", min=1)] = 1,
-    restarts: Annotated[int, typer.Option(help="How often a failed step is started again.", min=0)] = 3,
-    spares: Annotated[int, typer.Option(help="Nodes of the allocation beyond --nodes.", min=0)] = 0,
+    restarts: Annotated[int, typer.Option(help="Restarts after a failure, per job.", min=0)] = 3,
+    spares: Annotated[
+        int,
+        typer.Option(
+            help="Nodes of the allocation in addition to --nodes; they replace failing ones.", min=0
+        ),
+    ] = 0,
     on_time_limit: Annotated[
         OnTimeLimit, typer.Option(help="After a signal and a save: requeue the job, or exit (in a chain).")
     ] = OnTimeLimit.requeue,
@@ -254,7 +259,11 @@ def supervise(
     preflight: Annotated[bool, typer.Option(help="Check every node first (arriero doctor).")] = True,
     checks: Annotated[
         list[str],
-        typer.Option("--check", metavar="COMMAND", help="A command that every node must pass. Repeatable."),
+        typer.Option(
+            "--check",
+            metavar="COMMAND",
+            help="A shell command that must exit with 0 on every node. Repeatable.",
+        ),
     ] = [],
     sets: Sets = [],
 ) -> None:
@@ -263,8 +272,9 @@ def supervise(
     A job script runs it on the first node; `exec` lets Slurm's signals reach it. It starts the ranks with
     srun and restarts them from the newest valid checkpoint. A node whose ranks fail twice is left out: a
     spare takes its place, or the run continues with fewer replicas, or the job is submitted again without the
-    node. SIGTERM is forwarded, and the job is requeued after the save; SIGUSR1 does as checkpoint.on_usr1
-    says. Without Slurm it starts the ranks on this machine. Decisions are events in RUN/events.jsonl.
+    node. SIGTERM saves and requeues the job; SIGUSR1 saves and continues, or acts like SIGTERM
+    (checkpoint.on_usr1). Without Slurm it starts the ranks on this machine. Decisions are events in
+    RUN/events.jsonl.
 
     Example: arriero launch supervise run.toml --nodes 16 --tasks-per-node 8 --restarts 10 --spares 1
     """

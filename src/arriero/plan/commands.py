@@ -174,7 +174,8 @@ def _table(section: str) -> list[str]:
     for key in keys_of(section):
         facts = facts_of(key)
         assert facts is not None
-        inner = keys_of(key)
+        # the keys of data.phases.sources are those of data.sources
+        inner = keys_of(key) if key != "data.phases.sources" else []
         names = "; ".join(
             f"{who}: {_code(names)}" for who, names in facts.elsewhere.items() if who != "others"
         )

@@ -64,22 +64,47 @@ keep = 3
 
 
 def init(
-    model: Annotated[str | None, typer.Option(metavar="PRESET", help="Model preset.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRESET", help="A preset of `arriero config models`.", show_default="llama-demo"
+        ),
+    ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="PATH", help=f"Prepared dataset, text, or {_BUILTIN}.")
+        str | None, typer.Option(metavar="PATH", help="A prepared dataset, or text.", show_default=_BUILTIN)
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="PATH", help="Tokenizer, for text.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Tokenizer of --data, if that is text.")
+    ] = None,
     tokens: Annotated[
-        str | None, typer.Option(metavar="SPAN", help="Length of training, like '20B tok'.")
+        str | None,
+        typer.Option(
+            metavar="SPAN",
+            help="Length of training: '20B tok' or '5000 steps'.",
+            show_default="20 tokens per parameter",
+        ),
     ] = None,
-    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence.")] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Tokens per sequence.", show_default="the longest of the model, at most 8192"
+        ),
+    ] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"Device to check it for: {', '.join(MACHINES)}.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Also resolve the run for this device: {', '.join(MACHINES)}.",
+            show_default="no check",
+        ),
     ] = None,
-    nproc: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 1,
+    nproc: Annotated[int, typer.Option(min=1, help="Number of ranks, one per device.")] = 1,
     out: Annotated[Path, typer.Option("--out", "-o", help="The run file to write.")] = Path("run.toml"),
 ) -> None:
-    """Write a commented run file. On a terminal it asks for what is not given.
+    """Write a commented run file.
+
+    On a terminal it asks for model, data, length and device that are not given; elsewhere it takes defaults.
+    An existing file with other content is not overwritten.
 
     Example: arriero init --model llama3.2-1b --data data/corpus --tokens '20B tok' --device h200 --nproc 8
     """

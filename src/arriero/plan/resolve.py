@@ -316,8 +316,11 @@ def _fsdp_decisions(
     value = f"to groups of {choices.reshard}"
     if isinstance(choices.reshard, bool):
         value = "always (ZeRO-3)" if choices.reshard else "never (gathered once per step)"
-    why = "gathered weights do not fit" if choices.reshard else "gathered weights fit, and are gathered once"
-    why = why if draft.machine.is_gpu and draft.layout.pp == 1 else "the default here"
+    why = "gathered weights fit, and are gathered once"
+    if choices.reshard:
+        why = "keeping gathered weights would not fit, or gain less than 1 %"
+    if draft.layout.pp > 1 or not draft.machine.is_gpu:
+        why = f"the default {'in a pipeline' if draft.layout.pp > 1 else 'on a CPU'}"
     yield Decision("reshard", value, _reason(parallel.reshard, why))
 
 

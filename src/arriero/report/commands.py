@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from arriero.parallel.simulate import Simulation
 
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-_KINDS = ("none", "selective", "fraction", "full")
+_KINDS = ("none", "selective", "attention", "full", "fraction")
 _SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "zero-bubble")
 # candidates that are checked by `resolve`, far more than anybody reads
 _KEPT = 200
@@ -40,40 +40,63 @@ def plan(
         typer.Option(metavar="NAME|FILE", help=f"Cluster: a TOML file, or {', '.join(cluster_names())}."),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Number of nodes; without it, all of the cluster.")
+        int | None, typer.Option(min=1, help="Number of nodes.", show_default="all of the cluster")
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Number of devices, instead of --nodes.")] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Device type, like h100-80g, instead of --cluster; needs --gpus."),
+        typer.Option(metavar="NAME", help="Device type, like h100, instead of --cluster; needs --gpus."),
     ] = None,
     fix: Annotated[
-        list[str], typer.Option(metavar="AXIS=N", help="Keep a degree, like tp=8 or tp=8,pp=2. Repeatable.")
+        list[str],
+        typer.Option(metavar="AXIS=N", help="Plan only with this degree: tp=8, or tp=8,pp=2. Repeatable."),
     ] = [],
     most: Annotated[
-        list[str], typer.Option("--max", metavar="AXIS=N", help="Largest degree, like pp=4. Repeatable.")
+        list[str], typer.Option("--max", metavar="AXIS=N", help="Largest degree to plan: pp=4. Repeatable.")
     ] = [],
     exclude: Annotated[
         list[str],
-        typer.Option(metavar="WHAT", help=f"Leave out: {', '.join(_EXCLUDABLE)}. Repeatable."),
+        typer.Option(
+            metavar="WHAT",
+            help=f"Do not plan an axis ({', '.join(_DEGREES)}), a kind of activation checkpointing "
+            f"({', '.join(_KINDS)}: two modes mixed), a schedule ({', '.join(_SCHEDULES)}) or 'sync each'. "
+            "Repeatable.",
+        ),
     ] = [],
     memory_limit: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory per device that may be used, like 70GiB.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory per device, like 70GiB; the predicted peak may fill 97 % of it.",
+            show_default="the memory of the device",
+        ),
     ] = None,
     measured: Annotated[
         list[Path],
-        typer.Option(metavar="FILE", help="Times measured by `bench ops` or `bench comm`. Repeatable."),
+        typer.Option(
+            metavar="FILE",
+            help="Times measured by `bench ops` or `bench comm`. Repeatable.",
+            show_default="those stored for the device",
+        ),
     ] = [],
-    top: Annotated[int, typer.Option(min=1, help="Number of candidates to show.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 10,
     explain: Annotated[
         str | None,
-        typer.Option(metavar="AXIS=N,...", help="Compare another layout with the best: tp=4,pp=2."),
+        typer.Option(
+            metavar="AXIS=N,...",
+            help="Compare the best layout of these degrees with the best of all: tp=4,pp=2.",
+        ),
     ] = None,
     what_if: Annotated[
-        str | None, typer.Option(metavar="nodes=N,N,...", help="Compare numbers of nodes, or of gpus.")
+        str | None,
+        typer.Option(
+            metavar="nodes=N,N,...",
+            help="Show the best layout for each number of nodes, or of gpus: gpus=8,16.",
+        ),
     ] = None,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the run file with the best layout.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the run file with the best layout; comments are kept."),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with charts of time and memory.")
@@ -91,9 +114,8 @@ def plan(
     """Rank parallel layouts of a run on a cluster by predicted speed, without a GPU.
 
     Keys that the run file sets are kept. Degrees, micro-batch, activation checkpointing, resharding and
-    gradient reduction that it does not set are planned. Times come from the data sheets in the cluster file,
-    or from measurements: --measured, or what `arriero bench` has stored for the device. Exit code 1 if
-    nothing fits.
+    gradient reduction that it does not set are planned. Times are predicted from data sheets, or from what
+    `arriero bench ops` and `bench comm` measured. Exit code 1 if nothing fits.
 
     Example: arriero plan run.toml --cluster frontier --nodes 64
     """

@@ -35,7 +35,7 @@ Folder = Annotated[Path, typer.Option("--dir", help="The directory that holds th
 
 
 def list_runs(context: typer.Context, folder: Folder = Path("runs"), as_json: AsJson = False) -> None:
-    """List runs: state, progress, loss, speed, and when they were last active. See also `runs compare`.
+    """List runs with state, progress, loss and speed, or compare some of them.
 
     Example: arriero runs --dir runs
     """
@@ -198,7 +198,10 @@ def status(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories, or names under runs/.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The page; default: RUN/report.html.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="The page to write.", show_default="RUN/report.html"
+        ),
     ] = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve the page and refresh it while runs train.")

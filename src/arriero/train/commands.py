@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Nproc = Annotated[
     int | None,
     typer.Option(
-        "--nproc", min=1, max=1024, help="Number of ranks to start on this machine.", show_default=False
+        "--nproc", min=1, max=1024, help="Number of ranks to start on this machine.", show_default="1"
     ),
 ]
 
@@ -43,8 +43,8 @@ def train(run_file: RunFile = None, sets: Sets = [], nproc: Nproc = None) -> Non
 
     Without a run file it trains a small Llama on the source of Python's standard library, which needs no
     download, account or GPU.
-    A run that was stopped or killed resumes from its newest checkpoint, on any number of ranks.
-    Several ranks are started by --nproc, torchrun or srun; \\[parallel] sets the parallel layout.
+    A run that was stopped or killed resumes from its newest valid checkpoint, on any number of ranks.
+    Several ranks are started by --nproc, torchrun or srun; \\[parallel] sets the layout, FSDP by default.
 
     Example: arriero train run.toml --set train.horizon='500 steps' --nproc 4
     """

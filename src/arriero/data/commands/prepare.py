@@ -31,22 +31,22 @@ Columns = Annotated[
     typer.Option(
         "--column",
         metavar="[SOURCE=]COLUMN",
-        help="Column of the text, for all sources or for one. May be repeated.",
+        help="Column of the text, for all sources or for one. Repeatable.",
         show_default="text",
     ),
 ]
 Include = Annotated[
-    list[str], typer.Option("--include", metavar="PATTERN", help="Read only these files. May be repeated.")
+    list[str], typer.Option("--include", metavar="PATTERN", help="Read only these files. Repeatable.")
 ]
 Exclude = Annotated[
-    list[str], typer.Option("--exclude", metavar="PATTERN", help="Skip these files. May be repeated.")
+    list[str], typer.Option("--exclude", metavar="PATTERN", help="Skip these files. Repeatable.")
 ]
 ReadAs = Annotated[
     Literal["auto", "mixed", "text", "jsonl", "parquet", "arrow"],
     typer.Option(
         "--as",
-        help="How files are read: by suffix, rejecting folders that mix kinds (auto); by suffix (mixed); "
-        "or all as one kind. A text file is one document.",
+        help="How files are read: auto by suffix, and a folder with records and text is an error; mixed by "
+        "suffix; the others read all files as that kind. A text file is one document.",
     ),
 ]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip and count records that cannot be read.")]
@@ -55,7 +55,7 @@ MaxBad = Annotated[
     typer.Option(
         "--max-bad",
         metavar="N|N%",
-        help="Fail when more records of a source are bad. Implies --skip-bad.",
+        help="Fail if more than this number or share of a source's records is bad. Implies --skip-bad.",
         show_default="50%",
     ),
 ]
@@ -79,7 +79,7 @@ def prepare(
             "--template",
             metavar="[SOURCE=]TEMPLATE",
             help="Text with fields of a record in braces: 'Question: {question} Answer: {answer}'. The loss "
-            "includes the last field and what follows it. For all sources or for one; may be repeated.",
+            "includes the last field and what follows it. For all sources or for one. Repeatable.",
         ),
     ] = [],
     chat: Annotated[
@@ -102,26 +102,31 @@ def prepare(
     bos: Annotated[str, typer.Option(help="Token before each document: none, auto or a token.")] = "none",
     eos: Annotated[str, typer.Option(help="Token after each document: auto, none or a token.")] = "auto",
     literal_eos: Annotated[
-        bool, typer.Option("--literal-eos", help="Accept texts that end with the string of the end token.")
+        bool,
+        typer.Option(
+            "--literal-eos", help="Accept texts that end with the end token's string; it stays text."
+        ),
     ] = False,
     skip_bad: SkipBad = False,
     max_bad: MaxBad = None,
-    shard_size: Annotated[str, typer.Option(help="Text per shard.")] = "1GB",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Text per shard.")] = "1GB",
     seed: Seed = 1,
     encoder: Annotated[
         Literal["auto", "tokenizers", "gigatoken", "fastokens"],
         typer.Option(help="Encoder to use; auto takes the fastest with the same ids as tokenizers."),
     ] = "auto",
     workers: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Submit a Slurm array.")] = False,
-    tasks: Annotated[int, typer.Option(min=1, help="Slurm: size of the array.")] = 16,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Prepare in a Slurm job array instead of here.")
+    ] = False,
+    tasks: Annotated[int, typer.Option(min=1, help="With --slurm: size of the array.")] = 16,
     site: SiteName = None,
     account: Account = None,
     partition: Partition = None,
     time: TimeLimit = None,
     sbatch: SbatchOptions = [],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Slurm: print the scripts without submitting them.")
+        bool, typer.Option("--dry-run", help="With --slurm: print the scripts, submit nothing.")
     ] = False,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -183,11 +188,11 @@ def train_tokenizer(
     max_bad: MaxBad = None,
     end: Annotated[str, typer.Option(help="Token that ends a document.")] = "<|end_of_text|>",
     sample: Annotated[
-        str, typer.Option(help="Amount of text to train on, sampled from all sources.")
+        str, typer.Option(metavar="SIZE", help="Amount of text to train on, sampled from all sources.")
     ] = "200MB",
     seed: Seed = 1,
 ) -> None:
-    """Train a byte-level BPE tokenizer with Llama 3's word pattern on the sources that prepare accepts.
+    """Train a byte-level BPE tokenizer with Llama 3's word pattern, on the sources of `data prepare`.
 
     Example: arriero data train-tokenizer corpus/*.jsonl -o tokenizer.json --vocab-size 32000
     """

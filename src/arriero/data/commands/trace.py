@@ -41,18 +41,19 @@ def trace(
         str | None, typer.Option(help="The dataset of the document, if the run has several: path or name.")
     ] = None,
     text: Annotated[
-        str | None, typer.Option(help="Trace the documents with this text instead; reads the datasets.")
+        str | None, typer.Option(help="Trace the documents that contain this text; reads the datasets.")
     ] = None,
     step: Annotated[
-        int | None, typer.Option(min=1, help="List the documents that a step was trained on instead.")
+        int | None, typer.Option(min=1, help="List the documents that were read at this step.")
     ] = None,
     sets: Sets = [],
     as_json: AsJson = False,
 ) -> None:
     """Show at which steps a document was read; or, with --step, which documents a step read.
 
-    The answer is computed from the data order of the run, up to the step that the run, checkpoint or model
-    has reached. If the data was moved, pass --set data.sources=[{path='...'}].
+    Give one of --document, --text and --step. The answer is computed from the data order of the run, up to
+    the step that the run, checkpoint or model has reached. If the data was moved, pass
+    --set data.sources=[{path='...'}].
 
     Example: arriero data trace runs/demo --document 12
     """
