@@ -246,8 +246,8 @@ class Faults:
         assert runs["rollback"].losses() == runs["skip"].losses()
         named = bad["documents"][0]["count"]
         return (
-            f"step {bad['step']}: {named} documents named; rolled back to step {back['to_step']} and passed "
-            "over the batch, with the losses of a run that skips the update"
+            f"step {bad['step']}: {named} documents named; rolled back to step {back['to_step']} and skipped "
+            "the batch, with the losses of a run that skips the update"
         )
 
     def missing_gpu(self) -> str:

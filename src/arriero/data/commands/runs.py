@@ -48,7 +48,7 @@ def show(
     """Print the decoded tokens that a run was or will be trained on at a step.
 
     A line separates documents. Text in double brackets is excluded from the loss. If the data was moved, pass
-    --set data.sources=[{path='...'}].
+    --set data.sources=NEW_PATH.
 
     Example: arriero data show runs/demo --step 81234 --sample 3
     """

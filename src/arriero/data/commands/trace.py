@@ -53,7 +53,7 @@ def trace(
 
     Give one of --document, --text and --step. The answer is computed from the data order of the run, up to
     the step that the run, checkpoint or model has reached. If the data was moved, pass
-    --set data.sources=[{path='...'}].
+    --set data.sources=NEW_PATH.
 
     Example: arriero data trace runs/demo --document 12
     """
