@@ -1,4 +1,4 @@
-"""Slurm: the job script of a site, the commands that ask or tell the controller, and lists of nodes."""
+"""Slurm: the job script of a site, every call of a Slurm command, and lists of nodes."""
 
 import json
 import os

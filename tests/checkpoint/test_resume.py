@@ -70,7 +70,7 @@ def test_any_layout_resumes_from_any_other(runs, order, sets):
         ranks, layout = LAYOUTS[name]
         runs.train("moved", *sets, *layout, f"train.horizon={2 * number} steps", ranks=ranks)
     expected = runs.losses("whole")
-    # eight bits are rounded by chance, each piece of a tensor by its own
+    # stochastic rounding of 8-bit state differs between the pieces of a tensor
     tolerance = 1e-4 if "optim.state=int8" not in sets else 1e-3
     assert runs.losses("moved") == {step: pytest.approx(v, rel=tolerance) for step, v in expected.items()}
 

@@ -52,7 +52,7 @@ def test_datatrove_is_timed_in_the_interpreter_that_has_it(jsonl, tmp_path, monk
     assert (measured.peer, measured.unit, measured.amount) == ("datatrove", "MB", text_megabytes(jsonl))
 
 
-def test_an_absent_peer_is_told_with_the_way_to_it(jsonl, tmp_path, monkeypatch):
+def test_a_missing_peer_is_reported_with_the_variable_to_set(jsonl, tmp_path, monkeypatch):
     if find_spec("datatrove"):
         pytest.skip("datatrove is installed beside the tests")
     monkeypatch.delenv("ARRIERO_PEERS_PYTHON", raising=False)

@@ -61,13 +61,15 @@ def parts(document, prompt=(), own_prompt=0):
 
 @pytest.mark.parametrize("kind", ["bestfit", "none"])
 @pytest.mark.parametrize("prompt", [(), (7, 9, 8)])
-def test_packed_documents_lose_what_they_lose_alone(model, documents, make_store, tmp_path, kind, prompt):
+def test_packed_documents_have_the_loss_of_each_document_alone(
+    model, documents, make_store, tmp_path, kind, prompt
+):
     source = TokenSource(make_store([documents]), prompt=prompt)
     expected = sum(alone(model, *part) for document in documents for part in parts(document, prompt))
     assert packed(model, source, Packing(kind, cache=tmp_path)) == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_documents_of_a_window_lose_what_they_lose_alone(model, documents, make_store):
+def test_the_documents_of_a_window_have_the_loss_of_each_document_alone(model, documents, make_store):
     """A window may begin and end inside a document; its first part counts positions from the window on."""
     store = make_store([documents])
     flat = [t for document in documents for t in document]

@@ -232,7 +232,7 @@ def test_batches_that_the_guard_rejected_are_treated_as_in_the_run(command, corp
     run = train(tmp_path / "runs", corpus_cache, hooks=[Spoil(5, tmp_path / "spoiled")], **changes)
     found = replayed(command, run, "--from", "3", "--steps", "5")
     if policy == "rollback":
-        # the batch was passed over when the steps were repeated
+        # the batch was skipped when the steps were repeated
         assert found["holds"]
         assert found["steps"][1]["loss"] == {"recorded": None, "replayed": None, "difference": 0.0}
     else:

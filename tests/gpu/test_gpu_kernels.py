@@ -207,13 +207,13 @@ def test_slices_of_the_vocabulary_have_the_gradient_of_the_whole():
         joined_loss = ((total.log() + top - found[0][2] - found[1][2]) * counted).sum()
         return relative_error(joined_loss, loss), relative_error(torch.cat(slices, dim=1), logits)
 
-    value, slope = alone(work)
-    assert value < 1e-6 and slope < 2**-8
+    value, gradient = alone(work)
+    assert value < 1e-6 and gradient < 2**-8
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 @pytest.mark.parametrize("shape", [(7, 100), (130, 257), (3, 1), (2048, 4096)])
-def test_restored_weights_equal_the_reference(kind, shape):
+def test_dequantised_weights_equal_the_reference(kind, shape):
     def work():
         packed = pack(fresh(*shape, dtype=FP32, std=0.02), kind)
         x = torch.eye(shape[1], device=DEVICE)

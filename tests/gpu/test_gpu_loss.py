@@ -59,7 +59,7 @@ def test_chunks_of_bf16_logits_have_the_loss_and_gradients_of_fp32_cross_entropy
 
     value, gradients = alone(work)
     assert value < 2e-6
-    # the slope by the logits is rounded to bf16 once, in both
+    # the gradient of the logits is rounded to bf16 once, in both
     assert max(gradients) < 2**-7, gradients
 
 

@@ -20,13 +20,13 @@ class SpoilBatch(Hook):
         self._step, self._factor, self._cause = step, factor, cause or step
 
     def on_start(self, session):
-        sound, bad = session.passes.gradients, session.timeline.samples_after(self._step - 1)
+        computed, bad = session.passes.gradients, session.timeline.samples_after(self._step - 1)
         cause = session.timeline.samples_after(self._cause - 1)
         trained = set()
 
         def spoilt(batch, scale):
             trained.add(batch.first_sample)
-            loss = sound(batch, scale)
+            loss = computed(batch, scale)
             return loss * self._factor if batch.first_sample == bad and cause in trained else loss
 
         session.passes.gradients = spoilt

@@ -53,7 +53,7 @@ def test_the_cache_gives_the_logits_of_the_whole_text():
 
 
 @pytest.mark.parametrize("shape", ["gqa", "gpt2", "diffllama", "mamba2", "bamba"])
-def test_a_prompt_that_fills_the_context_ends_and_the_others_go_on(shape):
+def test_a_prompt_that_fills_the_context_ends_and_the_others_continue(shape):
     model = lively(replace(spec_of(shape), max_seq_len=16))
     long, short = prompts_of((14, 3))
     together = continued(model, [long, short], 10)
@@ -101,7 +101,7 @@ def test_training_mode_and_attention_are_restored():
     assert [block.attention.core for block in model.blocks.values()] == before
 
 
-def test_a_prompt_ends_at_a_stop_token_and_the_others_go_on():
+def test_a_prompt_ends_at_a_stop_token_and_the_others_continue():
     model = lively(spec_of("gqa"))
     prompts = prompts_of((4, 6))
     first, second = continued(model, prompts, 20)

@@ -76,7 +76,7 @@ def test_an_all_gather_whose_input_lies_in_its_output_keeps_the_input():
     assert torch.equal(with_group(check), torch.cat([own_values(rank) for rank in range(RANKS)]))
 
 
-def test_a_result_that_is_not_waited_for_is_not_there():
+def test_a_result_that_is_read_before_it_is_waited_for_is_nan():
     def check(rank):
         reduced, gathered = own_values(rank), torch.zeros(6 * RANKS)
         works = [

@@ -140,7 +140,7 @@ def test_mpirun_on_one_node_needs_no_address():
     assert world_from(MPICH).meeting.startswith("tcp://127.0.0.1:")
 
 
-def test_mpirun_over_several_nodes_meets_on_the_first_of_the_job(tmp_path):
+def test_mpirun_over_several_nodes_uses_the_first_node_of_the_job_for_the_rendezvous(tmp_path):
     slurm = {"SLURM_JOB_NODELIST": "n[3-6]", "SLURM_STEP_NODELIST": "n[4-6]", "SLURM_JOB_ID": "9"}
     assert world_from(OPEN_MPI | slurm).meeting.startswith("tcp://n3:")
     (tmp_path / "nodes").write_text("x3101\nx3102\n")
@@ -199,7 +199,7 @@ def test_an_unknown_rendezvous_host_fails_at_once_and_is_named(monkeypatch):
         pass
 
 
-def test_ranks_of_nodes_without_dns_meet_at_the_address_that_slurm_knows(slurm, tmp_path):
+def test_ranks_of_nodes_without_dns_use_the_address_of_slurm_for_the_rendezvous(slurm, tmp_path):
     script = tmp_path / "meet.py"
     script.write_text(
         "import torch, torch.distributed as dist\n"

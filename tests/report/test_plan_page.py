@@ -78,7 +78,7 @@ def test_the_page_fits_a_phone(written):
     assert found["marks"] == found["tips"]
 
 
-def test_the_page_is_one_file_and_tells_what_the_plan_says(written):
+def test_the_page_is_one_file_with_the_content_of_the_plan(written):
     path, facts = written()
     text = path.read_text(encoding="utf-8")
     assert not re.search(r'(src|href)="(?!data:)', text)

@@ -177,7 +177,7 @@ def test_quantised_weights_have_the_losses_of_one_process_on_every_layout(kind, 
     assert [loss for loss, _ in moved] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
 
 
-def test_an_adapter_beside_quantised_weights_is_merged_into_the_restored_ones(run, base, tmp_path):  # noqa: F811
+def test_an_adapter_beside_quantised_weights_is_merged_into_the_dequantised_ones(run, base, tmp_path):  # noqa: F811
     plain = run("plain")
     options = {"precision__base_weights": "nf4", "memory__activation_checkpointing": "full"}
     expected = run("one", **options)

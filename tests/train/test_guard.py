@@ -97,7 +97,7 @@ def test_a_rollback_passes_over_the_batch_and_ends_as_if_it_had_been_skipped_at_
 
 
 def test_a_spike_is_found_and_rolled_back_on_two_ranks_as_on_one(runs):
-    """Batch 9 is the cause, the loss shows it in step 11: three batches are passed over, and all is well."""
+    """Batch 9 is the cause, the loss shows it in step 11: three batches are skipped."""
     sets = ["guard.spike=rollback", "guard.window=8", "guard.skip_batches=3", "guard.spike_z=20"]
     spoil = [SpoilBatch(BAD, 3.0, cause=9)]
     found = [runs(f"spike-{ranks}", *sets, hooks=spoil, ranks=ranks) for ranks in (1, 2)]

@@ -119,27 +119,27 @@ def test_slurm_and_a_supervisor_may_both_send_sigterm(monkeypatch):
         assert requests.stop == signal.SIGTERM
 
 
-def test_a_rank_that_does_not_lead_is_silent_inside_a_command_that_answers(capfd):
+def test_a_rank_that_does_not_print_does_not_acknowledge_a_signal(capfd):
     with Requests(), Requests(prints=False), Requests() as requests:
         signal.raise_signal(signal.SIGUSR1)
         assert requests.save
     assert capfd.readouterr().err == ""
 
 
-def evaluation_that_is_told_to_stop(config, rank=0):
+def evaluation_that_gets_a_signal(config, rank=0):
     """The session of this rank; the second batch of an evaluation after step 2 brings a signal."""
     world = world_from()
     session = build(arrange(config, world), lambda *_: None)
     held_out, calls = session.passes.summed_loss, []
 
-    def told(*given):
+    def summed_loss_with_signal(*given):
         calls.append(session.record.outcome.steps)
         if calls.count(2) == 2 and world.rank == rank:
             signal.raise_signal(signal.SIGTERM)
             given = (given[0], session.record.saver.requests.stop)
         return held_out(*given)
 
-    session.passes.summed_loss = told
+    session.passes.summed_loss = summed_loss_with_signal
     return session, calls
 
 
@@ -150,18 +150,18 @@ def check_an_evaluation_that_ended_early(run_dir, step):
 
 
 def test_an_evaluation_ends_early_is_not_logged_and_the_run_is_saved(config):
-    session, calls = evaluation_that_is_told_to_stop(config)
+    session, calls = evaluation_that_gets_a_signal(config)
     with pytest.raises(Interrupted):
         train(session)
     assert calls.count(2) == 2 < calls.count(0)
     check_an_evaluation_that_ended_early(session.run_dir, 2)
 
 
-def test_ranks_end_an_evaluation_together_when_one_is_told_to_stop(config):
+def test_ranks_end_an_evaluation_together_when_one_gets_a_signal(config):
     def work():
         world = world_from()
         with process_group(world, arrange(config, world).device.torch_device):
-            session, calls = evaluation_that_is_told_to_stop(config, rank=1)
+            session, calls = evaluation_that_gets_a_signal(config, rank=1)
             with pytest.raises(Interrupted):
                 train(session)
             return session.run_dir, calls.count(2)

@@ -64,7 +64,7 @@ def test_rates_are_means_over_the_steps_of_a_lap(clock):
     assert lap["peak_mem_gib"] > 0.01
 
 
-def test_a_pause_does_not_count_and_a_lap_starts_anew(clock):
+def test_a_pause_is_not_counted_and_a_lap_resets_the_time(clock):
     stopwatch = watch(peak=None)
     stopwatch.count(10, 1.0)
     clock.now += 1

@@ -91,21 +91,21 @@ def test_a_tracker_that_cannot_be_reached_does_not_stop_training(
 
 @pytest.fixture
 def tracker(monkeypatch, tmp_path):
-    """A tracker whose server takes the run and then does not answer; its session, and what it was told."""
-    answers, told = Event(), []
+    """A tracker whose server accepts the run and then hangs, its session, and the states sent to it."""
+    answers, sent = Event(), []
 
     class Client:
         def __init__(self, tracking_uri):
             pass
 
         def update_run(self, run, status):
-            told.append((run, status))
+            sent.append((run, status))
 
         def log_batch(self, run, metrics=(), params=()):
             answers.wait()
 
         def set_terminated(self, run, status):
-            told.append((run, status))
+            sent.append((run, status))
 
     entities = SimpleNamespace(Metric=lambda *values: values, Param=lambda *values: values)
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client))
@@ -115,7 +115,7 @@ def tracker(monkeypatch, tmp_path):
     config = SimpleNamespace(model_dump=lambda **_: {}, run=SimpleNamespace(name="run"))
     session = SimpleNamespace(config=config, describe=lambda: about, eval_losses={})
     (tmp_path / "trackers.json").write_text('{"mlflow": "7"}')
-    yield trackers.Tracker("mlflow", tmp_path), session, told
+    yield trackers.Tracker("mlflow", tmp_path), session, sent
     answers.set()
 
 
@@ -131,12 +131,12 @@ def test_a_server_that_does_not_answer_does_not_hold_up_training(tracker, capsys
 
 
 def test_the_end_of_a_run_waits_for_a_slow_server_a_while(tracker, capsys):
-    hook, session, told = tracker
+    hook, session, sent = tracker
     hook.on_start(session)
     hook.on_evaluation(session, 1, 0, 1.0)
     hook.on_end(session, None)
     assert capsys.readouterr().err.count("mlflow does not answer") == 1
-    assert told == [("7", "RUNNING")]
+    assert sent == [("7", "RUNNING")]
 
 
 def test_a_damaged_list_of_tracked_runs_does_not_stop_training(tracker, tmp_path, capsys):

@@ -206,7 +206,7 @@ def average(sources: Sequence[ModelReader], weights: Sequence[float] | None = No
 
 
 def with_blocks(source: ModelReader, blocks: Sequence[int]) -> ModelReader:
-    """Return a reader of a model that has only these blocks of another, numbered anew."""
+    """Return a reader of a model that has only these blocks of another, numbered from 0."""
     source.require_weights()
     layers = source.spec.layers
     if not blocks or not all(0 <= block < layers for block in blocks):

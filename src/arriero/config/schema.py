@@ -442,7 +442,7 @@ class CheckpointSection(Section):
     keep: Positive = 3
     """Number of newest checkpoints to keep."""
     keep_every: ProgressOrOff = False
-    """Keep the first checkpoint after each such interval for ever."""
+    """Never delete the first checkpoint after each such interval."""
     background: bool = True
     """Write checkpoints in the background from a copy in CPU memory; false waits for the disk."""
     start_from: str | None = None

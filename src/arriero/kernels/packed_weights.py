@@ -1,4 +1,4 @@
-"""Restore weights of 8 or 4 bits in one pass. The PyTorch reference is in `arriero.model.quantized`."""
+"""Dequantise weights of 8 or 4 bits in one pass. The PyTorch reference is in `arriero.model.quantized`."""
 
 import torch
 import triton
@@ -35,7 +35,7 @@ def unpack(packed: Tensor, columns: int, dtype: torch.dtype, levels: Tensor) -> 
 def _unpack(
     packed, scales, levels, weight, count, blocks, columns, BYTES: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """Each program restores some blocks of 64 elements: 64 bytes in int8, 32 in nf4, then the scale."""
+    """Each program dequantises some blocks of 64 elements: 64 bytes in int8, 32 in nf4, then the scale."""
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < count
     begin = block.to(tl.int64) * (BYTES + 4)

@@ -75,7 +75,7 @@ def _attention_counts(spec: "ModelSpec") -> Mapping[str, int]:
 
 @dataclass(frozen=True)
 class Family:
-    """Everything that the rest of the system asks of an architecture.
+    """One architecture: everything that the rest of the system needs to know about it.
 
     `build` returns the module and imports torch only when it is called. `defaults` are values of ModelSpec
     fields; `extra` are fields of this family alone with their defaults, set under [model.extra]; `options`
@@ -88,7 +88,7 @@ class Family:
     FLOPs per token of what mixes tokens in all blocks, forward, at an attended length, if not attention.
     `kinds` returns for each block a model of one block like it, if blocks differ. `tp_counts` are
     the numbers that tensor parallelism divides. `whole_sequences` are those that context parallelism divides
-    in a family whose mixers cannot pass round a ring.
+    in a family whose mixers cannot use a ring.
     """
 
     name: str

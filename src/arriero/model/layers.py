@@ -215,7 +215,7 @@ class Block(nn.Module):
         return self.feed_forward(self.mix(x_BTD, rotation, mask))
 
     def mix(self, x_BTD: Tensor, rotation: Rotation | None, mask: Any) -> Tensor:
-        """Compute the half of the block in which tokens meet."""
+        """Compute the half of the block that mixes tokens: norm, attention, residual."""
         x_BTD, y_BTD = residual_and_norm(self.attention_norm, x_BTD)
         return x_BTD + self.attention(y_BTD, rotation, mask)
 

@@ -2,7 +2,7 @@
 
 A weight of (out, in) is a tensor of bytes (out, blocks, bytes of a block): the codes of 64 elements of a row,
 then their scale in fp32. Rows and blocks are independent, so that a shard of the tensor along either is the
-stored form of a shard of the weight. Bytes are not cast by FSDP. The weight is restored in each forward and
+stored form of a shard of the weight. Bytes are not cast by FSDP. It is dequantised in each forward and
 backward pass. nf4 has 16 levels, quantiles of the normal distribution (QLoRA, arXiv:2305.14314); int8 has
 equal distances.
 """
@@ -109,17 +109,17 @@ def _levels_on(device: torch.device) -> Tensor:
     return torch.tensor(_NF4, device=device)
 
 
-def _restored(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+def _dequantized(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Return the weight; on a GPU by one kernel."""
     if usable(packed):
         return kernels("packed_weights").unpack(packed, columns, dtype, _levels(packed))
     return unpack(packed, columns, dtype)
 
 
-# Opaque to the compiler, which would else keep restored weights from the forward to the backward pass.
+# Opaque to the compiler, which would otherwise keep dequantised weights from forward to backward.
 @torch.library.custom_op("arriero::packed_linear", mutates_args=())
 def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
-    return x @ _restored(packed, x.shape[-1], x.dtype).T
+    return x @ _dequantized(packed, x.shape[-1], x.dtype).T
 
 
 @packed_linear.register_fake
@@ -129,7 +129,7 @@ def _(x: Tensor, packed: Tensor) -> Tensor:
 
 @torch.library.custom_op("arriero::packed_linear_grad", mutates_args=())
 def packed_linear_grad(gradient: Tensor, packed: Tensor, columns: int) -> Tensor:
-    return gradient @ _restored(packed, columns, gradient.dtype)
+    return gradient @ _dequantized(packed, columns, gradient.dtype)
 
 
 @packed_linear_grad.register_fake

@@ -210,7 +210,7 @@ class SharedGpuGroup(c10d.ProcessGroup):
         return self._start([output], [input], communicate, output)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> _Collective:
-        """The root may go on reading its tensor, which does not change."""
+        """The root may continue to read its tensor, which does not change."""
 
         def communicate(host: list[Tensor]) -> list[Tensor]:
             values = host or [torch.empty(t.shape, dtype=t.dtype) for t in tensors]

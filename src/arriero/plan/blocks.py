@@ -286,7 +286,7 @@ def _context(work: Work, rates: Rates, attention: Passes) -> Passes:
     if work.ring > 1:
         sent = rates.collective("p2p", 2 * element * kv, Group(2, outer.stride))
         steps = work.ring - 1
-        # gradients of keys and values travel in fp32 beside them
+        # gradients of keys and values are sent with them, in fp32
         waits = Passes(
             steps * max(0.0, sent - attention.forward / work.ring),
             steps * max(0.0, 3 * sent - attention.backward / work.ring),

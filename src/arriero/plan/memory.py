@@ -478,7 +478,7 @@ class MemoryEstimate:
         mode = "full" if self.choices.checkpointing.kind == "budget" else mode
         working += self._kept("none", tokens) - self._kept(mode, tokens)
         if self.config.precision.base_weights in _QUANTIZED:
-            # the weight that is restored for a matmul, on a CPU from copies in fp32
+            # the weight that is dequantised for a matmul, on a CPU from copies in fp32
             working += (self.mode.element if self.mode.on_gpu else 4 * FP32) * self._largest_matrix
         return working
 

@@ -290,7 +290,7 @@ def _memory_decisions(
     why = reason(key, "auto" if given.kind == "auto" else given, why)
     yield Decision("activation checkpointing", str(checkpointing), why)
     usual = choices.chunk == loss_chunk(draft)
-    why = "logits in a sixteenth of the memory" if usual else "smaller, so that the run fits"
+    why = "logits use at most a sixteenth of the memory" if usual else "smaller, so that the run fits"
     why = why if draft.machine.is_gpu else "logits that fit in the processor's cache"
     chunk = f"{choices.chunk:,} tokens" if choices.chunk else "whole"
     yield Decision("loss chunk", chunk, reason("memory.loss_chunk", config.memory.loss_chunk, why))

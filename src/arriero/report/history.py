@@ -1,4 +1,4 @@
-"""What a run directory tells about a run: its state, curves, events and settings. Nothing is changed."""
+"""Read a run directory: the state, curves, events and settings of a run. Nothing is changed."""
 
 import tomllib
 from bisect import bisect_left

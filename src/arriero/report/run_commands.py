@@ -28,7 +28,7 @@ _COLOURS = {
 _POINTS = 8
 # a run that was killed or failed is shown with its last events
 _SHOWN_EVENTS = 4
-_TOLD = ("message", "text", "reason", "why", "error", "signal")
+_REASON_KEYS = ("message", "text", "reason", "why", "error", "signal")
 
 Run = Annotated[Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)]
 Folder = Annotated[Path, typer.Option("--dir", help="The directory that holds the runs.")]
@@ -189,7 +189,7 @@ def status(
             table.row(saved.step, *saved.shown(_ago), saved.scores or saved.problem or "")
         console.print(table)
     for event in notable:
-        text = next((str(event[key]) for key in _TOLD if event.get(key)), "")
+        text = next((str(event[key]) for key in _REASON_KEYS if event.get(key)), "")
         step = f" at step {event['step']:,}" if "step" in event else ""
         kind = event.get("decision", event["event"])
         console.plain(f"{kind}{step}, {_ago(event['time'])}{text and f': {text}'}", "yellow")

@@ -1,4 +1,4 @@
-"""Serve a page that is made anew for each request."""
+"""Serve a page that is made again for each request."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +11,7 @@ from arriero.ui import make_console
 def serve_page(make: Callable[[bool], str], port: int) -> None:
     """Serve on this host only, until interrupted; a remote browser needs an ssh tunnel.
 
-    `make` is told whether the page is opened, or refreshed by its own script.
+    The argument of `make` is whether the page is opened, and not refreshed by its own script.
     """
 
     class Handler(BaseHTTPRequestHandler):

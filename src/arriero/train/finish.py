@@ -306,7 +306,7 @@ class Gather:
         return whole
 
     def weight(self, name: str) -> Tensor:
-        """Return a weight of the model like `tensor`; a quantised one is restored."""
+        """Return a weight of the model like `tensor`; a quantised one is dequantised."""
         packed = name.removesuffix(".weight") + PACKED
         if packed not in self._tensors:
             return self.tensor(name)

@@ -1,4 +1,4 @@
-"""The guard against bad losses: skip the update, or return to a checkpoint and pass over the batches.
+"""The guard against bad losses: skip the update, or return to a checkpoint and skip the batches.
 
 A loss is bad if it, or the gradient norm, is not finite, or if it is a spike: far above the median of the
 last losses by the robust z-score, (loss - median) / (1.4826 * median absolute deviation). The update of a bad

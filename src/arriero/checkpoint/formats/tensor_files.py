@@ -187,7 +187,7 @@ def _torch_index(path: Path) -> dict[str, Tensor]:
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         raise UserError(
             f"{path} cannot be read as a file of torch.save ({str(error).splitlines()[0]})",
-            f"{_AGAIN}; a file older than torch 1.6 must be saved anew",
+            f"{_AGAIN}; a file older than torch 1.6 must be saved again with a newer torch",
         ) from None
     if not isinstance(state, Mapping) or not all(isinstance(t, Tensor) for t in state.values()):
         raise UserError(f"{path} is not a flat table of names and tensors", "give a file of weights alone")

@@ -375,7 +375,7 @@ def _segments(request: PackingRequest, unit: np.ndarray) -> tuple[np.ndarray, tu
 
 
 def best_fit_decreasing(slots: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the row of each segment: longest first, each into the fullest row that it fits into.
+    """Return the row of each segment: longest first, each into the row with the least space that suffices.
 
     Segments of one length, and rows with the same free space, are handled together.
     """
