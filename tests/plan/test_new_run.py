@@ -17,9 +17,12 @@ def test_without_answers_it_writes_the_file_of_a_run_that_needs_nothing(command)
 @pytest.mark.parametrize("preset", [name for name in preset_names() if "405b" not in name])
 def test_every_preset_gives_a_file_that_config_check_accepts(command, preset):
     given = ("--model", preset, "--data", "data/corpus", "--device", "h200", "--nproc", "64")
-    assert command("init", *given, "-o", "new.toml").returncode == 0
+    made = command("init", *given, "-o", "new.toml")
+    assert made.returncode == 0
     checked = command("config", "check", "new.toml", "--device", "h200", "--nproc", "64")
     assert checked.returncode == 0, checked.stderr
+    device = next(line.split() for line in checked.stdout.splitlines() if line.startswith("device"))
+    assert device in [line.split() for line in made.stdout.splitlines()]
 
 
 def test_the_values_given_are_in_the_file(command):

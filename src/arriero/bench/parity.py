@@ -303,7 +303,8 @@ def _describe(model: str) -> str:
 
 
 def _cells(tolerance: Tolerance) -> str:
-    return " | ".join(f"{value:.0e}" for value in (tolerance.loss, tolerance.norm, tolerance.weights))
+    bounds = (tolerance.loss, tolerance.norm, tolerance.weights)
+    return " | ".join(f"{value:.1e}".replace(".0e", "e") for value in bounds)
 
 
 def _tables(verdicts: Mapping[str, Sequence[Verdict]]) -> Iterator[str]:

@@ -69,10 +69,7 @@ def check(
     decisions: tuple[Decision, ...] = ()
     if loaded is not None:
         try:
-            decisions = tuple(
-                replace(each, reason=f"--device {device}") if each.name == "device" else each
-                for each in resolve(loaded.config, machine, nproc).decisions
-            )
+            decisions = decisions_on(loaded.config, device, nproc)
         except ConfigError as error:
             problems += [replace(each, origin=loaded.origin(each.key)) for each in error.problems]
     if as_json:
@@ -94,6 +91,14 @@ def check(
         make_console().print(facts([("ranks", str(nproc), "--nproc"), *rows]))
     if problems:
         raise typer.Exit(2)
+
+
+def decisions_on(config: RunConfig, device: str, nproc: int) -> tuple[Decision, ...]:
+    """Resolve a run for `nproc` devices of a named type."""
+    found = resolve(config, machine_named(device, nproc), nproc).decisions
+    return tuple(
+        replace(each, reason=f"--device {device}") if each.name == "device" else each for each in found
+    )
 
 
 def explain(key: Key) -> None:

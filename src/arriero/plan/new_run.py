@@ -13,8 +13,9 @@ from arriero.config.load import load_run
 from arriero.errors import UserError, nearest
 from arriero.files import publish_file
 from arriero.model.presets import expand, load_preset, preset_names
-from arriero.plan.hardware import MACHINES, machine_named
-from arriero.plan.resolve import Decision, resolve
+from arriero.plan.commands import decisions_on
+from arriero.plan.hardware import MACHINES
+from arriero.plan.resolve import Decision
 from arriero.ui import facts, make_console
 from arriero.units import human_count, parse_span
 
@@ -197,7 +198,7 @@ def _checked(content: str, out: Path, device: str | None, nproc: int) -> tuple[D
     publish_file(out, content.encode())
     try:
         config = load_run(out, [], expand).config
-        return resolve(config, machine_named(device, nproc), nproc).decisions if device else ()
+        return decisions_on(config, device, nproc) if device else ()
     except UserError:
         out.unlink()
         raise
