@@ -33,12 +33,12 @@ test: check $(VENV)/triton $(VENV)/trackers
 	-$(MAKE) --no-print-directory .venv-federation/.installed
 	$(VENV)/bin/python -m pytest $(PARALLEL)
 
-# Weights & Biases, MLflow and Aim, whose dependencies differ from ours: 250 MB beside the packages of the environment.
+# Weights & Biases, MLflow and Aim, whose dependencies differ from ours: 250 MB next to the packages of the environment.
 $(VENV)/trackers: $(VENV)/.installed-test tests/trackers.txt
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --upgrade --target $@ -r tests/trackers.txt
 	touch $@
 
-# Triton compiles for AMD GPUs without one: 188 MB to download, 641 MB on disk, beside the packages of the environment.
+# Triton compiles for AMD GPUs without one: 188 MB to download, 641 MB on disk, next to the packages of the environment.
 $(VENV)/triton: $(VENV)/.installed-test
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --target $@ triton==3.6.0
 	touch $@
@@ -62,7 +62,7 @@ parity: $(VENV)/.installed-test
 bench-small: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/arriero bench matrix --small --steps 5 --warmup 2 --out bench-small
 
-# What training costs beside the arithmetic of a step. Some minutes; ARGS="--only overhead --json FILE".
+# What training costs in addition to the arithmetic of a step. Some minutes; ARGS="--only overhead --json FILE".
 bench-costs: $(VENV)/.installed-test
 	$(VENV)/bin/python -m benchmarks.costs $(ARGS)
 

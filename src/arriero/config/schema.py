@@ -372,8 +372,8 @@ class PrecisionSection(Section):
     master: Literal["fp32", "bf16"] = "fp32"
     """Precision of the master weights; 'bf16' stores the weights in bf16 only, with stochastic rounding."""
     base_weights: Literal["master", "compute", "int8", "nf4"] = "master"
-    """Precision of the frozen weights beside an adapter: that of the master weights, that of the computation,
-    or with linear layers in 8 bits ('int8') or 4 bits ('nf4') and a scale per 64 elements."""
+    """Precision of the frozen weights if an adapter is trained: that of the master weights, that of the
+    computation, or with linear layers in 8 bits ('int8') or 4 bits ('nf4') and a scale per 64 elements."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Precision of the gradient reduction over data-parallel ranks."""
     float8: Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp", "auto"] = "off"
@@ -512,7 +512,7 @@ class RunConfig(Section):
     optim: OptimSection = Field(default_factory=OptimSection)
     """The optimizer."""
     lora: LoraSection = Field(default_factory=LoraSection)
-    """Train low-rank adapters beside the frozen model (LoRA)."""
+    """Train low-rank adapters of a frozen model (LoRA)."""
     speculator: SpeculatorSection = Field(default_factory=SpeculatorSection)
     """Train a speculator for faster generation on the frozen model."""
     prefix: PrefixSection = Field(default_factory=PrefixSection)

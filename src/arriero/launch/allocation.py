@@ -24,7 +24,7 @@ _DEAD = re.compile(r"Node failure on (\S+)|DUE TO NODE (\S+) FAILURE")
 _KEPT_LINES = 400
 _ATTEMPTS, _RETRY_S = 10, 30.0
 _USABLE = ("allocated", "mixed", "idle", "completing", "planned", "reserved")
-# what may have been given to sbatch beside the script
+# what may have been given to sbatch in addition to the script
 _KEPT = {
     "job-name": "JobName",
     "partition": "Partition",

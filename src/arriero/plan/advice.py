@@ -52,7 +52,7 @@ _LESS = 0.92
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of the planner, beside the run and the number of devices."""
+    """A run, a cluster and the constraints of a plan; only the number of devices is open."""
 
     config: RunConfig
     cluster: Cluster

@@ -33,7 +33,7 @@ _STATE_BLOCK = 256
 _UNPACKED, _ROUNDED = 64, 40
 # rows of the head that GPUs multiply by are padded to a multiple
 _ROW_MULTIPLE = 64
-# what a process on a GPU allocates beside the tensors here: workspaces of matmuls, optimizer constants
+# what a process on a GPU allocates besides the tensors here: workspaces of matmuls, optimizer constants
 _WORKSPACE = 96 * 2**20
 _TOKEN_BYTES = 32
 # buffers of the communication library, outside torch's allocator
@@ -110,7 +110,7 @@ class MemoryEstimate:
     """The memory of the rank that needs most, as a function of the micro-batch size.
 
     `sequences` is the number of sequences per rank and step, `tokens` that of tokens of a sequence on a rank.
-    `copies` are bytes per logit that other systems need beside ours.
+    `copies` are bytes per logit that other systems need in addition.
     """
 
     config: RunConfig
@@ -342,7 +342,7 @@ class MemoryEstimate:
         return (self.mode.element + reduce + reduce / self.layout.fsdp) * elements
 
     def _update(self, stage: _Stage) -> float:
-        """Return what the optimizer needs beside gradients: GPU kernels of AdamW need nothing."""
+        """Return what the optimizer needs in addition to gradients: GPU kernels of AdamW need nothing."""
         optim, sizes = self.config.optim, stage.sizes
         ends = stage.has_embedding or stage.has_head
         largest = max(self._largest_matrix, self._vocabulary if ends else 0) / self.layout.fsdp

@@ -356,7 +356,7 @@ def _float8_problems(draft: Draft) -> Iterator[Problem]:
     if section.float8 == "off":
         return
     if draft.compute != "bf16":
-        what = f"needs bf16 beside it, and this run computes in {draft.compute}"
+        what = f"needs precision.compute 'bf16', and this run computes in {draft.compute}"
         yield Problem("precision.float8", what, "set precision.compute = 'bf16', or this to 'off'")
     if draft.config.data.packing == "none":
         what = f"rows of any length are not possible with float8, which multiplies in {_FLOAT8_MULTIPLE}s"

@@ -58,7 +58,7 @@ def pipeline_seconds(
         # weight gradients fill the wait; about a forward pass per stage remains, half of it in a V
         ramp = forward * (ranks - 1) / ranks / per_rank * (0.5 if SCHEDULES[schedule].v_shaped else 1.0)
     hops = 2 * (ranks * per_rank - 1) * max(stage.sent for stage in stages)
-    # sends run beside the computation, but a rank waits for the start of each
+    # sends overlap with the computation, but a rank waits for the start of each
     steady = micro_batches * per_rank * max(stage.sent for stage in stages)
     return busy + ramp + hops + steady, ramp + hops
 

@@ -16,7 +16,7 @@ from arriero.plan.timeline import StageTimes, held_stages, pipeline_seconds
 
 # collectives take processors and memory bandwidth from the computation that hides them
 _INTERFERENCE = 0.12
-# a step beside its kernels: loss across ranks, clipping, metrics
+# a step in addition to its kernels: loss across ranks, clipping, metrics
 _STEP = 2e-3
 _HOST_BANDWIDTH = 50e9
 # 8-bit states are unpacked, rounded and scaled: arithmetic worth this many bytes per parameter
@@ -214,7 +214,7 @@ def _stage(
         behind += block.replicas if replicates else 0.0
         copies = (block.copies if regathers else 0.0) + (2 * block.copies if reduces else 0.0)
         backward = _overlapped(blocks, compute.backward + copies, floor.backward, behind)
-        # nothing hides the first gather and the last reduction; tables are gathered and reduced beside blocks
+        # nothing hides the first gather and the last reduction; those of tables overlap with blocks
         edge = table.gather if gathers and first else ahead
         tail = (table.scatter if first else block.scatter) if reduces else 0.0
         tail += block.replicas if replicates else 0.0

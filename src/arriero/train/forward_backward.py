@@ -108,7 +108,7 @@ class ForwardBackward:
 
 
 def _stage_inputs(batch: Batch) -> dict[str, Tensor]:
-    """Return what every stage needs beside the hidden states, which do not tell the sequence length."""
+    """Return what every stage needs in addition to the hidden states, which lack the sequence length."""
     rows, width = batch.tokens_BT.shape
     positions = batch.positions_BT
     if positions is None:

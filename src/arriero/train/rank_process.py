@@ -1,4 +1,4 @@
-"""What the process of a rank does beside training: log file, stack dumps, garbage collection."""
+"""What the process of a rank does in addition to training: log file, stack dumps, garbage collection."""
 
 import faulthandler
 import gc
