@@ -26,9 +26,7 @@ _PARITY_COLUMNS = {"layout": 32, "ranks": 5, "loss": 8, "gradient": 8, "weights"
 
 Steps = Annotated[int, typer.Option(min=1, help="Number of timed steps.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Number of untimed steps first; blocks compile in them.")]
-Json = Annotated[
-    Path | None, typer.Option("--json", help="Write the result to this file.", show_default=False)
-]
+Json = Annotated[Path | None, typer.Option("--json", help="File for the result.", show_default=False)]
 Profile = Annotated[bool, typer.Option(help="Profile three more steps, to show where the time goes.")]
 NoGate = Annotated[bool, typer.Option("--no-gate", help="Skip the loss check; the result is marked.")]
 GateFrom = Annotated[
@@ -310,9 +308,7 @@ def parity(
     only: Annotated[
         str | None,
         typer.Option(
-            metavar="PATTERN",
-            help="Only cases whose 'group: name' in docs/parity.md contains this.",
-            show_default=False,
+            metavar="PATTERN", help="Only cases whose 'group: name' contains this.", show_default=False
         ),
     ] = None,
     write: Annotated[

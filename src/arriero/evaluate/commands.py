@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from arriero.checkpoint.commands import run_directory_at
+from arriero.checkpoint.commands import Run, run_directory_at
 from arriero.config.options import AsJson, Sets
 from arriero.errors import UserError
+from arriero.train.commands import Nproc
 from arriero.ui import StageProgress, Table, Text, byte_progress, make_console, print_json
 from arriero.units import counted
 
@@ -38,12 +39,7 @@ TokenizerFile = Annotated[
     typer.Option(help="A tokenizer.json or tokenizer.model; the model's own if not given."),
 ]
 
-Nproc = Annotated[
-    int | None,
-    typer.Option(
-        "--nproc", min=1, max=1024, help="Number of ranks to start on this machine.", show_default="1"
-    ),
-]
+
 Attach = Annotated[
     bool,
     typer.Option("--attach/--no-attach", help="Store the result beside the checkpoint, for `ckpt list`."),
@@ -53,20 +49,18 @@ Attach = Annotated[
 Data = Annotated[
     list[str],
     typer.Option(
-        help="A prepared dataset, or text: JSONL, Parquet, files. Repeatable.",
-        show_default="the held-out data of the checkpoint's run",
+        help="A prepared dataset, or text: JSONL, Parquet, files. Repeatable. Default: the held-out data of "
+        "the checkpoint's run."
     ),
 ]
 SeqLen = Annotated[
     int | None,
-    typer.Option(
-        min=2, help="Longest context, in tokens.", show_default="the run's, else the model's up to 4,096"
-    ),
+    typer.Option(min=2, help="Longest context, in tokens; default: the run's, else the model's up to 4,096."),
 ]
 Include = Annotated[
     Path | None, typer.Option(help="A folder of your own task files (YAML of lm-evaluation-harness).")
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Examples per task, for a trial.", show_default="all")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Examples per task, for a trial; default: all.")]
 
 
 def generate(
@@ -77,26 +71,16 @@ def generate(
             metavar="PROMPT", help="Texts to continue; without any, standard input is the prompt."
         ),
     ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of tokens to generate per prompt.")
-    ] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate per prompt.")] = 128,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 is greedy decoding; 1 samples from the model's probabilities.")
     ] = 0.0,
     top_p: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="Sample from the most likely tokens of this total probability.",
-            show_default="all tokens",
-        ),
+        typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens of this total probability."),
     ] = None,
     top_k: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Sample from this many of the most likely tokens.", show_default="all tokens"
-        ),
+        int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens; default: all.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     lines: Annotated[bool, typer.Option("--lines", help="Each line of standard input is a prompt.")] = False,
@@ -210,14 +194,9 @@ def perplexity(
     seq_len: SeqLen = None,
     packing: Annotated[
         Literal["bestfit", "concat", "none"] | None,
-        typer.Option(
-            help="bestfit, none: each document alone. concat: windows over all documents.",
-            show_default="bestfit",
-        ),
+        typer.Option(help="bestfit (default): each document alone. concat: windows over all documents."),
     ] = None,
-    column: Annotated[
-        str | None, typer.Option(help="Column of the text in JSONL and Parquet files.", show_default="text")
-    ] = None,
+    column: Annotated[str | None, typer.Option(help="Column of the text in records; default: text.")] = None,
     tokenizer: TokenizerFile = None,
     cache: Annotated[str, typer.Option(help="Directory for tokenised text.")] = "data",
     sets: Sets = [],
@@ -263,8 +242,7 @@ def tasks(
     ],
     include: Include = None,
     fewshot: Annotated[
-        int | None,
-        typer.Option(min=0, help="Examples in the prompt (few-shot).", show_default="as the task says"),
+        int | None, typer.Option(min=0, help="Examples in the prompt; default: as the task says.")
     ] = None,
     limit: Limit = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
@@ -300,14 +278,10 @@ def tasks(
 
 
 def watch(
-    run: Annotated[
-        Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)
-    ],
+    run: Run,
     data: Data = [],
     seq_len: SeqLen = None,
-    tasks: Annotated[
-        str, typer.Option("--tasks", help="Also evaluate these tasks, separated by commas.")
-    ] = "",
+    tasks: Annotated[str, typer.Option("--tasks", help="Tasks to evaluate, separated by commas.")] = "",
     include: Include = None,
     limit: Limit = None,
     poll: Annotated[float, typer.Option(min=0.1, help="Seconds between checks for a new checkpoint.")] = 30.0,

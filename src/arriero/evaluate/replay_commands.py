@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arriero.checkpoint.commands import run_directory_at
+from arriero.checkpoint.commands import Run, run_directory_at
 from arriero.config.options import AsJson, Sets
 from arriero.errors import UserError
 from arriero.ui import Console, Table, byte_progress, make_console, print_json, styled
@@ -19,37 +19,25 @@ if TYPE_CHECKING:
 
 
 def replay(
-    run: Annotated[
-        Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)
-    ],
+    run: Run,
     start: Annotated[
         int | None,
         typer.Option(
             "--from",
             min=0,
-            help="Step of the checkpoint to start from; 0 is the start of the run.",
-            show_default="the last with recorded steps after it",
+            help="Step of the checkpoint to start from; default: the last one with later steps.",
         ),
     ] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of steps to repeat.", show_default="5, or more up to the first logged one"
-        ),
+        int | None, typer.Option(min=1, help="Steps to repeat; default: 5, or up to the first logged one.")
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option(
-            "--nproc",
-            min=1,
-            max=1024,
-            help="Number of ranks to start on this machine.",
-            show_default="as the run",
-        ),
+        typer.Option(min=1, max=1024, help="Number of ranks on this machine; default: as the run."),
     ] = None,
     sets: Sets = [],
     workdir: Annotated[
-        Path | None, typer.Option(help="Folder for temporary files.", show_default="the system's")
+        Path | None, typer.Option(help="Folder for temporary files; default: the system's.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

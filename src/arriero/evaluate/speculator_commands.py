@@ -30,13 +30,11 @@ def speculator(
         str, typer.Option(help="Held-out text for prompts: a dataset or text files.", show_default=False)
     ],
     base: Annotated[
-        str | None, typer.Option(help="The base model.", show_default="the one it was trained on")
+        str | None, typer.Option(help="The base model; default: the one it was trained on.")
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Documents to continue.")] = 64,
     prompt_tokens: PromptTokens = 64,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of tokens to generate per prompt.")
-    ] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate per prompt.")] = 128,
     batch: Batch = 8,
     tokenizer: TokenizerFile = None,
     cache: Cache = "data",
@@ -77,9 +75,7 @@ def generate(
     ],
     prompts: Annotated[int, typer.Option(min=1, help="Documents to continue.")] = 1000,
     prompt_tokens: PromptTokens = 64,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of tokens to generate per prompt.")
-    ] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate per prompt.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many of the most likely tokens.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,

@@ -24,17 +24,10 @@ Nodes = Annotated[int, typer.Option(min=1, help="Nodes to train on.")]
 TasksPerNode = Annotated[
     int | None, typer.Option(min=1, help="Ranks per node.", show_default="GPUs per node of the site")
 ]
-Spares = Annotated[
-    int, typer.Option(min=0, help="Nodes to allocate in addition to --nodes; they replace failing ones.")
-]
+Spares = Annotated[int, typer.Option(min=0, help="Spare nodes to allocate; they replace failing ones.")]
 Restarts = Annotated[int, typer.Option(min=0, help="Restarts after a failure, per job.")]
 SaveSeconds = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Seconds that a save takes; the job saves that long before its time limit.",
-        show_default="measured, or estimated",
-    ),
+    int | None, typer.Option(min=0, help="Seconds that a save takes.", show_default="measured, or estimated")
 ]
 Out = Annotated[
     Path | None,

@@ -244,12 +244,7 @@ def supervise(
     nodes: Annotated[int, typer.Option(help="Nodes that the run needs.", min=1)] = 1,
     tasks_per_node: Annotated[int, typer.Option(help="Ranks per node.", min=1)] = 1,
     restarts: Annotated[int, typer.Option(help="Restarts after a failure, per job.", min=0)] = 3,
-    spares: Annotated[
-        int,
-        typer.Option(
-            help="Nodes of the allocation in addition to --nodes; they replace failing ones.", min=0
-        ),
-    ] = 0,
+    spares: Annotated[int, typer.Option(help="Spare nodes, which replace failing ones.", min=0)] = 0,
     on_time_limit: Annotated[
         OnTimeLimit, typer.Option(help="After a signal and a save: requeue the job, or exit (in a chain).")
     ] = OnTimeLimit.requeue,
@@ -259,11 +254,7 @@ def supervise(
     preflight: Annotated[bool, typer.Option(help="Check every node first (arriero doctor).")] = True,
     checks: Annotated[
         list[str],
-        typer.Option(
-            "--check",
-            metavar="COMMAND",
-            help="A shell command that must exit with 0 on every node. Repeatable.",
-        ),
+        typer.Option("--check", metavar="COMMAND", help="A shell command that must exit with 0. Repeatable."),
     ] = [],
     sets: Sets = [],
 ) -> None:

@@ -65,39 +65,17 @@ keep = 3
 
 
 def init(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PRESET", help="A preset of `arriero config models`.", show_default="llama-demo"
-        ),
-    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="PRESET", help="Preset; default: llama-demo.")] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A prepared dataset, or text.", show_default=_BUILTIN)
+        str | None, typer.Option(metavar="PATH", help="A prepared dataset, or text; default: builtin:stdlib.")
     ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Tokenizer of --data, if that is text.")
-    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="PATH", help="Tokenizer of text.")] = None,
     tokens: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SPAN",
-            help="Length of training: '20B tok' or '5000 steps'.",
-            show_default="20 tokens per parameter",
-        ),
+        str | None, typer.Option(metavar="SPAN", help="Length: '20B tok'; default: 20 tokens per parameter.")
     ] = None,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Tokens per sequence.", show_default="the longest of the model, at most 8192"
-        ),
-    ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Sequence length; default: up to 8192.")] = None,
     device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Also resolve the run for this device: {', '.join(MACHINES)}.",
-            show_default="no check",
-        ),
+        str | None, typer.Option(metavar="NAME", help=f"Device to check it for: {', '.join(MACHINES)}.")
     ] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Number of ranks, one per device.")] = 1,
     out: Annotated[Path, typer.Option("--out", "-o", help="The run file to write.")] = Path("run.toml"),

@@ -40,7 +40,7 @@ def plan(
         typer.Option(metavar="NAME|FILE", help=f"Cluster: a TOML file, or {', '.join(cluster_names())}."),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Number of nodes.", show_default="all of the cluster")
+        int | None, typer.Option(min=1, help="Number of nodes; default: all of the cluster.")
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Number of devices, instead of --nodes.")] = None,
     device: Annotated[
@@ -49,7 +49,7 @@ def plan(
     ] = None,
     fix: Annotated[
         list[str],
-        typer.Option(metavar="AXIS=N", help="Plan only with this degree: tp=8, or tp=8,pp=2. Repeatable."),
+        typer.Option(metavar="AXIS=N", help="Plan only this degree: tp=8 or tp=8,pp=2. Repeatable."),
     ] = [],
     most: Annotated[
         list[str], typer.Option("--max", metavar="AXIS=N", help="Largest degree to plan: pp=4. Repeatable.")
@@ -65,38 +65,26 @@ def plan(
     ] = [],
     memory_limit: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory per device, like 70GiB; the predicted peak may fill 97 % of it.",
-            show_default="the memory of the device",
-        ),
+        typer.Option(metavar="SIZE", help="Memory of a device, like 70GiB; a run may fill 97 % of it."),
     ] = None,
     measured: Annotated[
         list[Path],
         typer.Option(
             metavar="FILE",
-            help="Times measured by `bench ops` or `bench comm`. Repeatable.",
-            show_default="those stored for the device",
+            help="Files of `bench ops` and `bench comm`; default: those stored for the device.",
         ),
     ] = [],
     top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 10,
     explain: Annotated[
         str | None,
-        typer.Option(
-            metavar="AXIS=N,...",
-            help="Compare the best layout of these degrees with the best of all: tp=4,pp=2.",
-        ),
+        typer.Option(metavar="AXIS=N,...", help="Compare the best layout with these degrees: tp=4,pp=2."),
     ] = None,
     what_if: Annotated[
         str | None,
-        typer.Option(
-            metavar="nodes=N,N,...",
-            help="Show the best layout for each number of nodes, or of gpus: gpus=8,16.",
-        ),
+        typer.Option(metavar="nodes=N,N,...", help="The best layout for each number of nodes or gpus."),
     ] = None,
     write: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the run file with the best layout; comments are kept."),
+        Path | None, typer.Option(metavar="FILE", help="Write the run file with the best layout.")
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with charts of time and memory.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arriero.checkpoint.commands import run_directory_at
+from arriero.checkpoint.commands import Run, run_directory_at
 from arriero.config.options import AsJson, check_writable
 from arriero.errors import UserError
 from arriero.ui import Table, facts, make_console, panel, print_json, styled
@@ -30,7 +30,6 @@ _POINTS = 8
 _SHOWN_EVENTS = 4
 _REASON_KEYS = ("message", "text", "reason", "why", "error", "signal")
 
-Run = Annotated[Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)]
 Folder = Annotated[Path, typer.Option("--dir", help="The directory that holds the runs.")]
 
 
@@ -159,9 +158,7 @@ def _curves(runs: "list[RunHistory]") -> dict[str, list[dict[str, Any]]]:
 
 
 def status(
-    run: Annotated[
-        Path, typer.Argument(help="A run directory, or its name under runs/.", show_default=False)
-    ],
+    run: Run,
     as_json: AsJson = False,
 ) -> None:
     """Show a run on one screen: state, progress, time left, losses, speed, memory, checkpoints, faults.
@@ -198,10 +195,7 @@ def status(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories, or names under runs/.")],
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", metavar="FILE", help="The page to write.", show_default="RUN/report.html"
-        ),
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The page; default: RUN/report.html.")
     ] = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve the page and refresh it while runs train.")

@@ -43,16 +43,11 @@ def pack(
     long_docs: Annotated[
         Literal["split", "truncate", "drop"], typer.Option(help="data.long_docs of the runs.")
     ] = "split",
-    heldout: Annotated[
-        str, typer.Option(metavar="TOKENS", help="eval.heldout of the runs: '1M tok'.")
-    ] = "0 tok",
-    prompt: Annotated[
-        str | None, typer.Option(help="prompt of the source in the run file.", show_default="none")
-    ] = None,
+    heldout: Annotated[str, typer.Option(help="eval.heldout of the runs, like '1M tok'.")] = "0 tok",
+    prompt: Annotated[str | None, typer.Option(help="Prompt of the source in the run file.")] = None,
     workers: Annotated[int, typer.Option(help="Number of processes.", min=1)] = 1,
     cache: Annotated[
-        Path | None,
-        typer.Option(help="data.cache of the runs, if the dataset is read-only.", show_default="the dataset"),
+        Path | None, typer.Option(help="data.cache of the runs, if the dataset is read-only.")
     ] = None,
 ) -> None:
     """Make the packing plan of a dataset before training: which documents make up each row.
@@ -274,8 +269,7 @@ def import_tokens(
         typer.Option(help="Tokenizer that made the tokens: a file, a directory, or hf://OWNER/MODEL."),
     ],
     eos: Annotated[
-        str | None,
-        typer.Option(help="Token that ends a document.", show_default="the tokenizer's, by its usual names"),
+        str | None, typer.Option(help="Token that ends a document; by default common names are tried.")
     ] = None,
     separator: Annotated[
         Literal["add", "keep"],
@@ -284,17 +278,11 @@ def import_tokens(
         ),
     ] = "add",
     column: Annotated[
-        str | None,
-        typer.Option(
-            help="Column of token ids in Arrow and Parquet files.", show_default="tokens or input_ids"
-        ),
+        str | None, typer.Option(help="Column of token ids; default: input_ids or tokens.")
     ] = None,
     dtype: Annotated[
         Literal["uint16", "int32"] | None,
-        typer.Option(
-            help="Type of the tokens in files without an index; int32 also reads uint32.",
-            show_default="by the size of the vocabulary",
-        ),
+        typer.Option(help="Type in files without an index (int32 or uint32); default: by the vocabulary."),
     ] = None,
     link: Linking = "auto",
 ) -> None:

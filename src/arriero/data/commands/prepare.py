@@ -102,10 +102,7 @@ def prepare(
     bos: Annotated[str, typer.Option(help="Token before each document: none, auto or a token.")] = "none",
     eos: Annotated[str, typer.Option(help="Token after each document: auto, none or a token.")] = "auto",
     literal_eos: Annotated[
-        bool,
-        typer.Option(
-            "--literal-eos", help="Accept texts that end with the end token's string; it stays text."
-        ),
+        bool, typer.Option("--literal-eos", help="Accept texts that end with the string of the end token.")
     ] = False,
     skip_bad: SkipBad = False,
     max_bad: MaxBad = None,
@@ -116,9 +113,7 @@ def prepare(
         typer.Option(help="Encoder to use; auto takes the fastest with the same ids as tokenizers."),
     ] = "auto",
     workers: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
-    slurm: Annotated[
-        bool, typer.Option("--slurm", help="Prepare in a Slurm job array instead of here.")
-    ] = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Prepare in a Slurm job array.")] = False,
     tasks: Annotated[int, typer.Option(min=1, help="With --slurm: size of the array.")] = 16,
     site: SiteName = None,
     account: Account = None,

@@ -40,13 +40,10 @@ def node_checks(directory: Path, devices: int | None, commands: list[str]) -> li
 
 
 def doctor(
-    directory: Annotated[Path, typer.Option("--dir", help="Folder for runs; its disk is checked.")] = Path(
+    directory: Annotated[Path, typer.Option("--dir", help="Folder of runs, whose disk is checked.")] = Path(
         "runs"
     ),
-    devices: Annotated[
-        int | None,
-        typer.Option(min=0, help="GPUs that a node must have.", show_default="those that the Slurm job has"),
-    ] = None,
+    devices: Annotated[int | None, typer.Option(min=0, help="GPUs per node; default: as Slurm says.")] = None,
     commands: Annotated[
         list[str],
         typer.Option("--check", metavar="COMMAND", help="A shell command that must exit with 0. Repeatable."),
@@ -61,16 +58,10 @@ def doctor(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="With --allocation, required: folder for failing_nodes.txt and report.json.",
-        ),
+        typer.Option(metavar="FOLDER", help="With --allocation, required: folder of the results."),
     ] = None,
     exclude: Annotated[
-        str,
-        typer.Option(
-            metavar="NODES", help="With --allocation: nodes to leave out, as srun --exclude takes them."
-        ),
+        str, typer.Option(metavar="NODES", help="With --allocation: nodes to leave out.")
     ] = "",
     exclude_slow: Annotated[
         bool, typer.Option("--exclude-slow", help="Count nodes with a slow network as failing.")
