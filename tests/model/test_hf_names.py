@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from arriero.checkpoint.formats.hf_directory import load_hf, write_hf
+from arriero.checkpoint.formats.hf_directory import load_hf, open_hf, write_hf
 from arriero.checkpoint.formats.model_reader import DEFAULT_OPTIONS, ModelReader
 from arriero.errors import UserError
 from arriero.model.family import build_model
@@ -292,11 +292,60 @@ def test_a_config_that_transformers_saved_is_read(shape, tmp_path):
     assert spec_from_hf(json.loads((tmp_path / "config.json").read_text())).extra == spec.extra
 
 
-def test_other_architectures_are_refused():
-    with pytest.raises(UserError, match="mamba"):
-        spec_from_hf({"model_type": "mamba"})
-    with pytest.raises(UserError, match="attention_bias"):
-        spec_from_hf({**hf_config(load_preset("llama-test")), "attention_bias": True})
+@pytest.mark.parametrize(
+    ("preset", "changed", "named"),
+    [
+        ("llama-test", {"model_type": "mamba"}, "model_type is 'mamba'"),
+        ("llama-test", {"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'"),
+        ("llama-test", {"attention_bias": True}, "attention_bias"),
+        ("mistral-7b", {"vision_config": {"hidden_size": 8}}, "vision_config"),
+        ("qwen3-0.6b", {"num_experts": 8}, "num_experts = 8"),
+        ("qwen2.5-0.5b", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama-test", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30"),
+        *(
+            (name, {"attention_dropout": 0.1}, "attention_dropout = 0.1")
+            for name in ("llama-test", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "diffllama-3b", "bamba-9b")
+        ),
+        ("qwen2.5-0.5b", {"layer_types": ["sliding_attention"] * 24}, "contradicts itself: layer_types"),
+        ("qwen2.5-0.5b", {"layer_types": ["full_attention"] * 23}, "num_hidden_layers is 24"),
+    ],
+)
+def test_other_architectures_and_contradictions_are_refused(preset, changed, named):
+    with pytest.raises(UserError, match=named):
+        spec_from_hf({**hf_config(load_preset(preset)), **changed})
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3.1-8b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "bamba-9b", "mamba2-130m"]
+)
+def test_keys_that_are_missing_have_the_defaults_of_transformers(name):
+    config = hf_config(load_preset(name))
+    for key in config.keys() - {"model_type"}:
+        less = {k: v for k, v in config.items() if k != key}
+        try:
+            found, theirs = spec_from_hf(less), AutoConfig.for_model(**less).to_dict()
+        except (UserError, ValueError):
+            continue
+        assert found == spec_from_hf(theirs), key
+
+
+def test_a_stored_head_must_be_the_embedding_that_it_is_tied_to(tmp_path):
+    spec = spec_of("tied")
+    model = lively(spec)
+    save_hf(tmp_path, model.state_dict(), spec)
+    state, rows = to_hf(model.state_dict(), spec), (slice(3, 9), slice(0, 64))
+    state["lm_head.weight"] = model.embedding.weight.detach().clone()
+    save_file(state, tmp_path / "model.safetensors")
+    assert torch.equal(load_hf(tmp_path)[0]["embedding.weight"], state["lm_head.weight"])
+    state["lm_head.weight"][5, 2] += 1.0
+    save_file(state, tmp_path / "model.safetensors")
+    source = open_hf(tmp_path)
+    for read in (source.load, lambda name: source.read_slice(name, rows)):
+        with pytest.raises(UserError, match=r"tie_word_embeddings = true, and lm_head\.weight is not"):
+            read("embedding.weight")
+    save_file({**state, "lm_head.weight": torch.zeros(96, 64)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"lm_head\.weight is 96x64, not 97x64"):
+        open_hf(tmp_path)
 
 
 def test_gpt2_files_without_the_transformer_prefix_are_read():

@@ -35,6 +35,11 @@ class TensorRule:
 
 
 NameMap = dict[str, TensorRule]
+TIED_HEAD = "lm_head.weight"
+# keys of config.json that change what a model computes or how it is stored; only a family that writes a key
+# has what it asks for
+_FOREIGN = ("num_experts", "num_local_experts", "n_routed_experts", "vision_config", "text_config")
+_FOREIGN += ("attn_logit_softcapping", "final_logit_softcapping", "quantization_config")
 
 
 def own_tensors(spec: ModelSpec) -> dict[str, Tensor]:
@@ -131,7 +136,7 @@ class HuggingFaceNames:
             for ours, theirs in self.block.items():
                 for kind in self.kinds:
                     names[f"blocks.{layer}.{ours}.{kind}"] = f"{self.blocks}.{layer}.{theirs}.{kind}"
-        return names if spec.tied else names | {"head.weight": "lm_head.weight"}
+        return names if spec.tied else names | {"head.weight": TIED_HEAD}
 
     def conversion(
         self, theirs: str, spec: ModelSpec | None = None, to_ours: bool = False
@@ -216,22 +221,33 @@ def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Model
     }
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in named:
-        raise UserError(f"{where}: model_type is {kind!r}", f"only {' and '.join(named)} can be read")
+        raise UserError(f"{where}: model_type is {kind!r}", f"only {', '.join(named)} can be read")
     family, hf = named[kind]
-    other = [f"{key} = {config[key]!r}" for key, value in hf.fixed.items() if config.get(key, value) != value]
-    if other:
-        raise UserError(f"{where} asks for {', '.join(other)}", "this variant of the model is not supported")
+    _refuse(
+        {key: config.get(key) for key, value in hf.fixed.items() if config.get(key, value) != value}, where
+    )
     fields = {"family": family} | {ours: config.get(theirs) for ours, theirs in hf.fields.items()}
     fields = hf.from_config(fields, config, where)
     try:
-        return ModelSpec.from_dict(fields)
+        spec = ModelSpec.from_dict(fields)
     except UserError as error:
         words = re.sub(r"\w+", lambda word: hf.fields.get(word[0], word[0]), error.what)
         raise UserError(f"{where}: {words}", "correct it, or copy or download it again") from None
+    written = hf_config(spec)
+    _refuse({key: config[key] for key in _FOREIGN if config.get(key) and key not in written}, where)
+    return spec
+
+
+def _refuse(asked: Mapping[str, Any], where: str) -> None:
+    if asked:
+        what = ", ".join(
+            key if isinstance(value, Mapping) else f"{key} = {value!r}" for key, value in asked.items()
+        )
+        raise UserError(f"{where} asks for {what}", "this variant of the model is not supported")
 
 
 def _is_tied_head(name: str, spec: ModelSpec) -> bool:
-    return spec.tied and name in ("head.weight", "lm_head.weight")
+    return spec.tied and name in ("head.weight", TIED_HEAD)
 
 
 def _transposed(tensor: Tensor) -> Tensor:

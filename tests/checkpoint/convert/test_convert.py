@@ -76,11 +76,12 @@ def test_a_conversion_may_change_the_type(kind, dtype, originals, folder):
     assert all(torch.equal(back.load(n), source.load(n).to(wanted)) for n in source.tensors)
 
 
-def test_numbers_too_large_for_fp16_are_rejected(folder):
+@pytest.mark.parametrize("kind", FORMATS)
+def test_numbers_too_large_for_fp16_are_rejected(kind, folder):
     source = in_memory(spec_of("llama2"))
     source.load("norm.weight")[3] = 1e6
     with pytest.raises(UserError, match=r"norm\.weight .*too large for fp16"):
-        convert(source, folder / "out", "torch", WriteOptions(dtype=torch.float16))
+        convert(source, folder / "out", kind, WriteOptions(dtype=torch.float16))
     assert not list(folder.iterdir())
 
 

@@ -25,6 +25,7 @@ from arriero.checkpoint.formats.model_reader import (
 )
 from arriero.checkpoint.formats.peft_directory import with_adapter
 from arriero.checkpoint.formats.tensor_files import TorchFileWriter, TorchReader
+from arriero.checkpoint.ranks import cause_of
 from arriero.errors import UserError
 from arriero.files import Advance, no_progress
 from arriero.model.adapters import is_adapter
@@ -95,8 +96,11 @@ def write_dcp(source: ModelReader, directory: Path, _: WriteOptions, advance: Ad
     planner = _LazySavePlanner(source, advance)
     # torch keeps the tensors of a file in memory until it is complete, so each gets its own file
     writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False)
-    with without_warning():
-        torch_dcp.save(planned, storage_writer=writer, planner=planner, no_dist=True)
+    try:
+        with without_warning():
+            torch_dcp.save(planned, storage_writer=writer, planner=planner, no_dist=True)
+    except torch_dcp.api.CheckpointException as error:
+        raise cause_of(error) from None
     write_model_files(source, directory)
 
 

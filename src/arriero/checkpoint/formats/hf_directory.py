@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from arriero.checkpoint.formats.model_reader import (
@@ -25,6 +26,7 @@ from arriero.errors import UserError
 from arriero.files import Advance, no_progress
 from arriero.model.description import checked_token_ids, read_json, write_json
 from arriero.model.name_maps import (
+    TIED_HEAD,
     check_tensors,
     hf_config,
     hf_from_own,
@@ -40,6 +42,7 @@ from arriero.model.spec import ModelSpec
 CONFIG = "config.json"
 _WEIGHTS, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _INDEX = f"{_WEIGHTS}.index.json"
+_EMBEDDING = "embedding.weight"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -48,18 +51,23 @@ def open_hf(directory: Path) -> ModelReader:
     spec = spec_from_hf(config, str(directory / CONFIG))
     readers = {name: file for file in map(open_tensors, _files(directory)) for name in file.tensors}
     found = {name: file.tensors[name] for name, file in readers.items()}
-    names = hf_names(found, spec)
-    check_tensors(
-        {theirs: found[name] for theirs, name in names.items()},
-        to_hf(own_tensors(spec), spec),
-        str(directory),
-    )
+    own, names, head = own_tensors(spec), hf_names(found, spec), readers.get(TIED_HEAD) if spec.tied else None
+    stored, wanted = {theirs: found[name] for theirs, name in names.items()}, to_hf(own, spec)
+    if head is not None:
+        stored[TIED_HEAD], wanted[TIED_HEAD] = found[TIED_HEAD], own[_EMBEDDING]
+    check_tensors(stored, wanted, str(directory))
     recipe = own_from_hf(spec)
-    tensors = {name: t.to(found[names[recipe[name].parts[0]]].dtype) for name, t in own_tensors(spec).items()}
+    tensors = {name: t.to(stored[recipe[name].parts[0]].dtype) for name, t in own.items()}
     check_dtypes(tensors, str(directory))
 
     def read(theirs: str) -> Tensor:
         return readers[names[theirs]].read(names[theirs])
+
+    def load(name: str) -> Tensor:
+        tensor = recipe[name].of(read)
+        if name == _EMBEDDING and head is not None:
+            _check_tied(tensor, head.read(TIED_HEAD), directory)
+        return tensor
 
     def read_slice(name: str, slices: Slices) -> Tensor:
         """GPT-2 stores matrices fused and transposed; its models are small enough to be read whole."""
@@ -67,7 +75,10 @@ def open_hf(directory: Path) -> ModelReader:
         if made.make is not unchanged:
             return made.of(read)[slices]
         stored = names[made.parts[0]]
-        return readers[stored].read_slice(stored, slices)
+        part = readers[stored].read_slice(stored, slices)
+        if name == _EMBEDDING and head is not None:
+            _check_tied(part, head.read_slice(TIED_HEAD, slices), directory)
+        return part
 
     ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
     return ModelReader(
@@ -75,11 +86,18 @@ def open_hf(directory: Path) -> ModelReader:
         str(directory),
         spec,
         tensors,
-        lambda name: recipe[name].of(read),
+        load,
         find_extra_files(directory),
         checked_token_ids(directory / CONFIG, ids),
         load_slice=read_slice,
     )
+
+
+def _check_tied(embedding: Tensor, head: Tensor, directory: Path) -> None:
+    """Raise UserError if a head that is stored beside the embedding it is tied to is another matrix."""
+    if not torch.equal(embedding, head.to(embedding.dtype)):
+        what = f"{directory / CONFIG} has tie_word_embeddings = true, and {TIED_HEAD} is not the embedding"
+        raise UserError(what, "set tie_word_embeddings to false, or remove the head from the weights")
 
 
 def write_hf(

@@ -20,7 +20,7 @@ def _lambdas(spec: ModelSpec) -> dict[str, str]:
 
 
 def _config(spec: ModelSpec) -> dict[str, Any]:
-    return llama.rope_config(spec) | {"attention_dropout": 0.0, "lambda_std_dev": 0.1}
+    return llama.rope_config(spec) | {"lambda_std_dev": 0.1}
 
 
 def _from_config(fields: dict[str, Any], config: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -108,7 +108,7 @@ NAMES = HuggingFaceNames(
         "norm_eps": "rms_norm_eps",
         "tied": "tie_word_embeddings",
     },
-    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0},
     tensors={"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"},
     blocks="model.layers",
     block={

@@ -158,7 +158,8 @@ def _bamba_from_config(fields: dict[str, Any], config: Mapping[str, Any], where:
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(given.get(key), Mapping):
             given[key] = _without_factor(given[key], f"{where}: {key}")
-    return fields_from_config(fields, given, where) | {"extra": extra}
+    own = {"extra": extra, "kv_heads": config.get("num_key_value_heads", 8)}
+    return fields_from_config(fields, given, where) | own
 
 
 def _without_factor(table: Mapping[str, Any], where: str) -> dict[str, Any]:

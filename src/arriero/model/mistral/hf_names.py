@@ -24,7 +24,7 @@ NAMES = replace(
     llama.NAMES,
     model_type="mistral",
     architecture="MistralForCausalLM",
-    fixed={"hidden_act": "silu", "layer_types": None},
+    fixed={"hidden_act": "silu", "attention_dropout": 0.0, "layer_types": None},
     config=_config,
     from_config=_from_config,
 )

@@ -9,6 +9,7 @@ from arriero.model.llama import hf_names as llama
 from arriero.model.spec import ModelSpec
 
 _KINDS = ("full_attention", "sliding_attention")
+_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0}
 
 
 def _biases(spec: ModelSpec) -> dict[str, str]:
@@ -33,17 +34,23 @@ def _from_config(fields: dict[str, Any], config: Mapping[str, Any], where: str) 
     layers, first, kinds = fields["layers"], config.get("max_window_layers", 28), config.get("layer_types")
     fields = llama.fields_from_config(fields, config, where)
     fields["kv_heads"] = config.get("num_key_value_heads", 32)
-    if not config.get("use_sliding_window"):
-        return fields
-    window = config.get("sliding_window", 4096)
+    windowed: list[int] = []
     if isinstance(kinds, list):
         if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
             what = f"{where}: layer_types is {kinds!r}, and num_hidden_layers is {layers!r}"
             raise UserError(what, f"give each layer {' or '.join(_KINDS)}")
         windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
         first = windowed[0] if windowed else len(kinds)
-        if windowed and windowed != list(range(first, len(kinds))):
-            return fields | {"sliding_window": window, "extra": {"window_layers": windowed}}
+    if not config.get("use_sliding_window"):
+        if windowed:
+            what = (
+                f"{where} contradicts itself: layer_types has {_KINDS[1]}, and use_sliding_window is not true"
+            )
+            raise UserError(what, "correct the one that is wrong")
+        return fields
+    window = config.get("sliding_window", 4096)
+    if windowed and windowed != list(range(first, len(kinds))):
+        return fields | {"sliding_window": window, "extra": {"window_layers": windowed}}
     if type(first) is not int:
         what = f"{where}: max_window_layers is {first!r}, not a whole number"
         raise UserError(what, "correct it, or copy or download it again")
@@ -61,7 +68,7 @@ QWEN2_NAMES = replace(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     peft_prompts=False,
-    fixed={"hidden_act": "silu"},
+    fixed=_FIXED,
     further=_biases,
     config=_config,
     from_config=_from_config,
@@ -70,7 +77,7 @@ QWEN3_NAMES = replace(
     QWEN2_NAMES,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    fixed={"hidden_act": "silu", "attention_bias": False},
+    fixed={**_FIXED, "attention_bias": False},
     block={**llama.NAMES.block, **{f"attention.{n}_norm": f"self_attn.{n}_norm" for n in "qk"}},
     further=lambda _: {},
     from_config=_qwen3_from_config,
