@@ -61,6 +61,22 @@ def test_an_existing_file_is_kept_and_the_same_file_may_be_written_twice(command
     assert Path("run.toml").read_text() == "# mine"
 
 
+def test_a_file_that_was_there_stays_when_the_model_does_not_fit_the_device(command):
+    given = ("--model", "llama3.1-8b", "--data", "data/corpus", "-o", "new/run.toml")
+    assert command("init", *given).returncode == 0
+    assert command("init", *given, "--device", "a100-40").returncode == 2
+    assert Path("new/run.toml").exists()
+
+
+def test_text_gets_a_tokenizer_and_the_command_that_makes_it(command):
+    Path("text").mkdir()
+    Path("text/a.jsonl").write_text('{"text": "one"}')
+    result = command("init", "--data", "text", "-o", "new.toml")
+    source = tomllib.loads(Path("new.toml").read_text())["data"]["sources"]
+    assert source == [{"path": "text", "tokenizer": "tokenizer.json"}]
+    assert "arriero data train-tokenizer text -o tokenizer.json" in result.stdout
+
+
 @pytest.mark.parametrize(
     "given",
     [

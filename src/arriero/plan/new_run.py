@@ -93,6 +93,8 @@ def init(
         hint = f"did you mean '{near}'? " if near else ""
         raise UserError(f"there is no preset '{model}'", f"{hint}`arriero config models` lists them")
     data = data or _ask("data: a prepared dataset, or text", _BUILTIN)
+    if tokenizer is None and _is_text(data):
+        tokenizer = _ask("tokenizer of the text", "tokenizer.json")
     parameters = load_preset(model).parameters
     usual = f"{human_count(_TOKENS_PER_PARAMETER * parameters)} tok"
     tokens = tokens or _ask("tokens to train on (20 per parameter)", usual)
@@ -106,12 +108,20 @@ def init(
         console.print(facts([(each.name, each.value, each.reason) for each in decisions]))
     if ":" not in data and "*" not in data and not Path(data).exists():
         console.plain(f"there is no {data} yet: `arriero data prepare` writes a dataset")
+    if tokenizer and _is_text(data) and ":" not in tokenizer and not Path(tokenizer).exists():
+        console.plain(
+            f"there is no {tokenizer} yet: `arriero data train-tokenizer {data} -o {tokenizer}` makes one"
+        )
     ranks = f" --nproc {nproc}" if nproc > 1 else ""
     console.plain(f"wrote {out}; start it with: arriero train {out}{ranks}")
 
 
 def _ask(question: str, default: str) -> str:
     return str(typer.prompt(question, default=default)) if sys.stdin.isatty() else default
+
+
+def _is_text(data: str) -> bool:
+    return Path(data).exists() and not (Path(data) / "manifest.json").is_file()
 
 
 def _content(
@@ -172,13 +182,16 @@ def _exact(tokens: int) -> str:
 
 
 def _checked(content: str, out: Path, device: str | None, nproc: int) -> tuple[Decision, ...]:
-    """Write the file, load it, and resolve it for the device; remove it if that fails."""
+    """Write the file, load it, and resolve it for the device; remove a new file if that fails."""
+    is_new = not out.exists()
+    out.parent.mkdir(parents=True, exist_ok=True)
     publish_file(out, content.encode())
     try:
         config = load_run(out, [], expand).config
         return decisions_on(config, device, nproc) if device else ()
     except UserError:
-        out.unlink()
+        if is_new:
+            out.unlink()
         raise
 
 
