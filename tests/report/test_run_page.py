@@ -93,6 +93,35 @@ def test_several_runs_share_their_charts(command, run, tmp_path):
     assert run.joinpath("report.html").exists() is False
 
 
+OVERLAP = """
+<script>
+setTimeout(() => {
+  const box = (part) => document.querySelector(`.chart ${part}`).getBoundingClientRect();
+  const found = { legend: box(".legend").bottom, area: box(".nsewdrag").top };
+  const out = document.createElement("pre");
+  document.body.append(Object.assign(out, { id: "found", textContent: JSON.stringify(found) }));
+}, 1000);
+</script>
+"""
+
+
+def test_a_long_legend_does_not_cover_the_curves_on_a_phone(command, tmp_path):
+    by_source = {f"a source with a long name {number}": 3.0 + number for number in range(5)}
+    evaluated = [event | {"eval_losses": by_source} for event in EVALUATED]
+    run = write_run(tmp_path / "runs", "a", LOSSES, (START, *evaluated, END))
+    assert command("report", run).returncode == 0
+    found, _ = browse(run / "report.html", OVERLAP, width=500)
+    assert found["legend"] <= found["area"]
+
+
+def test_faults_are_told_in_words(command, tmp_path):
+    fault = {"time": 8.0, "event": "fault", "step": 2, "error": "RuntimeError: <no memory>"}
+    run = write_run(tmp_path / "runs", "a", LOSSES, (START, fault))
+    assert command("report", run).returncode == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert "fault at step 2" in text and ">RuntimeError: &lt;no memory&gt;</td>" in text
+
+
 def test_the_page_loads_nothing_from_elsewhere(command, run):
     command("report", run)
     text = (run / "report.html").read_text(encoding="utf-8")

@@ -160,3 +160,21 @@ def test_the_status_shows_what_went_wrong_and_what_was_decided(command, tmp_path
     assert [each["event"] for each in json.loads(command("status", run, "--json").stdout)["events"]] == [
         each["event"] for each in troubles
     ]
+
+
+def test_a_loss_that_is_not_finite_is_named(command, tmp_path):
+    directory = write_run(tmp_path / "runs", "a", [(1, 2.0), (2, None)], (START,), skipped=1)
+    shown = command("status", directory).stdout
+    assert "not finite" in shown and "1 updates were skipped so far" in shown
+    assert command("report", directory).returncode == 0
+    assert "not finite" in (directory / "report.html").read_text(encoding="utf-8").split("<script>")[0]
+
+
+def test_the_status_names_the_model_and_its_devices_and_fits_80_columns(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    start = START | {"parameters": 8030261248, "ranks": 64, "device": "NVIDIA H200", "layout": "dp_shard 64"}
+    losses = [(step, 9.0 - step / 100) for step in range(1, 200)]
+    shown = command("status", write_run(tmp_path / "runs", "a", losses, (start, END), mfu=0.431)).stdout
+    assert "8.03B parameters" in shown and "64 x NVIDIA H200, dp_shard 64" in shown
+    # a curve that is cut ends with an ellipsis
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80

@@ -10,7 +10,7 @@ function draw(chart) {
   const { xaxis, yaxis, ...rest } = figure.layout;
   const layout = {
     ...rest, xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, uirevision: "kept",
-    margin: { l: 64, r: 12, t: 8, b: 44 }, legend: { orientation: "h", y: 1.12 },
+    margin: { l: 64, r: 12, t: 8, b: 44 }, legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: tint("dim"), size: 12 },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: tint("muted"), activecolor: tint("text") },
     hoverlabel: { bgcolor: tint("tip"), font: { color: tint("tip-text") } },
@@ -21,8 +21,8 @@ function draw(chart) {
 const drawAll = () => document.querySelectorAll(".chart").forEach(draw);
 // fetch the page again and take over what changed; charts keep their zoom
 async function refresh() {
-  const answer = await fetch("?content");
-  if (!answer.ok) return;
+  const answer = await fetch("?content").catch(() => null);
+  if (!answer?.ok) return;
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
   const old = document.querySelector("main");
   const charts = old.querySelectorAll(".chart"), next = fresh.querySelectorAll(".chart");

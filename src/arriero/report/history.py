@@ -16,6 +16,7 @@ from arriero.events import EVENTS, METRICS, last_record, metrics_of, read_events
 from arriero.files import is_locked
 from arriero.report.goodput import Goodput, goodput
 from arriero.train.rundir import lock_of
+from arriero.units import human_count
 
 _RUN_FILE = "run.toml"
 State = Literal["running", "finished", "stopped", "failed", "killed", "new"]
@@ -30,6 +31,7 @@ _NOTABLE = {
     *("signal", "fault", "hang", "skip", "bad step", "rollback", "no rollback", "slow rank", "save failed"),
     *("remark", "failure", "exclude", "shrink", "kill", "give up", "resubmit"),
 }
+_TOLD = ("message", "text", "reason", "why", "error", "signal")
 _MEASURED = ("loss", "tokens_per_s", "mfu", "peak_mem_gib", "reserved_mem_gib", "energy_kwh")
 
 
@@ -131,7 +133,16 @@ class RunHistory:
     @property
     def notable_events(self) -> list[dict[str, Any]]:
         """What went wrong, or was decided because of it."""
-        return [event for event in self.events if event.get("decision", event["event"]) in _NOTABLE]
+        return [event for event in self.events if event_kind(event) in _NOTABLE]
+
+    @property
+    def about(self) -> list[str]:
+        """Size of the model, devices and layout of the last start; empty before it."""
+        start = next((event for event in reversed(self.events) if event["event"] == "start"), {})
+        size, ranks, device = (start.get(key) for key in ("parameters", "ranks", "device"))
+        parameters = f"{human_count(size)} parameters" if isinstance(size, int) else None
+        devices = f"{ranks} x {device}" if isinstance(ranks, int) and ranks > 1 else device
+        return [str(each) for each in (parameters, devices, start.get("layout")) if each]
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """Return (tokens, value) of every line that has the key; 'eval_losses.NAME' is inside a table.
@@ -155,9 +166,27 @@ class RunHistory:
 def find_runs(folder: Path) -> list[RunHistory]:
     """Return the runs in a folder, the last active one first."""
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a directory", "give the directory that holds the runs")
+        raise UserError(
+            f"{folder} is not a directory",
+            "`arriero train` writes runs into runs/; --dir names another folder",
+        )
     found = [RunHistory(path) for path in folder.iterdir() if (path / _RUN_FILE).is_file()]
     return sorted(found, key=lambda run: run.last_activity, reverse=True)
+
+
+def event_kind(event: dict[str, Any]) -> str:
+    """Return what an event is; one of the supervisor is its decision."""
+    return event.get("decision", event["event"])
+
+
+def event_title(event: dict[str, Any]) -> str:
+    step = f" at step {event['step']:,}" if isinstance(event.get("step"), int) else ""
+    return f"{event_kind(event)}{step}"
+
+
+def event_text(event: dict[str, Any]) -> str:
+    """Return the sentence of an event that says what happened; it may be empty."""
+    return next((str(event[key]) for key in _TOLD if event.get(key)), "")
 
 
 def run_names(runs: Sequence[RunHistory]) -> list[str]:

@@ -137,12 +137,16 @@ class Bar(NamedTuple):
     limit: float | None = None
 
 
-def stacked_bars(bars: Sequence[Bar], shown: Mapping[str, str], unit: str, limit_tip: str = "") -> str:
-    """Return stacked bars on one scale with a legend; `shown` maps parts to colours."""
+def stacked_bars(
+    bars: Sequence[Bar], shown: Mapping[str, str], unit: str, limit_tip: str = "", is_share: bool = False
+) -> str:
+    """Return stacked bars with a legend, on one scale or each in full width; `shown` maps parts to
+    colours."""
     # a little more, so that a limit at the end of the scale is visible
     longest = 1.01 * max(max(sum(bar.parts.values()), bar.limit or 0) for bar in bars) or 1.0
     lines = []
     for bar in bars:
+        longest = sum(bar.parts.values()) if is_share else longest
         parts = "".join(
             mark(
                 f"width:{100 * amount / longest:.3f}%;background:{shown.get(name, 'var(--muted)')}",

@@ -28,7 +28,6 @@ _COLOURS = {
 _POINTS = 8
 # a run that was killed or failed is shown with its last events
 _SHOWN_EVENTS = 4
-_REASON_KEYS = ("message", "text", "reason", "why", "error", "signal")
 
 Folder = Annotated[Path, typer.Option("--dir", help="The directory that holds the runs.")]
 
@@ -157,17 +156,14 @@ def _curves(runs: "list[RunHistory]") -> dict[str, list[dict[str, Any]]]:
     return result
 
 
-def status(
-    run: Run,
-    as_json: AsJson = False,
-) -> None:
+def status(run: Run, as_json: AsJson = False) -> None:
     """Show a run on one screen: state, progress, time left, losses, speed, memory, checkpoints, faults.
 
     Example: arriero status runs/demo
     """
     from arriero.checkpoint.directory import find_checkpoints
     from arriero.checkpoint.scores import checkpoint_row
-    from arriero.report.history import RunHistory
+    from arriero.report.history import RunHistory, event_text, event_title
 
     found = RunHistory(run_directory_at(run))
     left = _time_left(found)
@@ -178,7 +174,8 @@ def status(
         print_json(about | {"checkpoints": [asdict(each) for each in checkpoints]})
         return
     console = make_console()
-    console.print(panel(_progress(found.summary, left), f"{found.name}: {found.state}", align="left"))
+    title = f"{found.name}: {found.state}, last active {_ago(found.last_activity)}"
+    console.print(panel(_progress(found.summary, left), title, align="left"))
     console.print(facts(_facts(found)))
     if checkpoints:
         table = Table(">checkpoint", ">tokens", ">size", ">saved", "evaluations")
@@ -186,10 +183,8 @@ def status(
             table.row(saved.step, *saved.shown(_ago), saved.scores or saved.problem or "")
         console.print(table)
     for event in notable:
-        text = next((str(event[key]) for key in _REASON_KEYS if event.get(key)), "")
-        step = f" at step {event['step']:,}" if "step" in event else ""
-        kind = event.get("decision", event["event"])
-        console.plain(f"{kind}{step}, {_ago(event['time'])}{text and f': {text}'}", "yellow")
+        text = event_text(event)
+        console.plain(f"{event_title(event)}, {_ago(event['time'])}{text and f': {text}'}", "yellow")
 
 
 def report(
@@ -228,7 +223,6 @@ def _progress(row: "RunSummary", time_left_s: float | None) -> str:
     parts = [f"step {_step(row)}", f"{human_count(row.tokens)} tokens"]
     if time_left_s is not None and row.state == "running":
         parts.append(f"{human_time(time_left_s)} left")
-    parts.append(f"last active {_ago(row.last_activity)}")
     if row.total_steps:
         done = min(1.0, row.step / row.total_steps)
         parts.insert(0, "█" * round(20 * done) + "░" * (20 - round(20 * done)) + f" {done:.0%}")
@@ -239,10 +233,14 @@ def _facts(run: "RunHistory") -> list[tuple[str, ...]]:
     from arriero.report.history import sparkline
 
     last, row, rows = run.last, run.summary, []
+    if about := run.about:
+        rows.append(("model", about[0], ", ".join(about[1:])))
+    if last and last.get("loss") is None:
+        rows.append(("last loss", "not finite", f"{last.get('skipped', 0):,} updates were skipped so far"))
     for key, name in (("loss", "loss"), ("eval_loss", "validation loss")):
         values = [value for _, value in run.series(key)]
         if values:
-            rows.append((name, f"{values[-1]:.4f}", sparkline(values, 40)))
+            rows.append((name, f"{values[-1]:.4f}", sparkline(values, 36)))
     if row.tokens_per_s:
         mfu = f", MFU {row.mfu:.1%}" if row.mfu else ""
         wait = f"waiting for data {last.get('data_wait', 0):.1%} of the time"
@@ -255,9 +253,8 @@ def _facts(run: "RunHistory") -> list[tuple[str, ...]]:
         rows.append(("energy", f"{row.energy_kwh:.3g} kWh", each))
     if last.get("grad_norm") is not None:
         rows.append(("gradient norm", f"{last['grad_norm']:.3g}", f"learning rate {last.get('lr', 0):.3g}"))
-    starts = [event for event in run.events if event["event"] == "start"]
-    if starts:
-        rows.append(("started", _ago(starts[-1]["time"]), f"start {len(starts)} of this run"))
+    if starts := [event["time"] for event in run.events if event["event"] == "start"]:
+        rows.append(("started", _ago(starts[-1]), f"start {len(starts)} of this run"))
     return rows
 
 

@@ -5,7 +5,6 @@ frame in `report/page.py`.
 """
 
 import json
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -19,7 +18,7 @@ from arriero.checkpoint.scores import checkpoint_row
 from arriero.config.fields import toml_value
 from arriero.data.order.ledger import LEDGER
 from arriero.report.goodput import CAUSES
-from arriero.report.history import RunHistory, differing_settings, run_names
+from arriero.report.history import RunHistory, differing_settings, event_text, event_title, run_names
 from arriero.report.page import Bar, Cell, Column, Section, page, stacked_bars, table, text_table, tiles
 from arriero.train.plan_file import predicted_and_measured
 from arriero.units import human_count, human_time
@@ -33,10 +32,11 @@ _MARKED = {
     "save": "c1",
     "evaluation": "c3",
     "signal": "c4",
-    "fault": "c5",
-    "save failed": "c5",
+    **dict.fromkeys(("fault", "hang", "save failed", "failure", "give up"), "c5"),
+    **dict.fromkeys(("skip", "bad step", "rollback", "no rollback", "slow rank"), "c8"),
 }
 _NOT_MARKED = ("remark",)
+_SHOWN_EVENTS = 20
 
 
 class Chart(NamedTuple):
@@ -53,12 +53,12 @@ _CHARTS = (
     Chart("Throughput", "tok/s", (("tokens_per_s", "tok/s", 1),), "from zero"),
     Chart("Model FLOPs utilisation", "%", (("mfu", "MFU", 100), ("hfu", "HFU", 100))),
     Chart("Gradient norm", "", (("grad_norm", "gradient norm", 1),), "log"),
-    Chart("Learning rate", "", (("lr", "learning rate", 1),)),
+    Chart("Learning rate", "", (("lr", "learning rate", 1),), "from zero"),
     Chart(
         "Memory", "GiB", (("peak_mem_gib", "allocated", 1), ("reserved_mem_gib", "reserved", 1)), "from zero"
     ),
     Chart("Waiting for data", "% of the time", (("data_wait", "waiting", 100),), "from zero"),
-    Chart("Energy", "joules per token", (("joules_per_token", "energy", 1),)),
+    Chart("Energy", "joules per token", (("joules_per_token", "energy", 1),), "from zero"),
 )
 
 
@@ -72,11 +72,11 @@ def run_page(runs: Sequence[RunHistory], refresh_s: float | None = None, has_scr
     parts += list(filter(None, (_sources(runs, names), _history(runs, names), _goodput(runs, names))))
     parts += list(filter(None, (_checkpoints(runs, names), _plan(runs, names), _settings(runs, names))))
     title = names[0] if len(runs) == 1 else " and ".join(names)
-    when = f"written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    about = [*(runs[0].about if len(runs) == 1 else ()), f"written {_moment(datetime.now().timestamp())}"]
     scripts = [get_plotlyjs(), (_HERE / "charts.js").read_text(encoding="utf-8")] if has_scripts else []
     if refresh_s and has_scripts:
         scripts.append(f"setInterval(refresh, {1000 * refresh_s:.0f});")
-    return page(f"Run {title}" if len(runs) == 1 else f"Runs {title}", when, parts, scripts)
+    return page(f"Run {title}" if len(runs) == 1 else f"Runs {title}", "; ".join(about), parts, scripts)
 
 
 def _tiles(run: RunHistory) -> str:
@@ -86,11 +86,15 @@ def _tiles(run: RunHistory) -> str:
         ("step", f"{row.step:,}", f"of {row.total_steps:,}" if row.total_steps else ""),
         ("tokens", human_count(row.tokens), ""),
     ]
+    if run.last and row.loss is None:
+        skipped = f"{run.last.get('skipped', 0):,} updates were skipped"
+        facts.append(("last training loss", "not finite", skipped))
     for key, name in (("loss", "training loss"), ("eval_loss", "validation loss")):
         if series := run.series(key):
             facts.append((name, f"{series[-1][1]:.4f}", f"{series[0][1]:.4f} at the start"))
     if row.tokens_per_s:
-        facts.append(("speed", f"{row.tokens_per_s:,.0f} tok/s", f"MFU {row.mfu:.1%}" if row.mfu else ""))
+        mfu = f", MFU {row.mfu:.1%}" if row.mfu else ""
+        facts.append(("speed", f"{row.tokens_per_s:,.0f}", f"tok/s{mfu}"))
     if row.peak_mem_gib:
         facts.append(("memory", f"{row.peak_mem_gib:.1f} GiB", "peak of a device"))
     if row.energy_kwh:
@@ -140,20 +144,24 @@ def _figure(chart: Chart, runs: Sequence[RunHistory], names: Sequence[str]) -> s
                     "y": [factor * value for _, value in points],
                     "mode": "lines+markers" if len(points) < 40 else "lines",
                     "line": {"width": 1.6, "dash": "dot" if place and len(runs) > 1 else "solid"},
+                    # curves of one run have one colour if there are several runs
+                    "marker": {"symbol": place, "size": 7} if len(runs) > 1 else {},
                     "tint": tint,
                 }
             )
     if not traces:
         return ""
-    vertical = {"title": {"text": chart.unit}, "type": "log" if chart.axis == "log" else "linear"}
-    if chart.axis == "from zero":
-        vertical["rangemode"] = "tozero"
-    layout = {
-        "xaxis": {"title": {"text": "tokens"}},
-        "yaxis": vertical,
-        "hovermode": "x unified",
+    vertical = {
+        "title": {"text": chart.unit},
+        "type": "log" if chart.axis == "log" else "linear",
+        "rangemode": "tozero" if chart.axis == "from zero" else "normal",
+        # 3e-4 instead of 300µ
+        "exponentformat": "e" if chart.title == "Learning rate" else "B",
     }
-    return _drawn(chart.title, traces, layout)
+    # a long legend takes its rows from the chart
+    height = 320 + 16 * max(0, len(traces) - 3)
+    across = {"title": {"text": "tokens"}, "rangemode": "tozero"}
+    return _drawn(chart.title, traces, {"xaxis": across, "yaxis": vertical, "hovermode": "x unified"}, height)
 
 
 def _curves(chart: Chart, run: RunHistory) -> list[tuple[str, str, float]]:
@@ -245,7 +253,20 @@ def _history(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None
     lanes = len({trace["y"][0] for trace in traces})
     axis = {"type": "category", "autorange": "reversed"}
     layout = {"xaxis": {"type": "date"}, "yaxis": axis, "showlegend": False, "hovermode": "closest"}
-    return Section("Events", _drawn("Events", traces, layout, 120 + 34 * lanes))
+    drawn = _drawn("Events", traces, layout, 120 + 34 * lanes)
+    return Section("Events", drawn + _notable(runs, names))
+
+
+def _notable(runs: Sequence[RunHistory], names: Sequence[str]) -> str:
+    """Return a table of faults and decisions, because a phone and a printed page have no hovering."""
+    rows = [
+        [name, event_title(event), event_text(event), _moment(event["time"])]
+        for run, name in zip(runs, names, strict=True)
+        for event in run.notable_events[-_SHOWN_EVENTS:]
+    ]
+    first = 1 if len(runs) == 1 else 0
+    titles = ("run", "event", "what happened", "time")[first:]
+    return text_table(titles, [row[first:] for row in rows]) if rows else ""
 
 
 def _told(event: dict[str, Any]) -> str:
@@ -268,7 +289,7 @@ def _goodput(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None
         part: f"var(--{tint})" for part, tint in tints.items() if any(bar.parts[part] > 0 for bar in bars)
     }
     note = "Device-hours that were allocated: goodput is the share of steps that were kept."
-    return Section("Goodput", stacked_bars(bars, used, "device-hours"), note)
+    return Section("Goodput", stacked_bars(bars, used, "device-hours", is_share=True), note)
 
 
 def _checkpoints(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None:
@@ -318,4 +339,4 @@ def _settings(runs: Sequence[RunHistory], names: Sequence[str]) -> Section:
 
 
 def _moment(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
