@@ -32,6 +32,7 @@ import arriero.train.commands as train_verbs
 from arriero import __version__
 from arriero.config.options import Verbs, WithRunFile
 from arriero.errors import UserError
+from arriero.interrupt import Interrupted
 from arriero.ui import print_error, set_quiet
 
 app = Verbs(
@@ -167,6 +168,8 @@ def main() -> None:
     try:
         _check_utf8(arguments)
         app(arguments, prog_name="arriero")
+    except Interrupted as stop:
+        sys.exit(stop.exit_code)
     except (UserError, OSError) as error:
         if "--debug" in arguments[:2] or not _is_user_error(error):
             raise

@@ -106,3 +106,18 @@ def test_a_mistake_ends_in_one_line(command, trained, arguments, words):
     assert result.returncode == 2
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_closed_standard_input_has_no_prompt(command, trained, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    result = command("generate", trained.run)
+    assert (result.returncode, "there is no prompt" in result.stderr) == (2, True)
+
+
+def test_a_chat_template_may_be_given(command, trained, tmp_path):
+    (tmp_path / "chat.jinja").write_text("Q: {{ messages[0].content }} A:")
+    options = ("--max-tokens", 8, "--device", "cpu", "--json")
+    chat = command("generate", trained.run, "--chat-template", tmp_path / "chat.jinja", "Sort it.", *options)
+    (plain,) = results(command("generate", trained.run, "Q: Sort it. A:", *options))
+    assert results(chat) == [plain | {"prompt": "Sort it."}]

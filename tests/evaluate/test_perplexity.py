@@ -1,6 +1,7 @@
 """Perplexity of stored models: that of transformers, on every layout, per source, beside the checkpoint."""
 
 import json
+import signal
 from pathlib import Path
 
 import pyarrow as pa
@@ -178,3 +179,10 @@ def test_evaluations_that_may_differ_have_their_own_results():
     assert all(one != other for i, one in enumerate(known) for other in known[:i])
     moved = PerplexityRequest("m", ["a"], sets=["run.device=cuda", "parallel.tp=2"])
     assert moved.settings() == known[0]
+
+
+def test_a_signal_ends_an_evaluation_without_a_traceback(command, trained, monkeypatch):
+    stop = signal.SIGTERM
+    monkeypatch.setattr("arriero.evaluate.perplexity._measure", lambda *_: signal.raise_signal(stop))
+    result = command("eval", "perplexity", trained.run)
+    assert (result.returncode, result.stdout, result.stderr) == (128 + stop, "", "")

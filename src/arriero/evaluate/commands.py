@@ -13,13 +13,12 @@ from arriero.checkpoint.commands import Run, run_directory_at
 from arriero.config.options import AsJson, Sets
 from arriero.errors import UserError
 from arriero.train.commands import Nproc
-from arriero.ui import StageProgress, Table, Text, byte_progress, make_console, print_json
+from arriero.ui import StageProgress, Table, Text, make_console, print_json
 from arriero.units import counted
 
 if TYPE_CHECKING:
     from arriero.checkpoint.formats.model_reader import ModelReader
     from arriero.evaluate.generate import Completion
-    from arriero.model.language_model import LanguageModel
 
 Model = Annotated[
     str,
@@ -94,6 +93,10 @@ def generate(
     system: Annotated[
         str | None, typer.Option(help="System message before the chat; implies --chat.")
     ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A chat template (Jinja) instead of the model's; implies --chat."),
+    ] = None,
     tokenizer: TokenizerFile = None,
     device: DeviceName = "auto",
     dtype: Precision = None,
@@ -111,14 +114,16 @@ def generate(
     texts = _prompts(prompts, lines)
     from arriero.checkpoint.convert import find_model
     from arriero.data.tokens.prompts import find_tokenizer, prompt_tokenizer
-    from arriero.evaluate.generate import complete
-    from arriero.model.generation import Sampling, why_not_cached
+    from arriero.evaluate.generate import complete, load
+    from arriero.model.generation import Sampling, check_prompts, why_not_cached
+    from arriero.train.device import choose_device
 
     source = find_model(model)
     files = prompt_tokenizer(find_tokenizer(source.extra_files, tokenizer, source.where), source.tokens)
-    is_chat = chat or system is not None
-    encoded = [files.chat(text, system) if is_chat else files.encode(text) for text in texts]
-    loaded = _load(source, device, dtype)
+    is_chat = chat or system is not None or chat_template is not None
+    encoded = [files.chat(text, system, chat_template) if is_chat else files.encode(text) for text in texts]
+    loaded = load(source, choose_device(device).torch_device, dtype)
+    check_prompts(loaded, encoded)
     if (reason := why_not_cached(loaded)) is not None:
         make_console(as_json=True).plain(f"without a key-value cache: {reason}", "yellow")
     shows = not as_json and len(texts) == 1
@@ -147,23 +152,12 @@ def generate(
 def _prompts(given: list[str] | None, lines: bool) -> list[str]:
     if given and lines:
         raise UserError("--lines reads prompts from standard input, but prompts are given", "omit one")
-    if not given and sys.stdin.isatty():
+    if not given and (sys.stdin is None or sys.stdin.isatty()):
         raise UserError("there is no prompt", 'give one: arriero generate CKPT "Once upon a time"')
     texts = given or (sys.stdin.read().splitlines() if lines else [sys.stdin.read()])
     if not any(texts):
         raise UserError("the prompt is empty", "give a text")
     return [text for text in texts if text] if lines else texts
-
-
-def _load(source: "ModelReader", device: str, dtype: str | None) -> "LanguageModel":
-    from arriero.checkpoint.convert import read_model
-    from arriero.checkpoint.formats.model_reader import DTYPES
-    from arriero.train.device import choose_device
-
-    console = make_console(as_json=True)
-    with byte_progress(console, f"reading {source.where}", source.nbytes()) as advance:
-        place = choose_device(device).torch_device
-        return read_model(source, place, DTYPES[dtype] if dtype else None, advance)
 
 
 def _write(text: str, bold: bool = False) -> None:
@@ -259,8 +253,7 @@ def tasks(
     """
     from arriero.evaluate.tasks import TasksRequest, evaluate_tasks
 
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
-    request = TasksRequest(model, names, include, fewshot, limit, batch, device, dtype)
+    request = TasksRequest(model, _names(tasks), include, fewshot, limit, batch, device, dtype)
     found = evaluate_tasks(request)
     facts = found.to_dict()
     if attach:
@@ -305,7 +298,7 @@ def watch(
     from arriero.evaluate.tasks import TasksRequest
     from arriero.evaluate.watch import Result, watch_run
 
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    names = _names(tasks)
     requests: list[PerplexityRequest | TasksRequest] = []
     if data or not names:
         requests.append(PerplexityRequest("", data, seq_len, sets=[f"run.device={device}", *sets]))
@@ -332,6 +325,10 @@ def watch(
         console.plain("nothing to evaluate: every readable checkpoint has these scores (`arriero ckpt list`)")
     if failed:
         raise typer.Exit(1)
+
+
+def _names(tasks: str) -> list[str]:
+    return [name.strip() for name in tasks.split(",") if name.strip()]
 
 
 def _attach(directory: Path, kind: str, scores: Any, settings: Any, details: Any) -> None:

@@ -4,9 +4,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from arriero.checkpoint.convert import read_model
+from arriero.checkpoint.formats.model_reader import DTYPES, ModelReader
 from arriero.data.tokens.prompts import PromptTokenizer
 from arriero.model.generation import Sampling, generate
 from arriero.model.language_model import LanguageModel
+from arriero.ui import byte_progress, make_console
 
 End = Literal["end of text", "max tokens", "context full"]
 
@@ -20,6 +25,12 @@ class Completion:
     prompt_tokens: int
     tokens: list[int]
     ended_by: End
+
+
+def load(source: ModelReader, device: torch.device, dtype: str | None) -> LanguageModel:
+    """Read a stored model with a progress bar; its dtype is the stored one if none is given."""
+    with byte_progress(make_console(as_json=True), f"reading {source.where}", source.nbytes()) as advance:
+        return read_model(source, device, DTYPES[dtype] if dtype else None, advance)
 
 
 def complete(

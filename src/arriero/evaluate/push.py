@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from arriero.config.options import AsJson
+from arriero.config.options import AsJson, run_path
 from arriero.errors import UserError
 from arriero.ui import Table, byte_progress, make_console, print_json
 from arriero.units import JOULES_PER_KWH, human_bytes, human_count, human_time
@@ -141,9 +141,7 @@ def _model_of(source: str) -> Path:
     """Return the model of a run: the exported one, else its newest checkpoint; other paths as they are."""
     from arriero.checkpoint.directory import resolve_checkpoint
 
-    path = Path(source)
-    if not path.exists() and (Path("runs") / path).is_dir():
-        path = Path("runs") / path
+    path = run_path(Path(source))
     if not path.exists():
         raise UserError(f"{source} does not exist", "give a run, a checkpoint or a model")
     if (path / "run.toml").is_file() and not (path / ".metadata").is_file():

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arriero.checkpoint.convert import find_model, read_model
+from arriero.checkpoint.convert import find_model
 from arriero.checkpoint.formats.hf_directory import check_tokenizer, write_tokenizer
-from arriero.checkpoint.formats.model_reader import DTYPES, ModelReader, copy_extra_files
+from arriero.checkpoint.formats.model_reader import ModelReader, copy_extra_files
 from arriero.data.tokens.prompts import find_tokenizer
 from arriero.errors import UserError, nearest
+from arriero.evaluate.generate import load
 from arriero.model.generation import Sampling, generate
 from arriero.model.language_model import LanguageModel
 from arriero.train.device import choose_device
-from arriero.ui import byte_progress, make_console
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,8 @@ class TaskScores:
 
     def main(self) -> dict[str, float]:
         """Return the first metric of each task, by names like 'hellaswag acc'."""
-        return {
-            f"{task} {name}": value for task, found in self.metrics.items() for name, value in _first(found)
-        }
-
-
-def _first(found: Mapping[str, float]) -> list[tuple[str, float]]:
-    return list(found.items())[:1]
+        first = {task: next(iter(found.items())) for task, found in self.metrics.items() if found}
+        return {f"{task} {name}": value for task, (name, value) in first.items()}
 
 
 def evaluate_tasks(request: TasksRequest) -> TaskScores:
@@ -121,8 +116,7 @@ def harness_model(source: ModelReader, request: TasksRequest) -> Any:
 
     tokenizer = _tokenizer(source)
     device = choose_device(request.device).torch_device
-    with byte_progress(make_console(as_json=True), f"reading {source.where}", source.nbytes()) as advance:
-        model = read_model(source, device, DTYPES[request.dtype] if request.dtype else None, advance)
+    model = load(source, device, request.dtype)
 
     class Harness(HFLM):
         drawn = 0

@@ -117,7 +117,7 @@ def init(
 
 
 def _ask(question: str, default: str) -> str:
-    return str(typer.prompt(question, default=default)) if sys.stdin.isatty() else default
+    return str(typer.prompt(question, default=default)) if sys.stdin and sys.stdin.isatty() else default
 
 
 def _is_text(data: str) -> bool:

@@ -38,10 +38,10 @@ class PromptTokenizer:
         ids = self.inner.encode(text, add_special_tokens=self.adds_special_tokens).ids
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
-    def chat(self, text: str, system: str | None = None) -> list[int]:
+    def chat(self, text: str, system: str | None = None, template_file: Path | None = None) -> list[int]:
         """Return the ids of a user's turn, up to where the assistant's begins, by the chat template."""
         definition = read_definition(self.path)
-        template = read_chat_template(self.path, special=special_tokens(definition))
+        template = read_chat_template(self.path, template_file, special=special_tokens(definition))
         messages = [{"role": "system", "content": system}] if system is not None else []
         try:
             whole = template.prompt([*messages, {"role": "user", "content": text}])
