@@ -47,6 +47,7 @@ class Row:
     peak: float | None = None
     kernel: Any = "best"
     early_stop: bool = True
+    fused_sums: bool = False
     loss: str = "fused"
     fitted: bool = False
     assumed: str = ""
@@ -57,7 +58,7 @@ class Row:
         machine = replace(self.cluster.machine, memory_free=_ENOUGH)
         resolved = resolve(self.config, machine, self.devices)
         work = replace(resolved.work(), fused_kernels=self.loss != "eager", attended=self.attended)
-        work = replace(work, early_stop=self.early_stop)
+        work = replace(work, early_stop=self.early_stop, fused_sums=self.fused_sums)
         time = step_time(work, Rates(self.cluster, measured, kernel=self.kernel))
         copies = _LOSS_PARALLEL if self.loss == "eager" and resolved.layout.tp > 1 else _COPIES[self.loss]
         estimate, reported = resolved.estimates[0], 1.0
@@ -143,7 +144,7 @@ def _rows(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "data": {"seq_len": row["seq_len"]},
             "train": {"micro_batch": row["micro_batch"]},
             "memory": {"activation_checkpointing": row["recompute"]},
-            "fitted": row["model"] == "7b" and row["seq_len"] == 2048,
+            "fitted": [row["model"], row["cluster"], row["seq_len"]] in compact.get("fitted", []),
         }
 
 
@@ -195,6 +196,7 @@ def _row(row: Mapping[str, Any], source: str, clusters: Mapping[str, Cluster]) -
         peak=row.get("peak"),
         kernel=software.get("attention", "best"),
         early_stop=software.get("early_stop", True),
+        fused_sums=software.get("fused_sums", False),
         loss=software.get("loss", "eager"),
         fitted=row.get("fitted", False),
         assumed=row.get("assumed", ""),

@@ -81,6 +81,32 @@ def test_gathering_once_per_step_saves_communication():
     assert step_time(replace(work, reshard=False), rates).seconds < 0.7 * step_time(work, rates).seconds
 
 
+def test_a_ring_computes_attention_in_chunks_with_flashattention_2():
+    long = replace(WORK, layout=Layout(dp_shard=8, cp=8), seq_len=131072)
+    rates, device = Rates(H100), H100.device.rates
+    heads, ring = (step_time(replace(long, **{way: 8}), rates) for way in ("ulysses", "ring"))
+    slower = ring.compute["attention"] / heads.compute["attention"]
+    assert slower == pytest.approx(device.attention / device.flash2, rel=0.15)
+    everywhere = step_time(replace(long, ring=8), Rates(H100, kernel="cudnn"))
+    assert everywhere.compute["attention"] == pytest.approx(heads.compute["attention"], rel=0.05)
+    # merges and sums of short chunks are not hidden
+    short = step_time(replace(long, ring=8, seq_len=8192), rates)
+    assert short.exposed["cp"] / short.seconds > 2 * ring.exposed["cp"] / ring.seconds
+
+
+def test_gradients_summed_by_their_matmul_cost_no_pass_over_memory():
+    work = replace(WORK, micro_batches=8)
+    apart, fused = (step_time(replace(work, fused_sums=fused), Rates(H100)) for fused in (False, True))
+    assert apart.seconds - fused.seconds == pytest.approx(apart.compute["gradients"])
+    assert "gradients" not in fused.compute
+
+
+def test_weights_gathered_in_float8_are_cast_by_shards():
+    work = replace(WORK, precision="float8", seq_len=1024)
+    whole, shards = (step_time(replace(work, float8_gather=each), Rates(H100)) for each in (False, True))
+    assert shards.compute["elementwise"] < 0.6 * whole.compute["elementwise"]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("ranks", "count"), [(2, 8), (4, 16), (8, 32)])
 def test_the_closed_form_of_a_pipeline_agrees_with_its_simulation(schedule, ranks, count):

@@ -32,7 +32,8 @@ class Work:
 
     `stages` are the blocks of each pipeline stage. `reshard` frees gathered weights after forward (ZeRO-3).
     With `early_stop` an uncompiled block is recomputed up to what backward needs, not to its end; torch
-    before 2.1 had none. `attended` is the mean document length where a document mask is used.
+    before 2.1 had none. With `fused_sums` the matmul of a weight's gradient adds it to the sum of earlier
+    micro-batches. `attended` is the mean document length where a document mask is used.
     """
 
     spec: ModelSpec
@@ -64,6 +65,7 @@ class Work:
     fused_qkv: bool = False
     fused_float8: bool = False
     early_stop: bool = True
+    fused_sums: bool = False
 
     def varied(self, **values: Any) -> "Work":
         """Return the step with other values; faster than `replace`, because a search makes so many."""
@@ -164,6 +166,8 @@ def block_time(work: Work, rates: Rates) -> BlockTime:
     """
     known = family_of(work.spec.family).block_memory is not None
     matmul, attention, elementwise = (_formulas if known else _traced)(work, rates)
+    if work.ring > 1:
+        attention = rates.ring_attention(attention, work.seq_len, work.ring)
     recompute = _recomputed(work, matmul, attention, elementwise)
     tensor, context = _tensor_parallel(work, rates), _context(work, rates, attention)
     return BlockTime(matmul, attention, elementwise, recompute, tensor, context)
@@ -244,7 +248,9 @@ def _elementwise(work: Work, rates: Rates) -> Passes:
         forward += (5 if work.compiled else 9) * inputs
         backward += (5 if work.compiled else 9) * outputs
     scale = work.tokens / tp * work.compute_bytes / 2
-    weights = 3 * spec.block_matmul_parameters / tp if casts else 0
+    weights = 3 * spec.block_matmul_parameters / tp if casts else 0.0
+    # weights that are gathered in float8 are cast before, by each rank its shard
+    weights /= work.layout.fsdp if work.float8_gather else 1
     return Passes(rates.bytes(scale * forward + weights), rates.bytes(scale * backward + weights))
 
 
@@ -282,21 +288,29 @@ def _context(work: Work, rates: Rates, attention: Passes) -> Passes:
     inner, outer = Group(work.ulysses, layout.tp), Group(work.ring, layout.tp * work.ulysses)
     change = rates.collective("all_to_all", element * (query + 2 * kv_sent), inner)
     change += rates.collective("all_to_all", element * query, inner)
-    waits = Passes(0.0, 0.0)
-    if work.ring > 1:
-        sent = rates.collective("p2p", 2 * element * kv, Group(2, outer.stride))
-        steps = work.ring - 1
-        # gradients of keys and values are sent with them, in fp32
-        waits = Passes(
-            steps * max(0.0, sent - attention.forward / work.ring),
-            steps * max(0.0, 3 * sent - attention.backward / work.ring),
-        )
-        # merging partial outputs in fp32
-        merge = rates.bytes(steps * work.tokens * query * 24)
-        waits += Passes(merge, merge)
+    waits = _ring(work, rates, element * kv, attention, outer) if work.ring > 1 else Passes(0.0, 0.0)
     forward = change + waits.forward
     # selective checkpointing keeps the results of attention and of collectives
     return Passes(forward, change + waits.backward + work.recompute.attention * forward)
+
+
+def _ring(work: Work, rates: Rates, kv: float, attention: Passes, group: Group) -> Passes:
+    """Return what a ring adds to its attention kernels; `kv` are the bytes of the keys of a rank."""
+    sent = rates.collective("p2p", 2 * kv, Group(2, group.stride))
+    steps, ring = work.ring - 1, work.ring
+    # gradients of keys and values travel in fp32 beside them; nothing hides the last transfer
+    gradients = 2 * sent
+    hidden = attention.times(1 / ring)
+    waits = Passes(
+        steps * max(0.0, sent - hidden.forward),
+        steps * max(0.0, sent + gradients - hidden.backward) + gradients,
+    )
+    # outputs are merged in fp32 by separate kernels; so are gradients, which each kernel writes anew
+    queries = work.tokens * work.spec.attention_width / work.layout.tp
+    keys = 2 * kv / work.compute_bytes
+    merged = 12 * queries + 42 * steps * queries
+    summed = (10 + 10 * ring + 22 * steps) * queries + (6 + 10 * ring) * keys
+    return waits + Passes(rates.bytes(merged), rates.bytes(summed))
 
 
 class EndTime(NamedTuple):

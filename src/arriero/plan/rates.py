@@ -25,8 +25,8 @@ _FULL_ATTENTION = 600
 # attention with a document mask skips whole blocks of the mask only, and has another kernel
 _DOCUMENT_RATE = 0.4
 _SMALL_HEAD_RATE = 0.84
-# FlashAttention-1 by FlashAttention-2
-_FLASH1_RATE = 0.6
+# FlashAttention-1 by FlashAttention-2, and the backward pass of FlashAttention-2 by its forward pass
+_FLASH1_RATE, _FLASH_BACKWARD = 0.6, 0.85
 # a device that trains for hours is slower than one that repeats a kernel for a moment: heat and power limits
 _SUSTAINED = 1.08
 _COMPUTE_BOUND = ("linear", "attention", "document_attention", "head_loss")
@@ -63,12 +63,13 @@ class Group(NamedTuple):
 class Rates:
     """The speed of a cluster. `measured` replaces the roofline; `kernel` is the attention kernel.
 
+    "best" is the fastest kernel, but FlashAttention-2 in a ring; "cudnn" is the fastest everywhere.
     `used` collects which kinds of numbers were measured and which were estimated.
     """
 
     cluster: Cluster
     measured: Measured | None = None
-    kernel: Literal["best", "flash2", "flash1"] = "best"
+    kernel: Literal["best", "cudnn", "flash2", "flash1"] = "best"
     used: dict[str, set[str]] = field(default_factory=lambda: {"measured": set(), "analytic": set()})
     memo: dict[Any, Any] = field(default_factory=dict)
 
@@ -140,10 +141,21 @@ class Rates:
         peak *= seq_len / (seq_len + _FULL_ATTENTION)
         peak *= _DOCUMENT_RATE if masked else 1.0
         forward, backward = rates.attention, rates.attention_backward
-        if self.kernel != "best":
+        if self.kernel in ("flash2", "flash1"):
             forward = rates.flash2 * (_FLASH1_RATE if self.kernel == "flash1" else 1.0)
-            backward = 0.85 * forward
+            backward = _FLASH_BACKWARD * forward
         return Passes(forward_flops / (peak * forward), backward_flops / (peak * backward))
+
+    def ring_attention(self, whole: Passes, seq_len: float, ring: int) -> Passes:
+        """Return the seconds of attention that a ring computes in chunks, from those of one kernel."""
+        own = seq_len / ring
+        shorter = (1 + _FULL_ATTENTION / own) / (1 + _FULL_ATTENTION / seq_len)
+        if self.kernel != "best":
+            return whole.times(shorter)
+        rates = self.cluster.device.rates
+        forward = max(1.0, rates.attention / rates.flash2)
+        backward = max(1.0, rates.attention_backward / (_FLASH_BACKWARD * rates.flash2))
+        return Passes(shorter * forward * whole.forward, shorter * backward * whole.backward)
 
     def bytes(self, count: float) -> float:
         """Return the seconds of kernels that are limited by memory, from the bytes they read and write."""

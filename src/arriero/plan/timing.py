@@ -74,6 +74,7 @@ def _parts(work: Work, rates: Rates) -> tuple[BlockTime, EndTime, Passes]:
     key = (work.spec, work.layout.tp, work.layout.cp, work.ulysses, work.ring, work.seq_len, work.micro_batch)
     key += (work.checkpointing, work.compiled, work.precision, work.attended, work.ffn_tile)
     key += (work.fused_kernels, work.float8_head, work.async_tp, work.layout.uses_fsdp)
+    key += (work.layout.fsdp if work.float8_gather else 1,)
     if key not in rates.memo:
         rates.memo[key] = block_time(work, rates), end_time(work, rates), host_time(work)
     return rates.memo[key]
@@ -196,7 +197,7 @@ def _stage(
     accumulate = 0.0
     if layout.uses_fsdp:
         # gradients are summed in the dtype of their reduction
-        once = work.sync_each or work.micro_batches == 1
+        once = work.sync_each or work.micro_batches == 1 or work.fused_sums
         sums = 0 if once else work.micro_batches * (2 * work.reduce_bytes + 2)
         accumulate = rates.bytes(parameters * sums)
     elif work.micro_batches > 1 and work.compute_bytes < work.master_bytes:
