@@ -56,6 +56,7 @@ bandwidth = 450
 name = "network"
 bandwidth = 50
 """
+LINKS = GOOD[GOOD.index("[[links]]") :]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,9 @@ bandwidth = 50
         ('name = "network"', 'name = "network"\ndevices = 16', "connect 16 of the 32 devices"),
         ("nodes = 4", "nodes = 4\nnode = 3", "node is not a key"),
         ('"h100"', '"h1000"', "there is no device 'h1000'"),
+        ('"h100"', "3", "device must be a name or a table"),
+        (LINKS, 'links = "fast"', "links must be a list of tables"),
+        (LINKS, "links = [3]", "links[0] must be a table"),
         ('"h100"', '{ type = "h100", memory = 1e9 }', "device.memory is 1000000000.0"),
     ],
 )

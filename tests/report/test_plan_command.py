@@ -84,7 +84,7 @@ def test_explain_compares_a_layout_with_the_best(command, run_file):
     assert other >= best * 0.97
     refused = command("plan", run_file, *where, "--explain", "tp=8")
     assert refused.returncode == 2
-    assert "parallel.tp = 4 and --fix tp=8" in refused.stderr
+    assert "parallel.tp = 4 and --explain tp=8" in refused.stderr
 
 
 def test_an_excluded_kind_of_activation_checkpointing_is_not_planned(command, run_file):
@@ -108,6 +108,30 @@ def test_a_model_that_does_not_fit_is_answered_with_what_would(command, run_file
     assert result.returncode == 1
     assert "does not fit on 4 devices" in result.stdout
     assert "smallest number of devices on which it would fit is" in result.stdout
+    limited = command("plan", run_file, "--device", "a100-80g", "--gpus", "4", "--memory-limit", "1GiB")
+    assert "or raise --memory-limit" in limited.stdout
+
+
+def test_a_run_without_an_allowed_layout_is_not_said_to_lack_memory(command, run_file):
+    batch = ("--set", "train.batch=8192 tok")
+    result = command("plan", run_file, "--device", "h100", "--gpus", "8", "--fix", "dp_shard=2", *batch)
+    assert result.returncode == 1
+    assert "has no allowed layout on 8 devices" in result.stdout
+    assert "the batch has only 1 sequence, fewer than data ranks" in result.stdout
+    assert "would fit" not in result.stdout
+    kinds = ("--exclude", "none,selective,attention,full")
+    excluded = command("plan", run_file, "--device", "h100", "--gpus", "64", *kinds)
+    assert "--exclude leaves no candidate" in excluded.stdout
+
+
+def test_a_run_file_written_elsewhere_still_extends_its_base(command, run_file, tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text(f'extends = "{Path(run_file).name}"\n')
+    (tmp_path / "planned").mkdir()
+    target = tmp_path / "planned" / "run.toml"
+    result = command("plan", str(own), "--device", "h100", "--gpus", "64", "--write", str(target))
+    assert result.returncode == 0, result.stderr
+    assert tomllib.loads(target.read_text())["extends"] == "../run.toml"
 
 
 @pytest.mark.parametrize(
@@ -123,6 +147,7 @@ def test_a_model_that_does_not_fit_is_answered_with_what_would(command, run_file
         (("--cluster", "8xh100", "--fix", "tp=2", "--fix", "tp=4"), "contradict each other"),
         (("--cluster", "8xh100", "--exclude", "everything"), "--exclude everything is unknown"),
         (("--cluster", "8xh100", "--what-if", "nodes=a"), "is not a list"),
+        (("--device", "h100", "--what-if", "gpus=12"), "do not fill nodes of 8"),
         (("--cluster", "8xh100", "--memory-limit", "big"), "--memory-limit"),
         (("--cluster", "8xh100", "--write", "no/such/folder.toml"), "no directory"),
     ],

@@ -1,5 +1,6 @@
 """What would make a run fit, more devices or smaller settings; and the run file with a layout written out."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,7 +106,8 @@ def advice(question: Question, devices: int) -> list[str]:
         sets = " ".join(f"--set {key}={_shown(value)}" for key, value in values.items())
         lines.append(f"With {sets} ({meaning}) it would fit on {here}: {human_bytes(size)}.")
     most = f"No number of devices up to {_MOST_DEVICES:,} is enough"
-    return lines or [f"{most}; choose a smaller model, batch or sequence length."]
+    limit = "" if question.memory_limit is None else ", or raise --memory-limit"
+    return lines or [f"{most}; choose a smaller model, batch or sequence length{limit}."]
 
 
 def smaller_settings(
@@ -227,6 +229,10 @@ def write_run_file(path: Path, run_file: Path | None, sets: Sequence[str], found
         text = to_toml(found.config.with_values(keys))
     else:
         document = tomlkit.parse(run_file.read_text(encoding="utf-8-sig"))
+        if "extends" in document:
+            # the name of the file is relative to the run file
+            base = run_file.parent / str(document["extends"])
+            document["extends"] = os.path.relpath(base, path.parent)
         given = [item.partition("=")[0].strip() for item in sets]
         for key in dict.fromkeys((*given, *keys)):
             *tables, name = key.split(".")

@@ -88,6 +88,10 @@ class Candidate:
         return float(f"{handicap(self.choice.arithmetic) * self.time.seconds:.4g}"), axes, self.memory
 
 
+# how the reason begins why a candidate does not fit
+TOO_LARGE = "needs more memory"
+
+
 class Rejection(NamedTuple):
     """Why some candidates were rejected: how many, and one of them."""
 
@@ -126,6 +130,11 @@ class Plan:
     @property
     def best(self) -> Candidate:
         return self.candidates[0]
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether memory is why some candidate was rejected."""
+        return any(each.reason.startswith(TOO_LARGE) for each in self.rejections)
 
     def best_per_layout(self) -> list[Candidate]:
         """Return the best candidate of each layout, the fastest first."""

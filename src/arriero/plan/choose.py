@@ -286,7 +286,7 @@ def _indivisible(draft: Draft, given: int | None, sequences: int, key: str) -> P
     pp = draft.layout.pp
     size = "micro-batches" if given is None else f"micro-batches of {given}"
     where = f" for the schedule '{draft.schedule}' over {pp} ranks" if pp > 1 else ""
-    what = f"the {sequences} sequences of a rank cannot be divided into {size}{where}"
+    what = f"{counted(sequences, 'sequence')} of a rank cannot be divided into {size}{where}"
     if given is None:
         return Problem(key, what, "raise it")
     return Problem("train.micro_batch", what, f"leave it out, or raise {key}")

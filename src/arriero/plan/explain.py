@@ -72,7 +72,7 @@ def _next_sentence(plan: Plan) -> str:
 
     other = next((each for each in plan.candidates if kind(each) != kind(plan.best)), None)
     if other is None:
-        return "No other division of the model is legal and fits."
+        return "No other division of the model is allowed by the settings and fits."
     return f"The next best division, {other.choice.layout}, takes {_difference(plan.best, other)}."
 
 

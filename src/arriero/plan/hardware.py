@@ -127,12 +127,17 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(each) for each in value) if isinstance(value, list | tuple) else value
 
 
+_EXPECTED = {"model_type": "a table", "tuple_type": "a list of tables"}
+
+
 def _problem(error: Any) -> str:
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])[1:]
     if error["type"] == "missing":
         return f"{key} is missing"
     if error["type"] == "extra_forbidden":
         return f"{key} is not a key of a cluster file"
+    if (kind := error["type"]) in _EXPECTED:
+        return f"{key} must be {'a name or ' if key == 'device' else ''}{_EXPECTED[kind]}"
     shown = repr(error["input"])
     return f"{key} is {shown if len(shown) < 40 else 'of a wrong type'}: {error['msg'].lower()}"
 

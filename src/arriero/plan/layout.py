@@ -157,6 +157,12 @@ def micro_batch_counts(name: str, sequences: int, ranks: int, per_rank: int) -> 
     return (n for n in divisors(sequences) if allowed_micro_batches(name, n, ranks, per_rank))
 
 
+def distinct_kinds(spec: ModelSpec) -> tuple[ModelSpec, ...]:
+    """Return the different kinds of blocks. Most models have one, and hashing all of them takes long."""
+    first, *_ = kinds = spec.kinds
+    return (first,) if kinds.count(first) == len(kinds) else tuple(dict.fromkeys(kinds))
+
+
 def stage_costs(spec: ModelSpec, seq_len: int) -> tuple[int, int, int]:
     """Return the multiply-adds per token of the embedding, of one block and of the head."""
     attention = round(sequence_flops(spec, spec.attended(seq_len)) / 2 / spec.layers)
@@ -168,7 +174,7 @@ def cut_stages(spec: ModelSpec, seq_len: int, stages: int) -> tuple[range, ...]:
 
     The most expensive stage is as cheap as possible; among equal cuts, the stages differ least.
     """
-    if len(set(spec.kinds)) == 1:
+    if len(distinct_kinds(spec)) == 1:
         return _cut(spec.layers, stages, *stage_costs(spec, seq_len))
     blocks = [stage_costs(kind, seq_len)[1] for kind in spec.kinds]
     embedding, _, head = stage_costs(spec, seq_len)

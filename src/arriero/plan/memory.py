@@ -18,7 +18,7 @@ from arriero.model.costs import Affine, BlockMemory, Mode, block_memory, block_s
 from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec
 from arriero.model.speculator.settings import inner_dim, speculator_shapes
-from arriero.plan.layout import SCHEDULES, Layout, cut_stages, in_flight, stages_of
+from arriero.plan.layout import SCHEDULES, Layout, cut_stages, distinct_kinds, in_flight, stages_of
 
 FP32 = 4
 _ADAPTER = ".adapter"
@@ -361,14 +361,17 @@ class MemoryEstimate:
 
     @cached_property
     def _largest_matrix(self) -> int:
-        tensors = [each for kind in set(self.spec.kinds) for each in block_tensors(kind)]
+        tensors = [each for kind in distinct_kinds(self.spec) for each in block_tensors(kind)]
         return max(_local(shape, split, self.layout.tp, 1) for _, shape, split in tensors)
 
     @cached_property
     def _block_sizes(self) -> Sizes:
         """The sizes of a block, of the largest one where they differ."""
         kinds = self.spec.kinds
-        return max((self._sizes_of(kinds.index(kind)) for kind in set(kinds)), key=lambda each: each.elements)
+        return max(
+            (self._sizes_of(kinds.index(kind)) for kind in distinct_kinds(self.spec)),
+            key=lambda each: each.elements,
+        )
 
     def _sizes_of(self, block: int) -> Sizes:
         names = block_tensors(self.spec.kinds[block])
@@ -414,7 +417,7 @@ class MemoryEstimate:
             shapes = speculator_shapes(self.config.speculator, self.spec)
             ends += [(name + _ADAPTER, shape, "") for name, shape in shapes.items()]
         total = _sizes(ends, self.layout, self._frozen, _moments_each(self.config, inside=False))
-        if not self._frozen and len(set(self.spec.kinds)) == 1:
+        if not self._frozen and len(distinct_kinds(self.spec)) == 1:
             return total.plus(self._block_sizes, len(blocks))
         for block in blocks:
             total = total.plus(self._sizes_of(block))

@@ -17,7 +17,7 @@ from arriero.model.family import family_of
 from arriero.model.spec import ModelSpec
 from arriero.plan.blocks import Work, shared_work
 from arriero.plan.hardware import Machine
-from arriero.plan.layout import SCHEDULES, Layout, cut_stages, divide_context, tokens_divisor
+from arriero.plan.layout import SCHEDULES, Layout, cut_stages, distinct_kinds, divide_context, tokens_divisor
 from arriero.plan.memory import QUANTIZED_BLOCK, Choices, MemoryEstimate, block_tensors, estimate_memory
 from arriero.units import human_count
 
@@ -241,7 +241,7 @@ def _adapter_problems(draft: Draft) -> Iterator[Problem]:
 
 def _quantized_problems(spec: ModelSpec, tp: int, base: str) -> Iterator[Problem]:
     """Tensor parallelism cuts rows of quantised weights between blocks that share a scale."""
-    tensors = (each for kind in set(spec.kinds) for each in block_tensors(kind))
+    tensors = (each for kind in distinct_kinds(spec) for each in block_tensors(kind))
     widths = {shape[1]: name for name, shape, split in tensors if split == "row-wise" and len(shape) == 2}
     if odd := [width for width in widths if width % (QUANTIZED_BLOCK * tp) and tp > 1]:
         what = f"'{base}' stores {QUANTIZED_BLOCK} elements of a row together, and tp {tp} divides the "

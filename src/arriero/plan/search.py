@@ -18,7 +18,7 @@ from arriero.config.timeline import Timeline
 from arriero.errors import UserError
 from arriero.model.spec import ModelSpec
 from arriero.plan.arithmetic import host_problem, variants
-from arriero.plan.candidates import Candidate, Choice, Constraint, Plan, Rejection
+from arriero.plan.candidates import TOO_LARGE, Candidate, Choice, Constraint, Plan, Rejection
 from arriero.plan.choose import Chooser, loss_chunk, micro_batch_sizes, preferred
 from arriero.plan.hardware import Cluster, Machine
 from arriero.plan.layout import AXES, SCHEDULES, Layout, divisors
@@ -31,7 +31,6 @@ from arriero.units import counted, human_bytes
 
 # schedules worth a try with their stages per rank; gpipe, looped-bfs and dualpipev are dominated
 _SCHEDULES = (("1f1b", (1,)), ("interleaved-1f1b", (2, 4)), ("zbv", (2,)), ("zero-bubble", (2,)))
-_TOO_LARGE = "needs more memory"
 
 
 @dataclass
@@ -61,7 +60,7 @@ class _Search:
     @cached_property
     def too_large_reason(self) -> str:
         sizes = human_bytes(self.usable), human_bytes(self.machine.memory_free)
-        return f"{_TOO_LARGE} than {sizes[0]} of the {sizes[1]} that are free"
+        return f"{TOO_LARGE} than {sizes[0]} of the {sizes[1]} that are free"
 
     @cached_property
     def sequences(self) -> int:
@@ -74,7 +73,7 @@ class _Search:
 
     def too_large(self, what: Callable[[], str], needed: float) -> None:
         """Count a candidate that does not fit; the example is the one that needs least."""
-        found = self.rejected.setdefault(_TOO_LARGE, [self.too_large_reason, 0, ""])
+        found = self.rejected.setdefault(TOO_LARGE, [self.too_large_reason, 0, ""])
         found[1] += 1
         if needed < self.least:
             self.least = needed
@@ -241,7 +240,7 @@ def _candidates_in(search: _Search, layout: Layout, schedule: str, per_rank: int
     problems = [*draft.problems()]
     sizes = micro_batch_sizes(draft, {}, problems)
     if problems:
-        search.reject(f"{problems[0].key} {problems[0].what}", layout)
+        search.reject(f"{problems[0].key}: {problems[0].what}", layout)
         return
     default = loss_chunk(draft)
     for choices, (size, *_), needed in Chooser(draft, sizes, search.rates, exclude=search.exclude).settings():
@@ -266,7 +265,7 @@ def _checked(search: _Search, found: Sequence[Candidate], keep: int | None) -> I
             if problem := host_problem(dict(search.arithmetic), resolved.host_bytes, search.machine):
                 raise ConfigError([problem])
         except ConfigError as error:
-            search.reject(f"{error.problems[0].key} {error.problems[0].what}", candidate.choice)
+            search.reject(f"{error.problems[0].key}: {error.problems[0].what}", candidate.choice)
             continue
         yielded += 1
         parts = resolved.predicted_parts

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from arriero.parallel.simulate import Simulation
 
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-_KINDS = ("none", "selective", "attention", "full", "fraction")
+_KINDS = ("none", "selective", "attention", "fraction", "full")
 _SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "zero-bubble")
 # candidates that are checked by `resolve`, far more than anybody reads
 _KEPT = 200
@@ -110,7 +110,7 @@ def plan(
     check_writable("--write", write)
     check_writable("--html", html)
     config = load_run(run_file, sets, expand).config
-    where, devices = _target(cluster, nodes, gpus, device)
+    where, devices = _target(cluster, nodes, gpus, device, what_if is None)
     question = Question(
         config,
         where,
@@ -126,7 +126,8 @@ def plan(
         return
     found, rates = question.plan(devices, keep=_KEPT)
     if not found.candidates:
-        todo = advice(question, devices)
+        todo = ["--exclude leaves no candidate; remove a part of it."] if not found.rejections else []
+        todo += advice(question, devices) if found.lacks_memory else []
         if as_json:
             print_json({**plan_facts(found, rates), "advice": todo})
         else:
@@ -181,7 +182,7 @@ def _show_simulation(console: Console, simulated: "Simulation") -> None:
 
 
 def _target(
-    cluster: str | None, nodes: int | None, gpus: int | None, device: str | None
+    cluster: str | None, nodes: int | None, gpus: int | None, device: str | None, needs_number: bool
 ) -> tuple[Cluster, int]:
     """Return the cluster and the number of devices that the options name."""
     example = "for example --cluster frontier --nodes 64, or --device h100-80g --gpus 16"
@@ -191,7 +192,7 @@ def _target(
         raise UserError("--cluster and --device exclude each other", example)
     if nodes is not None and gpus is not None:
         raise UserError("--nodes and --gpus exclude each other", "give one of them")
-    if device is not None and nodes is None and gpus is None:
+    if needs_number and device is not None and nodes is None and gpus is None:
         raise UserError("--device needs the number of devices", "add --gpus 16")
     found = load_cluster(cluster) if cluster is not None else cluster_of_device(device or "", gpus or 1)
     per_node = found.devices_per_node
@@ -199,9 +200,13 @@ def _target(
     if cluster is not None and count > found.size:
         size = counted(found.size, "device")
         raise UserError(f"{found.name} has {size}, not {count:,}", "use fewer, or another cluster file")
+    _check_full_nodes(count, per_node)
+    return found, count
+
+
+def _check_full_nodes(count: int, per_node: int) -> None:
     if count > per_node and count % per_node:
         raise UserError(f"{count} devices do not fill nodes of {per_node}", f"use a multiple of {per_node}")
-    return found, count
 
 
 def _measurements(files: Sequence[Path], cluster: Cluster) -> Measured | None:
@@ -233,8 +238,14 @@ def _excluded(texts: Sequence[str]) -> tuple[str, ...]:
 
 def _explained(question: Question, found: Plan, text: str) -> Candidate:
     """Return the best candidate of the degrees that --explain names, or raise with why there is none."""
-    fix = {**question.fix, **_degrees("--explain", [text])}
-    other, _ = replace(question, fix=fix).plan(found.devices, keep=1)
+    degrees = _degrees("--explain", [text])
+    try:
+        other, _ = replace(question, fix={**question.fix, **degrees}).plan(found.devices, keep=1)
+    except UserError as error:
+        what = error.what
+        for axis, degree in degrees.items():
+            what = what.replace(f"--fix {axis}={degree}", f"--explain {axis}={degree}")
+        raise UserError(what, error.todo) from None
     if other.candidates:
         return other.best
     reasons = "; ".join(f"{each.reason} (for example {each.example})" for each in other.rejections[:3])
@@ -249,7 +260,9 @@ def _what_if(console: Console, question: Question, text: str, as_json: bool) -> 
         raise UserError(f"--what-if {text} is not a list", "write it like --what-if nodes=64,128,256")
     rows: list[tuple[int, Plan, dict[str, Any] | None]] = []
     for value in map(int, values):
-        each = question.cluster.devices_per_node if unit == "nodes" else 1
+        per_node = question.cluster.devices_per_node
+        each = per_node if unit == "nodes" else 1
+        _check_full_nodes(value * each, per_node)
         found, rates = question.plan(value * each, keep=1)
         rows.append((value, found, whole_run(found, found.best, rates) if found.candidates else None))
     if not as_json:

@@ -65,10 +65,11 @@ def show_comparison(console: Console, best: Candidate, other: Candidate) -> None
 
 
 def show_nothing(console: Console, found: Plan, advice: Sequence[str]) -> None:
-    """Say that nothing fits, and what would."""
+    """Say that nothing fits or is allowed, and what would."""
     model = found.config.model.preset or "the model"
     where = f"{counted(found.devices, 'device')} of {found.cluster.name}"
-    console.plain(f"{model} does not fit on {where} with these settings.", "bold red")
+    what = "does not fit on" if found.lacks_memory else "has no allowed layout on"
+    console.plain(f"{model} {what} {where} with these settings.", "bold red")
     for sentence in advice:
         console.plain(sentence)
     show_rejections(console, found)
