@@ -1,30 +1,32 @@
 """Held-out loss of federated training against one run with all data and against a site alone.
 
 `python -m benchmarks.federation_quality --write docs/federation.md` trains on disjoint parts of the embedded
-corpus, with as many tokens each time, and writes the table and docs/img/federation.svg. Methods can be
+corpus, with as many tokens each time, and writes the table and docs/img/federation.svg. All methods start
+from one model that was pre-trained on the data of all sites (`--pretrain`), as in DiLoCo. Methods can be
 measured by processes of their own (`--methods`, `--save`) and put together later (`--results`).
 """
 
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from arriero.config.load import load_run
 from arriero.federate.coordinator import Coordinator
-from arriero.federate.demo import make_demo, train_centralised
+from arriero.federate.demo import Demo, make_demo, train_centralised
 from arriero.federate.driver import Driver
 from arriero.federate.site import SitePaths, evaluate_global
 from arriero.model.presets import expand
 
 SETS = (
-    "model.dim=128",
+    "model.dim=64",
     "model.layers=2",
     "model.heads=4",
     "model.kv_heads=2",
-    "model.ffn=344",
-    "model.head_dim=32",
-    "optim.lr=2e-3",
+    "model.ffn=172",
+    "model.head_dim=16",
+    "optim.lr=4e-3",
     "precision.compile=false",
 )
 BEGIN, END = "<!-- quality -->", "<!-- quality end -->"
@@ -33,18 +35,20 @@ METHODS = {
     "DiLoCo, int8": {"optimizer": "nesterov", "codec": "int8"},
     "FedAvg, bf16": {"optimizer": "fedavg", "codec": "bf16"},
 }
+ORDER = ("pre-trained", "centralised", "one site alone", *METHODS)
 COLOURS = ("#1b6ca8", "#d1495b", "#2e7d32", "#8e6c8a", "#e09f3e", "#555555")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("federation-quality"))
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=50, help="inner steps per round (H)")
     parser.add_argument("--batch", type=int, default=4096, help="tokens per step and site")
+    parser.add_argument("--pretrain", type=int, default=300, help="steps on all data before; 0 for none")
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--momentum", type=float, help="of the outer optimizer; by default from the rounds")
-    parser.add_argument("--methods", nargs="+", default=["centralised", "one site alone", *METHODS])
+    parser.add_argument("--methods", nargs="+", default=list(ORDER))
     parser.add_argument("--save", type=Path, help="write the measurements as JSON")
     parser.add_argument("--results", type=Path, nargs="+", help="read measurements instead of measuring")
     parser.add_argument("--write", type=Path)
@@ -53,8 +57,7 @@ def main() -> None:
         results = [row for path in given.results for row in json.loads(path.read_text())]
     else:
         results = [row for count in given.sites for row in measure(given, count)]
-    order = ["centralised", "one site alone", *METHODS]
-    results.sort(key=lambda row: (row["sites"], order.index(row["method"])))
+    results.sort(key=lambda row: (row["sites"], ORDER.index(row["method"])))
     text = table(results, given)
     print(text)
     if given.save:
@@ -76,26 +79,48 @@ def measure(given: argparse.Namespace, count: int) -> list[dict]:
         "sets": SETS,
         "batch": given.batch,
     }
-    demo = make_demo(folder / "all", **common)
+    first = pretrain(make_demo(folder / "all", **common), folder, given) if given.pretrain else None
+    demo = starting_from(make_demo(folder / "all", **common), first)
     for name in given.methods:
         started = time.monotonic()
-        if name == "centralised":
+        if name == "pre-trained":
+            if first is not None:
+                rows.append(row(count, name, evaluate_run(demo, first, folder), started))
+        elif name == "centralised":
             train_centralised(demo, folder)
             rows.append(row(count, name, evaluate_run(demo, folder / "centralised", folder), started))
         elif name == "one site alone":
             alone = alone_run(demo, folder, given, count)
             rows.append(row(count, name, evaluate_run(demo, alone, folder), started))
         else:
-            rows.append(federate(given, count, name, folder, common))
+            rows.append(federate(given, count, name, folder, common, first))
     return rows
 
 
-def federate(given: argparse.Namespace, count: int, name: str, folder: Path, common: dict) -> dict:
+def pretrain(demo: Demo, folder: Path, given: argparse.Namespace) -> Path:
+    """Train a model on the data of all sites with a constant learning rate; return its run directory."""
+    sets = [*demo.sets, "run.name=pre-trained", f"train.horizon='{given.pretrain} steps'", "run.seed=2"]
+    train_centralised(replace(demo, sets=(*sets, "schedule.kind=constant")), folder)
+    return folder / "pre-trained"
+
+
+def starting_from(demo: Demo, first: Path | None) -> Demo:
+    """Return the demo with this model as the start of every method."""
+    if first is None:
+        return demo
+    section = demo.config.federation.model_copy(update={"model": str(first.absolute())})
+    config = demo.config.model_copy(update={"federation": section})
+    return replace(demo, config=config, sets=(*demo.sets, f"checkpoint.start_from='{first.absolute()}'"))
+
+
+def federate(
+    given: argparse.Namespace, count: int, name: str, folder: Path, common: dict, first: Path | None
+) -> dict:
     started, outer = time.monotonic(), METHODS[name]
     if outer["optimizer"] == "nesterov" and given.momentum is not None:
         outer = outer | {"momentum": given.momentum}
     place = folder / name.replace(", ", "-").lower()
-    coordinator = Coordinator(None, make_demo(place, outer=outer, **common).config)
+    coordinator = Coordinator(None, starting_from(make_demo(place, outer=outer, **common), first).config)
     coordinator.prepare()
     Driver(coordinator).run(lambda made: print(f"{count} sites, {name}: round {made.round}", flush=True))
     done = row(count, name, coordinator.final_losses(), started)
@@ -117,7 +142,7 @@ def alone_run(demo, folder: Path, given: argparse.Namespace, count: int) -> Path
     """Train the first site alone with the tokens of all sites."""
     from arriero.train.run import run
 
-    sets = [*SETS, f"run.dir='{folder}'", "run.name=alone", f"train.batch='{given.batch * count} tok'"]
+    sets = [*demo.sets, f"run.dir='{folder}'", "run.name=alone", f"train.batch='{given.batch * count} tok'"]
     return run(load_run(Path(demo.config.sites[0].run_file), sets, expand).config).run_dir
 
 
@@ -157,8 +182,11 @@ def shipped(coordinator: Coordinator) -> int:
 
 def table(results: list[dict], given: argparse.Namespace) -> str:
     tokens = given.rounds * given.steps * given.batch
+    start = f" from a model that was pre-trained for {given.pretrain} steps on all data" * bool(
+        given.pretrain
+    )
     lines = [
-        f"{given.rounds} rounds of H = {given.steps} steps, {given.batch} tokens per step and site "
+        f"{given.rounds} rounds of H = {given.steps} steps, {given.batch} tokens per step and site{start} "
         f"({tokens:,} tokens per site; the other runs train as many in all). Losses are means over the "
         "held-out data of all sites.",
         "",
@@ -167,7 +195,7 @@ def table(results: list[dict], given: argparse.Namespace) -> str:
     ]
     central = {each["sites"]: each["loss"] for each in results if each["method"] == "centralised"}
     for each in results:
-        is_reference = each["method"] == "centralised" or each["sites"] not in central
+        is_reference = each["method"] in ORDER[:2] or each["sites"] not in central
         against = "" if is_reference else f"{each['loss'] / central[each['sites']] - 1:+.1%}"
         size = f"{each['bytes'] / 1e6:.0f} MB" if "bytes" in each else ""
         lines.append(f"| {each['sites']} | {each['method']} | {each['loss']:.4f} | {against} | {size} |")
