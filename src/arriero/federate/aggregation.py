@@ -18,12 +18,7 @@ from arriero.checkpoint.convert import open_model
 from arriero.checkpoint.directory import resolve_checkpoint
 from arriero.checkpoint.formats.model_reader import EXTRA_FILES
 from arriero.checkpoint.formats.peft_directory import CONFIG
-from arriero.checkpoint.formats.tensor_files import (
-    Advance,
-    SafetensorsReader,
-    SafetensorsWriter,
-    no_progress,
-)
+from arriero.checkpoint.formats.tensor_files import SafetensorsReader, SafetensorsWriter
 from arriero.errors import UserError
 from arriero.federate.members import (
     OUTER,
@@ -51,7 +46,7 @@ from arriero.federate.outer import (
     read_delta,
 )
 from arriero.federate.schema import Codec
-from arriero.files import link_or_copy, sha256_of_file, staged_directory
+from arriero.files import Advance, link_or_copy, no_progress, sha256_of_file, staged_directory
 from arriero.model.description import read_json
 
 _PARTS_BYTES = 2**28

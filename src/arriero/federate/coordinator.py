@@ -35,7 +35,7 @@ from arriero.model.family import build_model
 from arriero.model.language_model import InitRule, fill
 from arriero.model.name_maps import own_tensors
 from arriero.model.presets import expand
-from arriero.model.spec import ModelSpec
+from arriero.plan.rules import spec_of
 
 _STORED = "federation.toml"
 _RECENT = 3
@@ -182,7 +182,7 @@ class Coordinator:
                     f"{name} trains an adapter and names no base model",
                     "set federation.model, or checkpoint.start_from in its run file",
                 )
-            if (ours := _spec(configs[first]).to_dict()) != (theirs := _spec(config).to_dict()):
+            if (ours := spec_of(configs[first]).to_dict()) != (theirs := spec_of(config).to_dict()):
                 odd = next(key for key in ours if ours[key] != theirs.get(key))
                 raise UserError(
                     f"{first} and {name} train different models: {odd} is {ours[odd]} and {theirs.get(odd)}",
@@ -228,7 +228,7 @@ class Coordinator:
         if given is not None:
             source = open_model(resolve_checkpoint(local_model(given)))
             return replace(source, extra_files={**source.extra_files, **files})
-        spec = _spec(config)
+        spec = spec_of(config)
         model = build_model(spec)
         model.init_weights(config.run.seed)
         state = model.state_dict()
@@ -324,7 +324,7 @@ def _adapter(config: RunConfig) -> AdapterSettings | None:
 
 def _first_adapter(config: RunConfig, settings: AdapterSettings, files: dict[str, Path]) -> ModelReader:
     """Return the adapter that the run file starts from, or initial values; the base model is not read."""
-    section, spec = config.checkpoint, _spec(config)
+    section, spec = config.checkpoint, spec_of(config)
     own = own_tensors(spec)
     made = {name: torch.empty(meta.shape) for name, meta in settings.tensors(own).items()}
     if section.adapter_from is not None:
@@ -343,10 +343,6 @@ def _first_adapter(config: RunConfig, settings: AdapterSettings, files: dict[str
             fill(tensor, name, InitRule(initial_std(name, tensor.shape[-1])), config.run.seed)
     adapter = Adapter(settings, made, made.__getitem__, section.start_from)
     return ModelReader("peft", "the first adapter", spec, own, own.__getitem__, files, adapter=adapter)
-
-
-def _spec(config: RunConfig) -> ModelSpec:
-    return ModelSpec.from_dict(config.model.model_dump(exclude={"preset"}))
 
 
 def _public(config: FederationConfig) -> str:

@@ -11,7 +11,7 @@ from arriero.federate.coordinator import Coordinator
 from arriero.model.adapters import adapter_of
 from arriero.model.name_maps import own_tensors
 from arriero.model.presets import expand
-from arriero.model.spec import ModelSpec
+from arriero.plan.rules import spec_of
 
 # what a site ships of a parameter (int8 has an fp32 scale per 256), and the fp32 model that it receives
 UP_BYTES = {"bf16": 2.0, "int8": 1 + 4 / 256, "fp32": 4.0}
@@ -98,7 +98,7 @@ def planned_round(path: Path, tokens_per_s: float | None) -> PlannedRound:
     configs = [
         load_run(Path(site.run_file), [*site.set, *sets], expand).config for site in coordinator.config.sites
     ]
-    spec = ModelSpec.from_dict(configs[0].model.model_dump(exclude={"preset"}))
+    spec = spec_of(configs[0])
     adapter = adapter_of(configs[0].model_dump())
     shipped = spec.parameters
     if adapter is not None:

@@ -19,17 +19,12 @@ from arriero.checkpoint.convert import convert
 from arriero.checkpoint.formats.model_reader import ModelReader, WriteOptions
 from arriero.checkpoint.formats.peft_directory import WEIGHTS as ADAPTER
 from arriero.checkpoint.formats.peft_directory import peft_parts
-from arriero.checkpoint.formats.tensor_files import (
-    Advance,
-    SafetensorsReader,
-    SafetensorsWriter,
-    no_progress,
-)
+from arriero.checkpoint.formats.tensor_files import SafetensorsReader, SafetensorsWriter
 from arriero.config.schema import Section
 from arriero.errors import UserError, first_problem
 from arriero.federate.outer import OuterOptimizer, chunks, encode, planned, read_delta
 from arriero.federate.schema import Codec
-from arriero.files import publish_file, sha256_of_file, sha256_of_json, staged_directory
+from arriero.files import Advance, no_progress, publish_file, sha256_of_file, sha256_of_json, staged_directory
 from arriero.model.name_maps import has_hf_names, hf_from_own
 
 OUTER = "outer"
