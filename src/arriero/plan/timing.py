@@ -111,15 +111,12 @@ class _Chunk(NamedTuple):
     host: float
 
 
-def _overlapped(blocks: float, compute: float, copies: float, floor: float, traffic: float) -> _Chunk:
-    """Blocks that compute while the next weights are gathered, or the last gradients reduced.
-
-    `copies` into and out of the buffers of collectives are a part of communication that nothing hides.
-    """
-    busy, alone = max(compute + copies, floor), max(compute, floor)
+def _overlapped(blocks: float, compute: float, floor: float, traffic: float) -> _Chunk:
+    """Blocks that compute while the next weights are gathered, or the last gradients reduced."""
+    busy = max(compute, floor)
     hidden = min(traffic, busy)
     each = max(busy + _INTERFERENCE * hidden, traffic)
-    return _Chunk(blocks * each, blocks * (each - alone), blocks * (alone - compute))
+    return _Chunk(blocks * each, blocks * (each - busy), blocks * (busy - compute))
 
 
 def _compose(work: Work, rates: Rates, block: BlockTime, ends: EndTime, host: Passes) -> StepTime:
@@ -210,11 +207,11 @@ def _stage(
         block, table = (in_block, in_table) if layout.uses_fsdp else (quiet, quiet)
         ahead = block.gather if gathers else 0.0
         copies = block.copies if gathers else 0.0
-        forward = _overlapped(blocks, compute.forward, copies, host.forward, ahead)
+        forward = _overlapped(blocks, compute.forward + copies, host.forward, ahead)
         behind = (block.gather if regathers else 0.0) + (block.scatter if reduces else 0.0)
         behind += block.replicas if replicates else 0.0
         copies = (block.copies if regathers else 0.0) + (2 * block.copies if reduces else 0.0)
-        backward = _overlapped(blocks, compute.backward, copies, host.backward, behind)
+        backward = _overlapped(blocks, compute.backward + copies, host.backward, behind)
         # nothing hides the first gather and the last reduction; tables are gathered and reduced beside blocks
         edge = table.gather if gathers and first else ahead
         tail = (table.scatter if first else block.scatter) if reduces else 0.0
