@@ -35,7 +35,8 @@ _LOSS_PARALLEL = 16
 class Row:
     """A result to compare with: the run, where it ran, and what was reported.
 
-    `seconds` are those of a step; `peak` is memory in GiB. `kernel` is the attention kernel.
+    `seconds` are those of a step; `peak` is memory in GiB, and `peak_remark` says why its prediction has no
+    bound. `kernel` is the attention kernel.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Row:
     devices: int
     seconds: float
     peak: float | None = None
+    peak_remark: str = ""
     kernel: Any = "best"
     early_stop: bool = True
     fused_sums: bool = False
@@ -194,6 +196,7 @@ def _row(row: Mapping[str, Any], source: str, clusters: Mapping[str, Cluster]) -
         devices=row["devices"],
         seconds=tokens / row["tokens_per_s"] / row["devices"],
         peak=row.get("peak"),
+        peak_remark=row.get("peak_remark", ""),
         kernel=software.get("attention", "best"),
         early_stop=software.get("early_stop", True),
         fused_sums=software.get("fused_sums", False),
@@ -244,6 +247,7 @@ def page() -> str:
 def _line(each: Compared) -> str:
     name = each.row.name + (" (fitted)" if each.row.fitted else "")
     name += f"; assumed: {each.row.assumed}" if each.row.assumed else ""
+    name += f"; {each.row.peak_remark}" if each.row.peak_remark else ""
     memory = ""
     if each.memory_error is not None and each.row.peak:
         memory = f"{each.row.peak * (1 + each.memory_error):.1f} / {each.row.peak:.1f}"

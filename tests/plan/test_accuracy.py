@@ -21,8 +21,9 @@ def test_published_speeds_that_were_not_fitted_are_predicted_within_bounds(rows)
 
 
 def test_published_memory_is_predicted_within_bounds(rows):
-    errors = {each.row.name: each.memory_error for each in rows if each.memory_error is not None}
-    assert len(errors) >= 19
+    published = [each for each in rows if each.memory_error is not None]
+    errors = {each.row.name: each.memory_error for each in published if not each.row.peak_remark}
+    assert len(errors) >= 19 and len(published) == len(errors) + 1
     assert statistics.median(map(abs, errors.values())) <= 0.05
     assert all(abs(error) <= 0.10 for name, error in errors.items() if "405b" not in name)
     assert all(abs(error) <= 0.13 for error in errors.values())
