@@ -158,6 +158,19 @@ def test_a_checkpoint_is_converted_and_its_optimizer_state_stays(forked_arriero,
     assert "| optimizer steps | 6 |" in found["card"]
 
 
+@pytest.mark.parametrize(
+    ("base", "shown"),
+    [("hf://me/base", 'base_model: "me/base"'), ("/secret-folder/tiny/model", "| initial weights | tiny |")],
+)
+def test_the_card_of_a_fine_tuned_model_names_the_initial_weights(command, run, base, shown):
+    about = json.loads((run / "model" / "training.json").read_text())
+    about["config"] = about["config"].replace("[checkpoint]", f'[checkpoint]\nstart_from = "{base}"')
+    (run / "model" / "training.json").write_text(json.dumps(about))
+    result = command("ckpt", "push", run, "hf://me/tiny", "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert shown in result.stdout and "secret-folder" not in result.stdout
+
+
 def test_a_dry_run_sends_nothing(command, run, hub):
     result = command("ckpt", "push", run, "hf://me/tiny", "--dry-run")
     assert result.returncode == 0

@@ -187,6 +187,8 @@ def model_card(name: str, source: "ModelReader", directory: Path, licence: str |
         "tags": ["arriero", spec.family],
     }
     head |= {"license": licence} if licence else {}
+    if record and (base := record["base"]) and base.startswith(HUB):
+        head["base_model"] = base.removeprefix(HUB).partition("@")[0]
     rows = [("parameters", f"{spec.parameters:,} ({spec.family})")]
     rows += [("context", f"{spec.max_seq_len:,} tokens"), ("vocabulary", f"{spec.vocab_size:,}")]
     if record:
@@ -213,6 +215,8 @@ def _table(heads: Sequence[str], rows: Sequence[tuple[str, str]]) -> list[str]:
 def _training_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("trained tokens", f"{record['tokens']:,} ({human_count(record['tokens'])})")]
     rows.append(("optimizer steps", f"{record['step']:,}"))
+    if base := record["base"]:
+        rows.append(("initial weights", base if base.startswith(HUB) else _name(base)))
     for key, shown in (("last_loss", "training loss"), ("last_eval_loss", "validation loss")):
         if record.get(key) is not None:
             rows.append((shown, f"{record[key]:.4f}"))
@@ -260,7 +264,14 @@ def _record(directory: Path) -> dict[str, Any] | None:
     about["precision"] = None if (given := precision.get("compute")) == "auto" else given
     # the last part of a path only: the rest tells about the machine
     about["sources"] = [(Path(each).name, share) for each, share in shares.items()]
+    about["base"] = config.get("checkpoint", {}).get("start_from")
     return about | {"fingerprint": data["fingerprint"], "joules": about.get("joules") or _energy(directory)}
+
+
+def _name(path: str) -> str:
+    """Return the last part of a path; of the exported model of a run, the run."""
+    found = Path(path)
+    return found.parent.name if found.name == "model" else found.name
 
 
 def _energy(directory: Path) -> float | None:
