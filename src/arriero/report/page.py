@@ -26,9 +26,7 @@ class Section:
     note: str = ""
 
     def __str__(self) -> str:
-        # commands stand between backquotes
-        text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(self.note))
-        note = f'<p class="note">{text}</p>' if text else ""
+        note = f'<p class="note">{_with_code(self.note)}</p>' if self.note else ""
         return f"<section><h2>{escape(self.title)}</h2>{note}{self.body}</section>"
 
 
@@ -86,8 +84,11 @@ def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
 
 def sentences(texts: Sequence[str]) -> str:
     """Return sentences as a list; words in backticks are code."""
-    items = (re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)) for text in texts)
-    return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
+    return f"<ul>{''.join(f'<li>{_with_code(text)}</li>' for text in texts)}</ul>"
+
+
+def _with_code(text: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], highlight: int | None = None) -> str:

@@ -264,9 +264,7 @@ def _notable(runs: Sequence[RunHistory], names: Sequence[str]) -> str:
         for run, name in zip(runs, names, strict=True)
         for event in run.notable_events[-_SHOWN_EVENTS:]
     ]
-    first = 1 if len(runs) == 1 else 0
-    titles = ("run", "event", "what happened", "time")[first:]
-    return text_table(titles, [row[first:] for row in rows]) if rows else ""
+    return _texts_by_run(runs, ("run", "event", "what happened", "time"), rows) if rows else ""
 
 
 def _told(event: dict[str, Any]) -> str:
@@ -316,15 +314,19 @@ def _plan(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None:
         for run, name in zip(runs, names, strict=True)
         for row in predicted_and_measured(run.directory)
     ]
-    first = 1 if len(runs) == 1 else 0
-    titles = ("run", "", "measured", "predicted, and its error")[first:]
-    return Section("Plan", text_table(titles, [row[first:] for row in rows])) if rows else None
+    titles = ("run", "", "measured", "predicted, and its error")
+    return Section("Plan", _texts_by_run(runs, titles, rows)) if rows else None
 
 
 def _by_run(runs: Sequence[RunHistory], columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> str:
     """Return a table whose first column is the run; the page of a single run needs no such column."""
     first = 1 if len(runs) == 1 else 0
     return table(columns[first:], [row[first:] for row in rows])
+
+
+def _texts_by_run(runs: Sequence[RunHistory], titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    first = 1 if len(runs) == 1 else 0
+    return text_table(titles[first:], [row[first:] for row in rows])
 
 
 def _settings(runs: Sequence[RunHistory], names: Sequence[str]) -> Section:
