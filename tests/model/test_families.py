@@ -5,7 +5,7 @@ import pytest
 import arriero
 from arriero.config.keys import ConfigError
 from arriero.errors import UserError
-from arriero.model.name_maps import hf_config, spec_from_hf
+from arriero.model.name_maps import hf_config, own_tensors, spec_from_hf
 from arriero.model.presets import load_preset, resolve
 from arriero.model.spec import flops_per_token, sequence_flops
 from arriero.plan.hardware import Machine
@@ -25,6 +25,26 @@ def test_flops_count_the_tokens_that_a_window_lets_through(tokens):
     )
     plain = flops_per_token(resolve("qwen2-test", {"layers": 3}), tokens)
     assert (flops_per_token(spec, tokens) < plain) == (tokens > 24)
+
+
+@pytest.mark.parametrize("blocks", [(0, 3), (1, 2), (3, 0, 2), (0,), (2, 3)])
+@pytest.mark.parametrize(
+    ("preset", "sets"),
+    [
+        ("mistral-test", {"sliding_window": 24}),
+        ("qwen2-test", {"sliding_window": 24, "max_window_layers": 2}),
+        ("qwen3-test", {"sliding_window": 24, "extra": {"window_layers": [0, 2]}}),
+        ("bamba-test", {"extra": {"attention_layers": [1, 3]}}),
+    ],
+)
+def test_a_model_of_some_blocks_keeps_the_kind_of_each(preset, sets, blocks):
+    spec = resolve(preset, {"layers": 4, **sets})
+    kept = spec.keep_blocks(blocks)
+    assert [kept.window(i) for i in range(len(blocks))] == [spec.window(block) for block in blocks]
+    assert {name.split(".", 2)[2] for name in own_tensors(kept) if name.startswith("blocks.0.")} == {
+        name.split(".", 2)[2] for name in own_tensors(spec) if name.startswith(f"blocks.{blocks[0]}.")
+    }
+    assert spec_from_hf(hf_config(kept)) == kept
 
 
 def run_of(**sets):

@@ -306,11 +306,9 @@ def test_a_config_that_transformers_saved_is_read(shape, tmp_path):
             (name, {"attention_dropout": 0.1}, "attention_dropout = 0.1")
             for name in ("llama-test", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "diffllama-3b", "bamba-9b")
         ),
-        ("qwen2.5-0.5b", {"layer_types": ["sliding_attention"] * 24}, "contradicts itself: layer_types"),
-        ("qwen2.5-0.5b", {"layer_types": ["full_attention"] * 23}, "num_hidden_layers is 24"),
     ],
 )
-def test_other_architectures_and_contradictions_are_refused(preset, changed, named):
+def test_other_architectures_are_refused(preset, changed, named):
     with pytest.raises(UserError, match=named):
         spec_from_hf({**hf_config(load_preset(preset)), **changed})
 

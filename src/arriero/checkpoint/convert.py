@@ -213,7 +213,7 @@ def with_blocks(source: ModelReader, blocks: Sequence[int]) -> ModelReader:
         raise UserError(
             f"{source.where} has blocks 0 to {layers - 1}, not {list(blocks)}", "choose among them"
         )
-    spec = replace(source.spec, layers=len(blocks), nominal_params=None)
+    spec = source.spec.keep_blocks(blocks)
 
     def original(name: str) -> str:
         head, number, rest = [*name.split(".", 2), "", ""][:3]

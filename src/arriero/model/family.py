@@ -78,17 +78,17 @@ class Family:
     """One architecture: everything that the rest of the system needs to know about it.
 
     `build` returns the module and imports torch only when it is called. `defaults` are values of ModelSpec
-    fields; `extra` are fields of this family alone with their defaults, set under [model.extra]; `options`
-    are the options of attention that may differ from their default, such as `sliding_window`. `problems`
-    takes the fields that are known and returns a sentence for each contradiction. `placements` maps patterns
-    of module names to how tensor parallelism splits them; without them tp must be 1. `hf` and `meta` return
-    the name maps of Hugging Face and of Meta; without them these formats are not available. `presets` is a
-    TOML file of named models. `block_shapes` and `block_memory` are formulas for the parameters and the
-    memory of a block; without them the module is traced, which imports torch. `sequence_flops` returns the
-    FLOPs per token of what mixes tokens in all blocks, forward, at an attended length, if not attention.
-    `kinds` returns for each block a model of one block like it, if blocks differ. `tp_counts` are
-    the numbers that tensor parallelism divides. `whole_sequences` are those that context parallelism divides
-    in a family whose mixers cannot use a ring.
+    fields; `extra` are fields of this family alone with their defaults, set under [model.extra], of which
+    those named `*_layers` list numbers of blocks; `options` are the options of attention that may differ from
+    their default, such as `sliding_window`. `problems` takes the fields that are known and returns a sentence
+    for each contradiction. `placements` maps patterns of module names to how tensor parallelism splits them;
+    without them tp must be 1. `hf` and `meta` return the name maps of Hugging Face and of Meta; without them
+    these formats are not available. `presets` is a TOML file of named models. `block_shapes` and
+    `block_memory` are formulas for the parameters and the memory of a block; without them the module is
+    traced, which imports torch. `sequence_flops` returns the FLOPs per token of what mixes tokens in all
+    blocks, forward, at an attended length, if not attention. `kinds` returns for each block a model of one
+    block like it, if blocks differ. `tp_counts` are the numbers that tensor parallelism divides.
+    `whole_sequences` are those that context parallelism divides in a family whose mixers cannot use a ring.
     """
 
     name: str

@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -151,6 +151,25 @@ class ModelSpec:
         if self.sliding_window is None:
             return frozenset()
         return frozenset(self.extra.get("window_layers") or range(self.max_window_layers, self.layers))
+
+    def keep_blocks(self, blocks: Sequence[int]) -> "ModelSpec":
+        """Return the model with only these blocks, numbered anew."""
+
+        def renumbered(numbers: Collection[int]) -> tuple[int, ...]:
+            return tuple(i for i, block in enumerate(blocks) if block in numbers)
+
+        windowed, extra = renumbered(self._windowed), dict(self.extra)
+        # these fields hold numbers of blocks
+        extra |= {name: renumbered(extra[name]) for name in extra if name.endswith("_layers")}
+        first = windowed[0] if windowed else 0
+        at_the_end = windowed == tuple(range(first, len(blocks)))
+        if "window_layers" in extra:
+            extra["window_layers"] = () if at_the_end else windowed
+        window = {
+            "sliding_window": self.sliding_window if windowed else None,
+            "max_window_layers": first if at_the_end else 0,
+        }
+        return replace(self, layers=len(blocks), nominal_params=None, extra=extra, **window)
 
     def mean_over_layers(self, of_window: Callable[[int | None], float]) -> float:
         """Return the mean over the blocks of a function of their sliding window."""

@@ -34,23 +34,17 @@ def _from_config(fields: dict[str, Any], config: Mapping[str, Any], where: str) 
     layers, first, kinds = fields["layers"], config.get("max_window_layers", 28), config.get("layer_types")
     fields = llama.fields_from_config(fields, config, where)
     fields["kv_heads"] = config.get("num_key_value_heads", 32)
-    windowed: list[int] = []
+    if not config.get("use_sliding_window"):
+        return fields
+    window = config.get("sliding_window", 4096)
     if isinstance(kinds, list):
         if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
             what = f"{where}: layer_types is {kinds!r}, and num_hidden_layers is {layers!r}"
             raise UserError(what, f"give each layer {' or '.join(_KINDS)}")
         windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
         first = windowed[0] if windowed else len(kinds)
-    if not config.get("use_sliding_window"):
-        if windowed:
-            what = (
-                f"{where} contradicts itself: layer_types has {_KINDS[1]}, and use_sliding_window is not true"
-            )
-            raise UserError(what, "correct the one that is wrong")
-        return fields
-    window = config.get("sliding_window", 4096)
-    if windowed and windowed != list(range(first, len(kinds))):
-        return fields | {"sliding_window": window, "extra": {"window_layers": windowed}}
+        if windowed and windowed != list(range(first, len(kinds))):
+            return fields | {"sliding_window": window, "extra": {"window_layers": windowed}}
     if type(first) is not int:
         what = f"{where}: max_window_layers is {first!r}, not a whole number"
         raise UserError(what, "correct it, or copy or download it again")
