@@ -35,7 +35,7 @@ class TensorRule:
 
 
 NameMap = dict[str, TensorRule]
-TIED_HEAD = "lm_head.weight"
+HF_HEAD = "lm_head.weight"
 # keys of config.json that change what a model computes or how it is stored; only a family that writes a key
 # has what it asks for
 _FOREIGN = ("num_experts", "num_local_experts", "n_routed_experts", "vision_config", "text_config")
@@ -136,7 +136,7 @@ class HuggingFaceNames:
             for ours, theirs in self.block.items():
                 for kind in self.kinds:
                     names[f"blocks.{layer}.{ours}.{kind}"] = f"{self.blocks}.{layer}.{theirs}.{kind}"
-        return names if spec.tied else names | {"head.weight": TIED_HEAD}
+        return names if spec.tied else names | {"head.weight": HF_HEAD}
 
     def conversion(
         self, theirs: str, spec: ModelSpec | None = None, to_ours: bool = False
@@ -247,7 +247,7 @@ def _refuse(asked: Mapping[str, Any], where: str) -> None:
 
 
 def _is_tied_head(name: str, spec: ModelSpec) -> bool:
-    return spec.tied and name in ("head.weight", TIED_HEAD)
+    return spec.tied and name in ("head.weight", HF_HEAD)
 
 
 def _transposed(tensor: Tensor) -> Tensor:

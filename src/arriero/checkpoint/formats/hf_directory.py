@@ -26,7 +26,7 @@ from arriero.errors import UserError
 from arriero.files import Advance, no_progress
 from arriero.model.description import checked_token_ids, read_json, write_json
 from arriero.model.name_maps import (
-    TIED_HEAD,
+    HF_HEAD,
     check_tensors,
     hf_config,
     hf_from_own,
@@ -51,10 +51,10 @@ def open_hf(directory: Path) -> ModelReader:
     spec = spec_from_hf(config, str(directory / CONFIG))
     readers = {name: file for file in map(open_tensors, _files(directory)) for name in file.tensors}
     found = {name: file.tensors[name] for name, file in readers.items()}
-    own, names, head = own_tensors(spec), hf_names(found, spec), readers.get(TIED_HEAD) if spec.tied else None
+    own, names, head = own_tensors(spec), hf_names(found, spec), readers.get(HF_HEAD) if spec.tied else None
     stored, wanted = {theirs: found[name] for theirs, name in names.items()}, to_hf(own, spec)
     if head is not None:
-        stored[TIED_HEAD], wanted[TIED_HEAD] = found[TIED_HEAD], own[_EMBEDDING]
+        stored[HF_HEAD], wanted[HF_HEAD] = found[HF_HEAD], own[_EMBEDDING]
     check_tensors(stored, wanted, str(directory))
     recipe = own_from_hf(spec)
     tensors = {name: t.to(stored[recipe[name].parts[0]].dtype) for name, t in own.items()}
@@ -66,7 +66,7 @@ def open_hf(directory: Path) -> ModelReader:
     def load(name: str) -> Tensor:
         tensor = recipe[name].of(read)
         if name == _EMBEDDING and head is not None:
-            _check_tied(tensor, head.read(TIED_HEAD), directory)
+            _check_tied(tensor, head.read(HF_HEAD), directory)
         return tensor
 
     def read_slice(name: str, slices: Slices) -> Tensor:
@@ -77,7 +77,7 @@ def open_hf(directory: Path) -> ModelReader:
         stored = names[made.parts[0]]
         part = readers[stored].read_slice(stored, slices)
         if name == _EMBEDDING and head is not None:
-            _check_tied(part, head.read_slice(TIED_HEAD, slices), directory)
+            _check_tied(part, head.read_slice(HF_HEAD, slices), directory)
         return part
 
     ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
@@ -96,7 +96,7 @@ def open_hf(directory: Path) -> ModelReader:
 def _check_tied(embedding: Tensor, head: Tensor, directory: Path) -> None:
     """Raise UserError if a head that is stored beside the embedding it is tied to is another matrix."""
     if not torch.equal(embedding, head.to(embedding.dtype)):
-        what = f"{directory / CONFIG} has tie_word_embeddings = true, and {TIED_HEAD} is not the embedding"
+        what = f"{directory / CONFIG} has tie_word_embeddings = true, and {HF_HEAD} is not the embedding"
         raise UserError(what, "set tie_word_embeddings to false, or remove the head from the weights")
 
 
