@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 
 from forked import run_command_line
 from slurm import slurm  # noqa: F401  a fixture
@@ -16,6 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 # tests fork, and after a CUDA call a process cannot fork others that use CUDA
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+# the table of all verbs, which a process builds for each command line, is the same every time
+typer.main.get_command = cache(typer.main.get_command)
 
 REPOSITORY = Path(__file__).parents[1]
 USER_FOLDERS = [REPOSITORY / name for name in ("runs", "data")]
