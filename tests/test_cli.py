@@ -29,10 +29,10 @@ def test_help_lists_every_verb_and_no_other(command):
 
 
 @pytest.fixture(scope="module")
-def trained(run_python, corpus_cache, tmp_path_factory):
+def trained(forked_arriero, corpus_cache, tmp_path_factory):
     """Train the tiny model once; return what was printed and the run directory."""
     folder = tmp_path_factory.mktemp("trained")
-    result = run_python("-m", "arriero", "train", *TINY, "--set", f"data.cache='{corpus_cache}'", cwd=folder)
+    result = forked_arriero("train", *TINY, "--set", f"data.cache='{corpus_cache}'", cwd=folder)
     assert result.returncode == 0, result.stderr
     return result.stdout, folder / "runs" / "demo"
 
