@@ -5,8 +5,8 @@ import os
 import sys
 
 
-def run_command_line(arguments, cwd, environment, files):
-    """Become `python -m arriero ARGUMENTS` in another folder and environment."""
+def run_command_line(arguments, cwd, environment, files, code=None):
+    """Become `python -m arriero ARGUMENTS`, or `python -c CODE ARGUMENTS`, elsewhere."""
     from arriero.__main__ import main
 
     gc.freeze()  # a collection would copy the memory that this process shares with its parent
@@ -16,4 +16,7 @@ def run_command_line(arguments, cwd, environment, files):
     os.environ.update(environment)
     os.chdir(cwd)
     sys.argv = ["arriero", *arguments]
-    main()
+    if code is None:
+        main()
+    else:
+        exec(code, {})

@@ -133,14 +133,13 @@ print(int(sys.argv[1]) - left)
 """
 
 
-def test_killed_at_any_instant_it_resumes_to_the_same_bytes(corpus, tokenizer_file, tmp_path):
+def test_killed_at_any_instant_it_resumes_to_the_same_bytes(corpus, tokenizer_file, tmp_path, start_arriero):
     """Killed before its n-th step towards the disk, n at random, and once more on the way back."""
     rng = random.Random(5)
 
     def run(directory, kill_before):
-        arguments = [str(kill_before), str(corpus[0]), str(tmp_path / directory), str(tokenizer_file)]
-        command = [sys.executable, "-c", KILLER, *arguments]
-        return subprocess.run(command, env=environment(), capture_output=True, text=True)
+        arguments = (kill_before, corpus[0], tmp_path / directory, tokenizer_file)
+        return start_arriero(*arguments, cwd=tmp_path, code=KILLER).wait()
 
     steps = int(run("whole", 10**9).stdout)
     for sixth in range(6):
