@@ -119,7 +119,7 @@ def test_templates_by_source_exclude_the_prompt(command, tokenizer, tmp_path):
     assert found == expected
 
 
-def test_a_killed_prepare_resumes_with_the_same_masks(tokenizer, tmp_path, run_python):
+def test_a_killed_prepare_resumes_with_the_same_masks(tokenizer, tmp_path, forked_arriero):
     """Four shards of one megabyte; the first process is killed when a shard is finished."""
     record = {"question": "why? " * 60, "answer": "because. " * 30}
     write(tmp_path / "qa.jsonl", [record | {"number": i} for i in range(6000)])
@@ -135,7 +135,7 @@ def test_a_killed_prepare_resumes_with_the_same_masks(tokenizer, tmp_path, run_p
         "none",
     ]
     command += ["--template", "{question}{answer}", "-o"]
-    straight = run_python("-m", "arriero", *command, "straight", cwd=tmp_path)
+    straight = forked_arriero(*command, "straight", cwd=tmp_path)
     assert straight.returncode == 0, straight.stderr
     child = subprocess.Popen(
         [sys.executable, "-m", "arriero", *command, "killed"], cwd=tmp_path, stdout=subprocess.DEVNULL
@@ -144,7 +144,7 @@ def test_a_killed_prepare_resumes_with_the_same_masks(tokenizer, tmp_path, run_p
         pass
     child.send_signal(signal.SIGKILL)
     child.wait()
-    again = run_python("-m", "arriero", *command, "killed", cwd=tmp_path)
+    again = forked_arriero(*command, "killed", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     names = sorted(path.name for path in (tmp_path / "straight").iterdir())
     assert sum(name.endswith(".mask") for name in names) >= 2

@@ -145,18 +145,16 @@ def test_an_interrupted_conversion_leaves_nothing(kind, folder):
     assert not list(folder.iterdir())
 
 
-def test_a_killed_conversion_leaves_nothing_that_looks_finished(folder, python):
+def test_a_killed_conversion_leaves_nothing_that_looks_finished(folder, start_arriero, tmp_path):
     convert(in_memory(SPEC), folder / "from", "hf")
-    killed = python(
-        "-c",
+    code = (
         "import os, signal, sys; from dataclasses import replace; from pathlib import Path\n"
         "from arriero.checkpoint.convert import convert, open_model\n"
         "source = open_model(Path(sys.argv[1]))\n"
         "die = lambda n: os.kill(os.getpid(), signal.SIGKILL) if 'blocks.1' in n else source.load(n)\n"
-        "convert(replace(source, load=die), Path(sys.argv[2]), 'meta')",
-        folder / "from",
-        folder / "out",
+        "convert(replace(source, load=die), Path(sys.argv[2]), 'meta')"
     )
+    killed = start_arriero(folder / "from", folder / "out", cwd=tmp_path, code=code).wait()
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (folder / "out").exists()
     assert [path.name for path in folder.iterdir() if not path.name.startswith(".")] == ["from"]
