@@ -62,7 +62,7 @@ def test_an_optimizer_that_is_reset_gives_another_model_on_the_same_data(federat
     assert any(not torch.equal(kept[name], fresh[name]) for name in kept)
 
 
-def test_a_site_that_is_killed_continues_inside_its_round(federate):
+def test_a_site_that_is_killed_continues_inside_its_round(federate, start_arriero, tmp_path):
     """The member is bit-identical to that of a site that was never killed."""
     coordinator = Coordinator.of(federate("a", outer="codec = 'fp32'"))
     coordinator.prepare()
@@ -81,8 +81,7 @@ def test_a_site_that_is_killed_continues_inside_its_round(federate):
         "run_round(Assignment(**order), SitePaths(*map(Path, paths)), hooks=(Kill(),))\n"
     )
     given = [order.model_dump(), *map(str, (paths.model, paths.run_file, paths.work, paths.out))]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
-    killed = subprocess.run([sys.executable, "-c", code, json.dumps(given)], env=environment, check=False)
+    killed = start_arriero(json.dumps(given), cwd=tmp_path, code=code).wait()
     assert killed.returncode == -signal.SIGKILL and not paths.out.exists()
     run_round(order, paths)
     events = [json.loads(line) for line in (paths.work / "run" / "events.jsonl").read_text().splitlines()]
@@ -135,7 +134,7 @@ def wait_for(condition, process, seconds=240):
         time.sleep(0.02)
 
 
-def test_a_killed_coordinator_continues_where_it_was(federate, tmp_path, command):
+def test_a_killed_coordinator_continues_where_it_was(federate, tmp_path, command, forked_arriero):
     """Two sites, two rounds; the coordinator is killed inside a round, and its sites finish theirs."""
     path = federate("ab", federation="balance = false")
     first = start(path, tmp_path)
@@ -143,11 +142,10 @@ def test_a_killed_coordinator_continues_where_it_was(federate, tmp_path, command
     wait_for(lambda: list((rounds / "0001" / "assigned").glob("*.json")), first)
     first.kill()
     first.communicate()
-    second = start(path, tmp_path)
-    out, errors = second.communicate(timeout=300)
-    assert second.returncode == 0, errors
-    assert "round 2/2" in out and "final" in out
-    assert "momentum 0.056 = 0.9 x rounds / (rounds + 30)" in out
+    second = forked_arriero("fed", "run", path, "--local", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "round 2/2" in second.stdout and "final" in second.stdout
+    assert "momentum 0.056 = 0.9 x rounds / (rounds + 30)" in second.stdout
     assert open_global(rounds / "0002" / "global").tokens == 4 * 1024
 
     shown = command("fed", "status", path, "--replay", "--json")
@@ -160,9 +158,8 @@ def test_a_killed_coordinator_continues_where_it_was(federate, tmp_path, command
     text = command("fed", "status", path)
     assert "cosine" in text.stdout and text.returncode == 0
 
-    again = start(path, tmp_path)
-    out, _ = again.communicate(timeout=300)
-    assert again.returncode == 0 and "finished" in out
+    again = forked_arriero("fed", "run", path, "--local", cwd=tmp_path)
+    assert again.returncode == 0 and "finished" in again.stdout
 
 
 def test_addresses_and_keys_stay_in_the_users_file(federate):
