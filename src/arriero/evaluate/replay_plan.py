@@ -146,9 +146,12 @@ def plan_replay(
     first = record.starts[later[0]]
     ranks = nproc or (first.get("ranks", 1) if first.get("ranks", 1) <= _MOST_RANKS else 1)
     layout = _degrees(first.get("layout", "")) if ranks == first.get("ranks", 1) else {}
-    own = {"run.dir": str(folder), "run.name": RUN, **_settings(record, start, end, layout, ranks)}
+    if not layout or any(each.startswith("parallel.") for each in sets):
+        # the ranks that the other degrees leave
+        layout = dict.fromkeys(AXES, 1) | layout | {"dp_shard": -1}
+    own = {"run.dir": str(folder), "run.name": RUN, **_settings(record, start, end, layout)}
     written = [f"{key}={toml_value(value)}" for key, value in own.items()]
-    if not layout and ranks != first.get("ranks", 1):
+    if ranks != first.get("ranks", 1):
         written.append("train.micro_batch=default")
     config = load_run(run_dir / RUN_FILE, [*written, *sets], expand).config
     return Plan(record, start, end, ranks, config, record.checkpoints.get(start))
@@ -166,7 +169,7 @@ def _degrees(layout: str) -> dict[str, int]:
     return dict.fromkeys(AXES, 1) | named
 
 
-def _settings(record: Record, start: int, end: int, layout: Mapping[str, int], ranks: int) -> dict[str, Any]:
+def _settings(record: Record, start: int, end: int, layout: Mapping[str, int]) -> dict[str, Any]:
     """Return the keys that differ from the run file: the run ends after `end` steps and saves nothing.
 
     A resumed run may change keys that do not change what is trained; those of the first step are taken.
@@ -176,8 +179,6 @@ def _settings(record: Record, start: int, end: int, layout: Mapping[str, int], r
     keys = {f"{section}.{key}": then[section][key] for section in FREE for key in then[section]}
     keys = {key: value for key, value in keys.items() if value is not None}
     keys |= {f"parallel.{axis}": degree for axis, degree in layout.items()}
-    if not layout:
-        keys |= {f"parallel.{axis}": 1 for axis in AXES} | {"parallel.dp_shard": ranks}
     timeline = Timeline.of(config)
     if config.data.phases:
         raw = tomllib.loads((record.run / RUN_FILE).read_text(encoding="utf-8"))
