@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from arriero.data.exchange import FORMATS, Import, export_dataset
+from arriero.data.store.loss_mask import attach_loss_masks
 from arriero.data.store.store import TokenStore
 from arriero.data.store.verify import verify_dataset
 from arriero.data.tokens.tokenizer import load_tokenizer
@@ -183,6 +184,13 @@ def test_export_warns_of_documents_a_peer_stumbles_over(tmp_path, arriero):
     make_dataset(tmp_path / "set", [[[5, EOS], []]])
     assert "1 document without a token" in arriero("data", "export", "set", "olmo", "out").stdout
     assert "without a token" not in arriero("data", "export", "set", "megatron", "out2").stdout
+
+
+def test_export_warns_that_a_loss_mask_is_left_out(tmp_path, arriero):
+    store = make_dataset(tmp_path / "set", [[[5, 6, EOS]]])
+    assert "loss mask" not in arriero("data", "export", "set", "megatron", "out").stdout
+    attach_loss_masks(store.directory, [[False, True, True]])
+    assert "the loss mask is not exported" in arriero("data", "export", "set", "megatron", "out2").stdout
 
 
 def test_import_says_what_it_added_and_what_is_missing(tmp_path, arriero):

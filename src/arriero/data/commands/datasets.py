@@ -336,6 +336,8 @@ def export_tokens(
     console.print(
         f"{held} -> {escape(str(target))}: {counted(store.shards, f'{format} file')} ({how})",
     )
+    if store.labels:
+        console.print(f"[yellow]the loss mask is not exported[/]: {format} files hold tokens alone")
     if format == "fms-arrow":
         console.print("end-of-document tokens are removed: fms-fsdp's loader adds its own")
     if made.kept_eos:
