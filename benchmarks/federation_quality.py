@@ -7,6 +7,7 @@ measured by processes of their own (`--methods`, `--save`) and put together late
 """
 
 import argparse
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -182,9 +183,7 @@ def shipped(coordinator: Coordinator) -> int:
 
 def table(results: list[dict], given: argparse.Namespace) -> str:
     tokens = given.rounds * given.steps * given.batch
-    start = f" from a model that was pre-trained for {given.pretrain} steps on all data" * bool(
-        given.pretrain
-    )
+    start = f", after {given.pretrain} steps of pre-training on all data" if given.pretrain else ""
     lines = [
         f"{given.rounds} rounds of H = {given.steps} steps, {given.batch} tokens per step and site{start} "
         f"({tokens:,} tokens per site; the other runs train as many in all). Losses are means over the "
@@ -203,45 +202,44 @@ def table(results: list[dict], given: argparse.Namespace) -> str:
 
 
 def plot(results: list[dict]) -> str:
-    """Draw the held-out loss of the global models over the rounds."""
-    curves = [(f"{r['sites']} sites, {r['method']}", r["curve"]) for r in results if "curve" in r]
-    width, height, left, top = 640, 360, 50, 20
+    """Draw how far the global models are above the centralised run, over the rounds."""
+    central = {each["sites"]: each["loss"] for each in results if each["method"] == "centralised"}
+    curves = [
+        (
+            f"{each['sites']} sites, {each['method']}",
+            [loss / central[each["sites"]] - 1 for loss in each["curve"]],
+        )
+        for each in results
+        if "curve" in each and each["sites"] in central
+    ]
+    width, height, left, top, right, bottom = 640, 360, 45, 30, 180, 45
     high = max(max(points) for _, points in curves)
-    low = min(min(points) for _, points in curves)
-    low = min([low, *(r["loss"] for r in results)])
     rounds = max(len(points) for _, points in curves) - 1
 
-    def place(number: float, loss: float) -> str:
-        x = left + number / rounds * (width - left - 10)
-        return f"{x:.1f},{top + (high - loss) / (high - low) * (height - top - 40):.1f}"
+    def place(number: float, above: float) -> tuple[float, float]:
+        x = left + number / rounds * (width - left - right)
+        return round(x, 1), round(top + (1 - above / high) * (height - top - bottom), 1)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="{left}" y="16" font-size="12">held-out loss above the centralised run</text>',
     ]
-    parts += [f'<rect width="{width}" height="{height}" fill="white"/>']
-    for tick in range(5):
-        loss = low + (high - low) * tick / 4
-        y = place(0, loss).split(",")[1]
-        parts += [f'<line x1="{left}" x2="{width - 10}" y1="{y}" y2="{y}" stroke="#ddd"/>']
-        parts += [f'<text x="5" y="{y}" font-size="11">{loss:.2f}</text>']
+    for percent in range(0, int(high * 100) + 1, 2):
+        y = place(0, percent / 100)[1]
+        parts += [f'<line x1="{left}" x2="{width - right}" y1="{y}" y2="{y}" stroke="#ddd"/>']
+        parts += [f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{percent} %</text>']
+    for number in range(rounds + 1):
+        x, y = place(number, 0)
+        parts += [f'<text x="{x}" y="{y + 16}" text-anchor="middle">{number}</text>']
+    parts += [f'<text x="{place(rounds / 2, 0)[0]}" y="{height - 8}" text-anchor="middle">rounds</text>']
     for i, (name, points) in enumerate(curves):
-        line = " ".join(place(number, loss) for number, loss in enumerate(points))
-        colour = COLOURS[i % len(COLOURS)]
+        colour, x, y = COLOURS[i % len(COLOURS)], width - right + 15, top + 16 * i + 10
+        line = " ".join(f"{x},{y}" for x, y in itertools.starmap(place, enumerate(points)))
         parts += [f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>']
-        parts += [
-            f'<text x="{width - 200}" y="{top + 14 * i + 10}" font-size="11" fill="{colour}">{name}</text>'
-        ]
-    for each in results:
-        if each["method"] == "centralised":
-            y = place(0, each["loss"]).split(",")[1]
-            parts += [
-                f'<line x1="{left}" x2="{width - 10}" y1="{y}" y2="{y}" stroke="black" stroke-dasharray="4"/>'
-            ]
-            parts += [
-                f'<text x="{left + 5}" y="{y}" dy="-4" font-size="11">centralised ({each["sites"]})</text>'
-            ]
-    parts += [f'<text x="{width // 2 - 20}" y="{height - 8}" font-size="12">rounds</text>', "</svg>"]
-    return "\n".join(parts)
+        parts += [f'<text x="{x}" y="{y}" fill="{colour}">{name}, {points[-1]:+.1%}</text>']
+    return "\n".join([*parts, "</svg>"])
 
 
 if __name__ == "__main__":
