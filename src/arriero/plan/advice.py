@@ -59,6 +59,7 @@ class Question:
     cluster: Cluster
     fix: Mapping[str, int] = field(default_factory=dict)
     most: Mapping[str, int] = field(default_factory=dict)
+    explain: Mapping[str, int] = field(default_factory=dict)
     exclude: Sequence[str] = ()
     memory_limit: int | None = None
     measured: Measured | None = None
@@ -75,6 +76,7 @@ class Question:
             devices,
             fix=self.fix,
             most=self.most,
+            explain=self.explain,
             exclude=self.exclude,
             memory_limit=self.memory_limit,
             rates=rates,

@@ -92,6 +92,7 @@ def plan_run(
     *,
     fix: Mapping[str, int] | None = None,
     most: Mapping[str, int] | None = None,
+    explain: Mapping[str, int] | None = None,
     exclude: Collection[str] = (),
     memory_limit: int | None = None,
     rates: Rates | None = None,
@@ -100,15 +101,15 @@ def plan_run(
 ) -> Plan:
     """Return the ranked candidates of a run on `devices` devices of a cluster.
 
-    `fix` and `most` constrain degrees, `exclude` leaves out schedules, 'sync each', kinds of activation
-    checkpointing or degrees like 'cp'. `memory_limit` is bytes per device. Raises UserError where constraints
-    contradict each other; where nothing fits, the plan has no candidates.
+    `fix`, `most` and `explain` constrain degrees; errors name the option. `exclude` leaves out schedules,
+    'sync each', kinds of activation checkpointing or degrees like 'cp'. `memory_limit` is bytes per device.
+    Raises UserError where constraints contradict each other; where nothing fits, the plan has no candidates.
     """
     machine = machine or cluster.machine
     if memory_limit is not None:
         machine = replace(machine, memory_free=min(memory_limit, machine.memory_free))
     search = _Search(config, cluster, machine, devices, (), exclude, rates or Rates(cluster))
-    search.constraints = _constraints(search, fix or {}, most or {})
+    search.constraints = _constraints(search, fix or {}, most or {}, explain or {})
     layouts = _layouts(search)
     found: list[Candidate] = []
     for values in variants(config, machine):
@@ -131,14 +132,17 @@ def plan_run(
     )
 
 
-def _constraints(search: _Search, fix: Mapping[str, int], most: Mapping[str, int]) -> list[Constraint]:
+def _constraints(
+    search: _Search, fix: Mapping[str, int], most: Mapping[str, int], explain: Mapping[str, int]
+) -> list[Constraint]:
     """Return all conditions on degrees, those of the run file included."""
     given = [
         Constraint(f"parallel.{axis} = {getattr(search.config.parallel, axis)}", axis, degree)
         for axis in AXES
         if search.sets("parallel", axis) and isinstance(degree := getattr(search.config.parallel, axis), int)
     ]
-    given += [Constraint(f"--fix {axis}={degree}", axis, degree) for axis, degree in fix.items()]
+    for option, degrees in (("--fix", fix), ("--explain", explain)):
+        given += [Constraint(f"{option} {axis}={degree}", axis, degree) for axis, degree in degrees.items()]
     given += [Constraint(f"--max {axis}={degree}", axis, degree, True) for axis, degree in most.items()]
     given += [Constraint(f"--exclude {axis}", axis, 1, True) for axis in AXES if axis in search.exclude]
     return given

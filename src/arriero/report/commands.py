@@ -239,13 +239,8 @@ def _excluded(texts: Sequence[str]) -> tuple[str, ...]:
 def _explained(question: Question, found: Plan, text: str) -> Candidate:
     """Return the best candidate of the degrees that --explain names, or raise with why there is none."""
     degrees = _degrees("--explain", [text])
-    try:
-        other, _ = replace(question, fix={**question.fix, **degrees}).plan(found.devices, keep=1)
-    except UserError as error:
-        what = error.what
-        for axis, degree in degrees.items():
-            what = what.replace(f"--fix {axis}={degree}", f"--explain {axis}={degree}")
-        raise UserError(what, error.todo) from None
+    fix = {axis: degree for axis, degree in question.fix.items() if axis not in degrees}
+    other, _ = replace(question, fix=fix, explain=degrees).plan(found.devices, keep=1)
     if other.candidates:
         return other.best
     reasons = "; ".join(f"{each.reason} (for example {each.example})" for each in other.rejections[:3])
