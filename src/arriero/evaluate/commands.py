@@ -37,8 +37,6 @@ TokenizerFile = Annotated[
     Path | None,
     typer.Option(help="A tokenizer.json or tokenizer.model; the model's own if not given."),
 ]
-
-
 Attach = Annotated[
     bool,
     typer.Option("--attach/--no-attach", help="Store the result beside the checkpoint, for `ckpt list`."),

@@ -153,7 +153,7 @@ class ModelSpec:
         return frozenset(self.extra.get("window_layers") or range(self.max_window_layers, self.layers))
 
     def keep_blocks(self, blocks: Sequence[int]) -> "ModelSpec":
-        """Return the model with only these blocks, numbered anew."""
+        """Return the model with only these blocks, numbered from 0."""
 
         def renumbered(numbers: Collection[int]) -> tuple[int, ...]:
             return tuple(i for i, block in enumerate(blocks) if block in numbers)

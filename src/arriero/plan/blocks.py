@@ -298,14 +298,14 @@ def _ring(work: Work, rates: Rates, kv: float, attention: Passes, group: Group) 
     """Return what a ring adds to its attention kernels; `kv` are the bytes of the keys of a rank."""
     sent = rates.collective("p2p", 2 * kv, Group(2, group.stride))
     steps, ring = work.ring - 1, work.ring
-    # gradients of keys and values travel in fp32 beside them; nothing hides the last transfer
+    # gradients of keys and values are sent with them, in fp32; nothing hides the last transfer
     gradients = 2 * sent
     hidden = attention.times(1 / ring)
     waits = Passes(
         steps * max(0.0, sent - hidden.forward),
         steps * max(0.0, sent + gradients - hidden.backward) + gradients,
     )
-    # outputs are merged in fp32 by separate kernels; so are gradients, which each kernel writes anew
+    # outputs are merged in fp32 by separate kernels; so are gradients, which each kernel writes to new memory
     queries = work.tokens * work.spec.attention_width / work.layout.tp
     keys = 2 * kv / work.compute_bytes
     merged = 12 * queries + 42 * steps * queries

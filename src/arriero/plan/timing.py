@@ -212,7 +212,7 @@ def _stage(
         behind += block.replicas if replicates else 0.0
         copies = (block.copies if regathers else 0.0) + (2 * block.copies if reduces else 0.0)
         backward = _overlapped(blocks, compute.backward + copies, host.backward, behind)
-        # nothing hides the first gather and the last reduction; tables are gathered and reduced beside blocks
+        # nothing hides the first gather and the last reduction; those of tables overlap with blocks
         edge = table.gather if gathers and first else ahead
         tail = (table.scatter if first else block.scatter) if reduces else 0.0
         tail += block.replicas if replicates else 0.0

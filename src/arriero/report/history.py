@@ -31,7 +31,7 @@ _NOTABLE = {
     *("signal", "fault", "hang", "skip", "bad step", "rollback", "no rollback", "slow rank", "save failed"),
     *("remark", "failure", "exclude", "shrink", "kill", "give up", "resubmit"),
 }
-_TOLD = ("message", "text", "reason", "why", "error", "signal")
+_REASON_KEYS = ("message", "text", "reason", "why", "error", "signal")
 _MEASURED = ("loss", "tokens_per_s", "mfu", "peak_mem_gib", "reserved_mem_gib", "energy_kwh")
 
 
@@ -186,7 +186,7 @@ def event_title(event: dict[str, Any]) -> str:
 
 def event_text(event: dict[str, Any]) -> str:
     """Return the sentence of an event that says what happened; it may be empty."""
-    return next((str(event[key]) for key in _TOLD if event.get(key)), "")
+    return next((str(event[key]) for key in _REASON_KEYS if event.get(key)), "")
 
 
 def run_names(runs: Sequence[RunHistory]) -> list[str]:

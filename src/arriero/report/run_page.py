@@ -241,7 +241,7 @@ def _history(runs: Sequence[RunHistory], names: Sequence[str]) -> Section | None
                     "name": kind,
                     "x": [datetime.fromtimestamp(event["time"], UTC).isoformat() for event in mine],
                     "y": [label] * len(mine),
-                    "text": [_told(event) for event in mine],
+                    "text": [_details(event) for event in mine],
                     "hovertemplate": "%{x}<br>%{text}<extra></extra>",
                     "mode": "markers",
                     "marker": {"size": 9, "symbol": "line-ns-open" if kind == "save" else "circle"},
@@ -267,7 +267,7 @@ def _notable(runs: Sequence[RunHistory], names: Sequence[str]) -> str:
     return _texts_by_run(runs, ("run", "event", "what happened", "time"), rows) if rows else ""
 
 
-def _told(event: dict[str, Any]) -> str:
+def _details(event: dict[str, Any]) -> str:
     shown = {key: value for key, value in event.items() if key not in ("time", "event", "versions")}
     return escape("; ".join(f"{key} {value}" for key, value in shown.items()))[:300]
 
