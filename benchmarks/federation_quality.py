@@ -80,8 +80,9 @@ def measure(given: argparse.Namespace, count: int) -> list[dict]:
         "sets": SETS,
         "batch": given.batch,
     }
-    first = pretrain(make_demo(folder / "all", **common), folder, given) if given.pretrain else None
-    demo = starting_from(make_demo(folder / "all", **common), first)
+    demo = make_demo(folder / "all", **common)
+    first = pretrain(demo, folder, given) if given.pretrain else None
+    demo = starting_from(demo, first)
     for name in given.methods:
         started = time.monotonic()
         if name == "pre-trained":
